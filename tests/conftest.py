@@ -10,15 +10,14 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+gc.disable()  # until all tests are collected: what modules and tests allocate stays
 
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None)
@@ -28,15 +27,19 @@ hypothesis.settings.load_profile("ranvier")
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """For each file anew: `ranvier.start` in the tests' own process sets what its ranks use."""
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_pictures(request):
-    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
-    from ranvier.train import report  # not before the variables above are set
+def short_measurements(request):
+    """Drawing takes longer than training: runs leave pictures in files that are marked so. A run on CPUs multiplies
+    matrices for a tenth of a second on each rank to find their rate: here once."""
+    from ranvier.train import metrics, report  # not before the variables above are set
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "matrix_product_rate", partial(metrics.matrix_product_rate, seconds=0.0))
         if request.node.get_closest_marker("pictures") is None:
             for draw in ("draw_course", "draw_loss", "timeline_picture"):
                 patch.setattr(report, draw, lambda *args: None)
@@ -47,7 +50,10 @@ LONGEST = ("test_closed_memory.py", "test_real_starts.py", "test_torch.py", "tes
            "test_resized_rows.py", "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py",
            "test_readme.py", "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
            "test_launcher_dies.py", "test_run_function.py", "test_start_trial.py", "test_bad_settings.py",
-           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py")
+           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py",
+           "test_transition.py", "test_elastic_settings.py", "test_float8.py", "test_papers.py",
+           "test_decoder_classes_run.py", "test_reward_run.py", "test_best_first.py", "test_preference_run.py",
+           "test_plan_and_run.py", "test_elastic_corners.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others.
 Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
@@ -56,8 +62,14 @@ single long test last."""
 
 def pytest_configure(config):
     """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
-    worker loads what another has written."""
+    worker loads what another has written. The process that starts the workers loads no torch: they wait for it."""
     worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
     if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
         files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
@@ -76,3 +88,4 @@ def pytest_collection_finish():
     20,000 new objects rather than 700 save a fifteenth of the CPU time."""
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()

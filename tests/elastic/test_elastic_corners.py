@@ -16,7 +16,7 @@ from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from ranvier.train.session import Active
 from tests.checkpoint.anywhere import assert_same, everything
-from tests.elastic.runs import BY_HAND, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
+from tests.elastic.runs import BY_HAND, IN_TWO, StopAfter, Wishes, always, lines, losses, run_all, tiny, transitions
 
 document = Elasticity.document
 
@@ -24,7 +24,7 @@ document = Elasticity.document
 def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process, requests):
     """Ranks that come back from idleness in this transition must know of it."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
-               checkpoint=Checkpoint(every=0))
+               checkpoint=Checkpoint(every=0), batch=IN_TWO)
     wishes = Wishes(run, {1: dict(data=1, pipe=1), 4: dict(data=2, pipe=2)})
     results, _ = run_all(run, trackers=[wishes, StopAfter(4, requests)])
     assert all(result == results[0] for result in results) and results[0].keys() == {"stopped_after"}
@@ -39,7 +39,7 @@ def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences
                                                                       monkeypatch, lost):
     """One that has all its ranks on a smaller mesh, as a user has wished, stays there."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
-               checkpoint=Checkpoint(every=0))
+               checkpoint=Checkpoint(every=0), batch=IN_TWO)
     monkeypatch.setattr(Elasticity, "document", lambda elastic, *args: {
         **document(elastic, *args), "num_ranks": elastic.num_ranks - lost})
     run_all(run, trackers=[Wishes(run, {1: dict(data=2, pipe=1)}), StopAfter(4, requests)])
@@ -240,7 +240,7 @@ def test_a_transition_that_changes_nothing_leaves_a_run_as_it_was_to_the_bit(sen
 
 
 def test_a_run_that_has_not_changed_yet_goes_on_without_a_transition(sentences, tmp_path, requests):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND, train=Train(steps=4))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=BY_HAND, train=Train(steps=4), batch=IN_TWO)
     run_all(run, trackers=[StopAfter(1, requests)])
     run_all(replace(run, resume="auto"))
     assert not transitions(run) and len(losses(run)) == 4

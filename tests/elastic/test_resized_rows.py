@@ -12,6 +12,7 @@ from ranvier.train import resize
 from tests.elastic.runs import (
     AT_ONCE,
     BY_HAND,
+    IN_TWO,
     NUM_STEPS,
     StopAfter,
     Wishes,
@@ -46,7 +47,7 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_
                                                      meshes, ranks, told):
     """With the states of AdamW; what is not named stays. stop: the step after which the run is told to stop. ranks: of
     the wishes that are refused."""
-    run = tiny(sentences, tmp_path / "run", mesh=first)
+    run = tiny(sentences, tmp_path / "run", mesh=first, batch=IN_TWO)
     results, text = run_all(run, trackers=[Wishes(run, wishes), StopAfter(stop, requests)])
     found = losses(run)
     assert found == pytest.approx(plain_losses[:len(found)], rel=1e-9) and len(found) > (stop or NUM_STEPS - 1)
@@ -61,12 +62,12 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_
 
 def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences, tmp_path):
     """Two heads on three columns, and rows that are no number."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=16))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=8), batch=IN_TWO)
 
     class Asks(Wishes):
         def event(self, event):
             super().event(event)
-            if type(event).__name__ == "StepEvent" and event.step == 8:
+            if type(event).__name__ == "StepEvent" and event.step == 5:
                 (self.run.run_dir / resize.NAME).write_text('{"data": 1, "pipe": 1, "row": "two"}')
 
     run_all(run, trackers=[Asks(run, {2: dict(data=1, pipe=1, col=3)})])
@@ -76,8 +77,8 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
 
 
 def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=10),
-               elastic=Elastic(freeze=PLASTICITY))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=6),
+               elastic=Elastic(freeze=PLASTICITY), batch=IN_TWO)
     run = replace(run, data=replace(run.data, eval_samples=3))
     run_all(run, trackers=[Wishes(run, {2: dict(data=1, pipe=1, row=2)})])
     text, = [line["text"] for line in events(run, "resize-refused")]
@@ -123,7 +124,7 @@ def test_the_cache_of_rows_and_columns(tmp_path, mesh, wishes, reads):
 def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):
     """Those with which it resumes split blocks over columns only."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), checkpoint=Checkpoint(every=0),
-               train=Train(steps=5, learning_rate=3e-3))
+               train=Train(steps=5, learning_rate=3e-3), batch=IN_TWO)
     run_all(run, trackers=[Wishes(run, {1: dict(data=1, pipe=1, row=2)}), StopAfter(3, requests)])
     assert [mesh_of(line) for line in transitions(run)] == [(1, 1, 2, 1)]
     results, _ = run_all(replace(run, resume="auto", tensor=TensorParallel(scheme="megatron"),

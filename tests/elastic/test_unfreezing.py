@@ -22,6 +22,7 @@ from ranvier.train.memory import MemoryBudget
 from tests.checkpoint.anywhere import everything
 from tests.elastic.runs import (
     AT_ONCE,
+    IN_TWO,
     NUM_LAYERS,
     StopAfter,
     always,
@@ -82,13 +83,14 @@ class Thaws:
 
 
 def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tmp_path, monkeypatch):
-    """The checkpoint is that of step 8, with four frozen layers; the bad step is the twelfth, with one."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=16, learning_rate=3e-3),
-               elastic=Elastic(every=5), checkpoint=Checkpoint(every=8, keep=9), guard=Guard(bad_step="rollback"))
+    """The checkpoint is that of step 4, with four frozen layers; the bad step is the seventh, with one."""
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=8, learning_rate=3e-3),
+               elastic=Elastic(every=3), checkpoint=Checkpoint(every=4, keep=9), guard=Guard(bad_step="rollback"),
+               batch=IN_TWO)
     step = loop.take_step
 
     def breaking(session, number):
-        if number == 12 and session.active.runtime.train_data.offset == 0:
+        if number == 7 and session.active.runtime.train_data.offset == 0:
             with torch.no_grad():
                 for parameter in session.active.engine.parameters():
                     parameter.fill_(math.nan)
@@ -96,10 +98,10 @@ def test_layers_train_on_after_a_rollback_to_when_they_were_frozen(sentences, tm
 
     monkeypatch.setattr(loop, "take_step", breaking)
     run_all(run, freezing=Thaws())
-    assert [line["to_step"] for line in events(run, "went-back")] == [8]
-    steps = lines(run, "metrics.jsonl")[-8:]
-    assert [(line["step"], line["frozen_layers"]) for line in steps] == [(step, 1) for step in range(9, 17)]
-    before, after = (everything(run.run_dir / "checkpoint" / f"step-{step}") for step in (8, 16))
+    assert [line["to_step"] for line in events(run, "went-back")] == [4]
+    steps = lines(run, "metrics.jsonl")[-4:]
+    assert [(line["step"], line["frozen_layers"]) for line in steps] == [(step, 1) for step in range(5, 9)]
+    before, after = (everything(run.run_dir / "checkpoint" / f"step-{step}") for step in (4, 8))
     changed = {name.partition(".")[0] for (kind, name), tensor in before.items()
                if kind == "parameter" and not torch.equal(tensor, after[kind, name])}
     assert changed == {"layer1", "layer2", "layer3", "layer4", "layer5", "head"}
@@ -151,8 +153,9 @@ def sets_in_one_process(few, tmp_path_factory):
 def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_process, monkeypatch):
     """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
     always(monkeypatch)
-    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, checkpoint=Checkpoint(every=5, keep=3),
-               elastic=replace(CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
+    run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, batch=IN_TWO,
+               checkpoint=Checkpoint(every=5, keep=3), elastic=replace(
+                   CACHED, freeze="none", manual=(), every=3, cache_dir=tmp_path / "cache"))
     results, text = run_all(run, freezing=Sets())
     assert losses(run) == pytest.approx(sets_in_one_process, rel=1e-9)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 3, 2, 2]
@@ -191,14 +194,14 @@ class Told:
         return facts.frozen
 
 
-def told(sentences, run_dir, mesh, **changes):
+def told(sentences, run_dir, mesh, every=6, **changes):
     policy = Told()
-    run = tiny(sentences, run_dir, mesh=mesh, elastic=Elastic(every=6), **changes)
+    run = tiny(sentences, run_dir, mesh=mesh, elastic=Elastic(every=every), **changes)
     run_all(run, freezing=policy)
     return run, policy.facts
 
 
-SHORT = Train(steps=13, learning_rate=3e-3)
+SHORT = Train(steps=7, learning_rate=3e-3)
 
 
 def test_facts(sentences, tmp_path):
@@ -221,15 +224,15 @@ def test_facts(sentences, tmp_path):
                          ids=str)
 def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):
     """With microbatches of another size, too: they are padded alike."""
-    _, expected = told(sentences, tmp_path / "one", Mesh(), train=SHORT, batch=AT_ONCE)
-    _, found = told(sentences, tmp_path / "many", mesh, train=SHORT)
+    _, expected = told(sentences, tmp_path / "one", Mesh(), every=3, train=SHORT, batch=AT_ONCE)
+    _, found = told(sentences, tmp_path / "many", mesh, every=3, train=SHORT, batch=IN_TWO)
     for one, many in zip(expected[1:], found[1:], strict=True):
         assert many.activation_change == pytest.approx(one.activation_change, rel=1e-3)  # outputs are kept in fp32
 
 
 @pytest.mark.slow
 def test_rows_compare_their_own_samples(sentences, tmp_path):
-    _, found = told(sentences, tmp_path / "rows", Mesh(row=2), train=SHORT)
+    _, found = told(sentences, tmp_path / "rows", Mesh(row=2), every=3, train=SHORT)
     assert all(0 < change < 1 for each in found[1:] for change in each.activation_change)
 
 
@@ -326,7 +329,7 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
         "    def load_state_dict(self, state):\n        self.asked = state['asked']\n\nnone = 3\n")
     monkeypatch.chdir(tmp_path)
     elastic = Elastic(freeze="my_policies:Every", options=("layers=2",), every=3)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=Train(steps=8))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=Train(steps=8), batch=IN_TWO)
     _, text = run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
     assert "step 3: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
