@@ -188,8 +188,6 @@ class Engine:
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
         dtype = given.dtype
-        refuse_others(((f"{block}.{name}", one) for block, module in ready_made(given.model).items()
-                       for name, one in module.named_parameters()), None, applied=False)
         if plan is None:
             plan = self._make_plan(given.model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy,
                                    dtype, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,

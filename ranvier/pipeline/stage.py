@@ -124,7 +124,7 @@ class Stage:
                  in_float8: Collection[nn.Module] = (), may_wait: bool = True,
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
-        self._left, self._others = left, others or _AS_THEY_ARE
+        self._left, self._others = left, others
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -235,7 +235,7 @@ class Stage:
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._surroundings(), self._others:
+        with torch.set_grad_enabled(wanted), self._surroundings("forward"):
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if training and name in requires_grad:
@@ -270,15 +270,17 @@ class Stage:
             self._graphs[number] = _Graph(leaves, roots, outputs[""].dtype if self._loss is not None else None)
         return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
 
-    def _surroundings(self) -> AbstractContextManager[object]:
-        """Contexts in which forwards run, beside a mode of autograd."""
-        if self._mesh is None:
-            return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
-        return self._on_mesh(self._mesh)
+    def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
+        """Contexts in which forwards or backwards run, beside a mode of autograd."""
+        if self._mesh is None and self._others is None:
+            return _AS_THEY_ARE if self._autocast is None or way == "backward" else casting(
+                self._autocast, self._device)
+        return self._within(way)
 
     @contextmanager
-    def _on_mesh(self, mesh: TensorMesh) -> Iterator[None]:
-        with mesh.one_pass(self._uses["forward"]), casting(self._autocast, self._device):
+    def _within(self, way: Literal["forward", "backward"]) -> Iterator[None]:
+        with (_AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses[way]),
+              casting(self._autocast if way == "forward" else None, self._device), self._others or _AS_THEY_ARE):
             yield
 
     def _show(self, state: State, number: int, *, keep: bool) -> None:
@@ -459,7 +461,7 @@ class Stage:
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = [gradients[name] for name in names]
         try:
-            with _AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses["backward"]), self._others:
+            with self._surroundings("backward"):
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])

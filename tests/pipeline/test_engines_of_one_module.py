@@ -85,10 +85,14 @@ def begin_another(one, two, batch, make):
 
 
 def make_another(one, two, batch, make):
+    """As who runs a cell of a notebook again: the new engine trains, and the first has no gradients any more."""
     result = one.forward_backward(batch)
-    with raises(OTHER):
-        make()
-    one.step(result)
+    another = make()
+    for call in (one.gradients, partial(one.step, result)):
+        with raises(OTHER):
+            call()
+    another.train_batch(batch)
+    another.close()
 
 
 def step_with_others_gradients(one, two, batch, make):

@@ -212,7 +212,7 @@ def test_a_rank_that_computes_for_long(quick_board):
 
 def test_a_tied_gradient_that_never_comes(quick_board):
     make = partial(chain, *[Plain] * 4, tied=(("b0.linear.weight", "b3.linear.weight"),))
-    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(MessageKind.TIED_GRADIENT, 0), make=make)
+    text = timeout(Mesh(pipe=2), points([[1] * 3]), losing(MessageKind.TIED_GRADIENT, 1), make=make)
     assert re.search(r"pipe 0 waits \d s for the gradient of tied parameter b0.linear.weight from pipe 1", text)
 
 
