@@ -68,6 +68,8 @@ OTHER = {
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,
     ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",
+    ("pipeline/engine.py", "self._statistics.work.wait()"):
+        "after a prediction, numbers in host memory: tests/pipeline/test_written_ties.py",
     ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
     ("tensor/under_way.py", "self._work.wait()"): "sums that travel together, on CPUs only",
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
