@@ -188,7 +188,7 @@ class Coordinates(_NumberPerAxis):
         """Whether it is the first of all ranks with its stages."""
         return not self.replica and self.is_first_in_stage
 
-    @property
+    @cached_property
     def is_first_with_samples(self) -> bool:
         """Whether it is the first rank of its stage that has these samples, so that each counts once."""
         return not any(self[axis] for axis in self.mesh.stage_axes if axis not in self.mesh.over(splits_samples=True))

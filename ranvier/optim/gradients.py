@@ -225,6 +225,11 @@ class Gradients:
         if parameter in self._tables:
             self._tables[parameter].add(rows)
 
+    @property
+    def moves_in_backward(self) -> bool:
+        """Whether something is done with a chunk as soon as the last backward has passed its blocks."""
+        return any(chunk.reused or chunk.sent_to_owner or len(chunk.group.ranks) > 1 for chunk in self.chunks)
+
     def block_passed(self, block: int) -> None:
         """The last backward of the batch is through with `block` and all behind it, and enters the one before.
 

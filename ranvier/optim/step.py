@@ -539,8 +539,7 @@ class Updater:
 
     def _gradient_status(self, weight: float) -> GradientStatus:
         factor = self._by_block_factor = self._factor(weight)
-        norm = torch.zeros(1, dtype=torch.float64, device=self._device)  # on the device: nobody waits for it here
-        norm += self._squared * factor**2
+        norm = (self._squared.to(self._device, torch.float64) * factor**2).view(1)  # nobody waits for it here
         return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor,
                               may_update=weight != 0.0)
 

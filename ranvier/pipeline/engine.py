@@ -321,7 +321,9 @@ class Engine:
             seed=seed, device=self.world.device,
             progress=self._updater.progress if self._connections.needs_progress else None,
             segments=self.plan.recomputed[stage], selective=self.plan.memory.recompute == "selective",
-            block_passed=partial(_block_passed, self._updater, mesh), mesh=mesh, compile=self._compiles(compile),
+            block_passed=partial(_block_passed, self._updater, mesh) if (
+                mesh is not None or self._updater.gradients.moves_in_backward) else None,
+            mesh=mesh, compile=self._compiles(compile),
             tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=autocast,
             in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),

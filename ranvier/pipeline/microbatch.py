@@ -46,7 +46,7 @@ def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: in
     if size < 1:
         raise ModelError("must be at least 1", code="microbatch-size", where="microbatches(size)", value=size,
                          remedy="Give samples per microbatch.")
-    return cut_batch(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
+    return _cut(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
 
 
 def cut_batch(inputs: State | Mapping[str, Tensor], targets: object, samples: Tensor | None, places: Sequence[slice]
@@ -54,7 +54,10 @@ def cut_batch(inputs: State | Mapping[str, Tensor], targets: object, samples: Te
     """A microbatch of the samples in each of these places of dim 0. ModelError where first dims differ."""
     inputs = _as_dict(inputs)
     _batch_size(inputs, targets, samples)
+    return _cut(inputs, targets, samples, places)
 
+
+def _cut(inputs: Any, targets: object, samples: Tensor | None, places: Sequence[slice]) -> list[Microbatch]:
     def part(value: Any, place: slice) -> Any:
         return value[place] if isinstance(value, Tensor) else None if value is None else tree_map(
             lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
@@ -69,14 +72,16 @@ def _as_dict(inputs: Any) -> Any:
 
 def _batch_size(*trees: object) -> int:
     """The size of dim 0 of all tensors."""
-    lists = [tree for tree in trees if isinstance(tree, (list, tuple)) and tree
-             and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))]
-    for one in (*lists, *(leaf for leaf in tree_leaves(trees) if not isinstance(leaf, Tensor))):
+    leaves = [[tree] if isinstance(tree, Tensor) else tree_leaves(tree) for tree in trees]
+    tensors = [[leaf for leaf in of_tree if isinstance(leaf, Tensor)] for of_tree in leaves]
+    lists = [tree for tree, found in zip(trees, tensors, strict=True)
+             if isinstance(tree, (list, tuple)) and tree and not found]
+    for one in (*lists, *(leaf for of_tree in leaves for leaf in of_tree if not isinstance(leaf, Tensor))):
         if isinstance(one, (list, tuple)) or getattr(one, "shape", None):
             raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
                              where="microbatches(inputs, targets)", value=type(one).__name__,
                              remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
-    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}
+    sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
     if len(sizes) != 1 or None in sizes:
         raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",
                          where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),

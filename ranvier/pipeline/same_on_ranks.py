@@ -93,9 +93,9 @@ class SameTargets:
                              torch.ones_like(values[0])])
         return torch.where(torch.stack(says).all(), found, torch.zeros_like(found))
 
-    def check(self, sums: Tensor) -> None:
+    def check(self, sums: Sequence[float]) -> None:
         """ModelError where `sums` over all ranks show different targets; says nothing where some rank could not."""
-        difference, count, projection, scale, real_count = sums.tolist()
+        difference, count, projection, scale, real_count = sums
         differ = count == self._all and difference
         if differ or (real_count == self._all and abs(projection) > _TOLERANCE * scale ** 0.5):
             raise ModelError("are of other samples on the last stage than on the first one, whose inputs they belong "

@@ -99,7 +99,7 @@ class Stage:
         progress: called at the boundaries between blocks, forward and backward, so that messages and reductions move
             meanwhile; None where they move by themselves.
         block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
-            with the number after the last block's when that backward begins.
+            with the number after the last block's when that backward begins. None where nobody waits for it.
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be.
@@ -117,7 +117,7 @@ class Stage:
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
                  device: torch.device, progress: Callable[[], None] | None,
-                 block_passed: Callable[[int], None], weight_gradients: WeightGradients,
+                 block_passed: Callable[[int], None] | None, weight_gradients: WeightGradients,
                  tables: Collection[nn.Parameter] = (), segments: Sequence[range] = (),
                  selective: bool = False,
                  mesh: TensorMesh | None = None, compile: bool | Literal["auto"] = False,
@@ -305,7 +305,7 @@ class Stage:
             state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
             last = number == self._last_number
-            reports = last or self._progress is not None
+            reports = (last and self._block_passed is not None) or self._progress is not None
             if run[-1] != len(self.blocks) - 1 and (reports or not isinstance(state, Tensor)):
                 tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
                 if reports:
@@ -394,7 +394,7 @@ class Stage:
                 self._progress()
             if missing == 0 and self._last_backward:
                 self._close(block)
-                passed = partial(self._block_passed, block)
+                passed = partial(self._passed, block)
                 if self._mesh is None:
                     passed()
                 else:
@@ -402,6 +402,10 @@ class Stage:
 
         for tensor in watched:
             tensor.register_hook(hook if last else self._moves)
+
+    def _passed(self, block: int) -> None:
+        if self._block_passed is not None:
+            self._block_passed(block)
 
     def _moves(self, gradient: Tensor) -> None:
         """A hook at a block boundary: let messages move."""
@@ -458,7 +462,7 @@ class Stage:
         self._last_backward = last
         if last:
             self._open = list(self._layers_of_blocks)
-            self._block_passed(self.blocks[-1][0] + 1)
+            self._passed(self.blocks[-1][0] + 1)
         arrived = [gradients[name] for name in names]
         try:
             with self._surroundings("backward"):

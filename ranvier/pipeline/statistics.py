@@ -108,36 +108,37 @@ class BatchStatistics:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
-        earlier, sums = self._earlier, torch.zeros(9 + SAME_TARGETS, dtype=torch.float64)
-        self.sums, same_targets, same_rates, same_left = sums, self._same_targets, self._same_rates, self._same_left
-        ranks, ties = self._ranks, self._ties
+        earlier, ranks, ties = self._earlier, self._ranks, self._ties
+        same_targets, same_rates, same_left = self._same_targets, self._same_rates, self._same_left
         size, of_targets = len(ranks.ranks), slice(4, 4 + SAME_TARGETS)
-        sums[2], sums[3] = self._zeroed, self._training * (size + 1 if self._updates else 1)
-        if self._training:
-            sums[-5] = self.num_updates * (-1 if ranks.index else size - 1)
-            sums[-4], sums[-3], sums[-2] = earlier is not None, same_rates.number(), same_left.number()
-        sums[-1] = ties.number()
+        of_training = [self.num_updates * (-1 if ranks.index else size - 1), earlier is not None, same_rates.number(),
+                       same_left.number()] if self._training else [0, 0, 0, 0]
+        self.sums = sums = torch.tensor([
+            0, 0, self._zeroed, self._training * (size + 1 if self._updates else 1), *[0] * SAME_TARGETS,
+            *of_training, ties.number()], dtype=torch.float64)  # in one call: this is the host's time in every step
 
         def add_earlier() -> None:
-            updating, others = divmod(int(sums[3]), size + 1)
+            _, weight, zeroed, calls, *numbers = sums.tolist()
+            updates, continuing, rates, left, of_ties = numbers[SAME_TARGETS:]
+            updating, others = divmod(int(calls), size + 1)
             if (updating, others) not in ((0, 0), (size, 0), (0, size)):
                 raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
                                    f"{size - updating - others} in others")
-            if 0 < (continuing := int(sums[-4])) < size:
-                raise calls_differ(f"of {size} ranks {continuing} add to the gradients of the batch before, and "
-                                   f"{size - continuing} have called step or zero_grad since")
-            if sums[-5]:
+            if 0 < continuing < size:
+                raise calls_differ(f"of {size} ranks {continuing:g} add to the gradients of the batch before, and "
+                                   f"{size - continuing:g} have called step or zero_grad since")
+            if updates:
                 raise calls_differ(f"some of {size} ranks have updated their parameters and others have not, where one "
                                    "has called step and another zero_grad")
-            same_targets.check(sums[of_targets])
-            same_rates.check(float(sums[-3]), ranks)
-            same_left.check(float(sums[-2]))
-            ties.check(float(sums[-1]))
-            if sums[1] < 0 or sums[1].isinf():
+            same_targets.check(numbers[:SAME_TARGETS])
+            same_rates.check(rates, ranks)
+            same_left.check(left)
+            ties.check(of_ties)
+            if weight < 0 or math.isinf(weight):
                 raise ModelError("has a weight by which its gradient would be turned around, or lost",
-                                 code="loss-weight-range", where="loss", value=f"{sums[1].item():.4g} in the batch",
+                                 code="loss-weight-range", where="loss", value=f"{weight:.4g} in the batch",
                                  remedy="Return the number of valid targets beside the sum of losses.")
-            if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank
+            if earlier is not None and not zeroed:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
         parts = [(self._targets, sums[of_targets])] if mine is None else [
