@@ -1,6 +1,6 @@
 """What a microbatch costs the host on a pipeline of two ranks, beside the work of its blocks.
 
-    python -m benchmarks.pipeline.host_time [--rounds 7]
+    python -m benchmarks.pipeline.host_time [--rounds 7] [--transport torch]
 
 Each round times steps of 8 and of 24 microbatches: the difference of the two, divided by 16, is the time of one
 microbatch without the start and the end of a step, where ranks wait. The same is timed for plain loops over the blocks
@@ -94,13 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=7, help="steps of each kind in a round")
+    parser.add_argument("--transport", choices=("auto", "torch", "mpi"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one round of two steps")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     rounds, repeats = (1, 2) if options.quick else (options.rounds, options.repeats)
-    world = ranvier.start(pipe=2)
+    world = ranvier.start(pipe=2, transport=options.transport)
     torch.set_num_threads(1)
-    found = {"rounds": rounds, "steps_a_round": repeats,
+    found = {"rounds": rounds, "steps_a_round": repeats, "transport": world.backend.name,
              "cases": [compare(size, world, rounds, repeats) for size in SIZES]}
     if world.rank == 0:
         print(table(("width", "plain ms", "ranvier ms", "host ms a microbatch"),
