@@ -50,7 +50,7 @@ def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractConte
 def refuse_default_device() -> None:
     """ConfigError where tensors that name no device are made on an accelerator: what ranks tell each other of batches
     and settings would be there, and the host would wait for it, or read it too early."""
-    device = torch.empty(0).device  # a tenth of get_default_device's time, in every batch
+    device = torch.get_default_device()
     if device.type not in ("cpu", "meta"):
         raise ConfigError("is the default device around a call of the engine, whose own numbers are the host's",
                           code="default-device-around-engine", where="torch.set_default_device", value=str(device),
