@@ -1,6 +1,7 @@
 """Detects actions that will never end: an infinite loop in a user's layer, a driver call that does not return.
 
 Waits have a time limit, and a stopped process is detected from outside. What is left is a rank that computes forever.
+A collective inside an action, as on a tensor mesh, is a wait: what is late there is late on another rank.
 Only earlier actions of the same kind show how long one may take. So nothing is judged until a few of its kind have
 ended (the first ones may compile), and the limit is a generous multiple of the longest of them. Code that hangs while
 it holds the GIL cannot be detected from within: the time limit of the ranks that wait for it ends the run.
@@ -19,7 +20,9 @@ _TIMES_LONGEST = 20
 _MIN_LIMIT_SECONDS = 30.0
 _MIN_SAMPLES = 3
 _CHECKED_KINDS = ("forward", "backward", "weight")
-_DEBUGGERS = re.compile(r"bdb|pdb|_?pydevd|IPython\.core\.debugger")
+_WAITS = re.compile(r"ranvier\.(comm\.(?!hang)|pipeline\.device_timeline|system\.pinned_memory)"
+                    r"|bdb|pdb|_?pydevd|IPython\.core\.debugger")
+"""Modules that wait for other ranks, for a device that may wait for them, or for a person at a debugger."""
 
 
 class HangDetector:
@@ -35,6 +38,8 @@ class HangDetector:
         self._seconds, self._report = seconds, report
         self._longest: dict[str, float] = {}
         self._counts = dict.fromkeys(_CHECKED_KINDS, 0)
+        self._waited = 0.0
+        """How long the action had run when it was last seen to wait."""
 
     def record(self, action: str, seconds: float) -> None:
         """Note that `action`, such as "forward 3", has ended after `seconds`, waits excluded."""
@@ -58,10 +63,15 @@ class HangDetector:
     def check(self, action: str, seconds: float, rank: int, thread: int) -> None:
         """Report a `Hang` if `action`, which has run for `seconds` on the thread with id `thread`, is over its limit.
 
-        Code that a debugger has halted never counts as hanging.
+        Time counts from the last wait on.
         """
         limit, frame = self.limit(action), sys._current_frames().get(thread)
-        if limit is None or seconds <= limit or in_debugger(frame):
+        if waits(frame):
+            self._waited = seconds
+        elif seconds < self._waited:  # another action
+            self._waited = 0.0
+        seconds -= self._waited
+        if limit is None or seconds <= limit:
             return
         longest = self._longest.get(action.partition(" ")[0])
         before = "" if longest is None else f", and none of its kind has taken more than {longest:.2g} s"
@@ -71,10 +81,11 @@ class HangDetector:
                           remedy="Look at that line, or raise `--launch.hang-seconds` (0 sets no limit)."))
 
 
-def in_debugger(frame: FrameType | None) -> bool:
-    """Whether a debugger has halted the code of `frame`: one of its functions is on the stack."""
+def waits(frame: FrameType | None) -> bool:
+    """Whether the code of `frame` waits for other ranks, or is halted by a debugger: one of the functions of these is
+    on the stack."""
     while frame is not None:
-        if _DEBUGGERS.match(frame.f_globals.get("__name__", "")):
+        if _WAITS.match(frame.f_globals.get("__name__", "")):
             return True
         frame = frame.f_back
     return False

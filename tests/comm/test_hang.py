@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from ranvier.comm.board import Board, call_of_all_ranks, describe_actions, read_actions
-from ranvier.comm.hang import HangDetector, in_debugger
+from ranvier.comm.collectives import ChainedWork, CompletedWork
+from ranvier.comm.hang import HangDetector, waits
 from ranvier.errors import Hang, MessageTimeout
 from ranvier.mesh import Mesh
 from ranvier.system.compilation import Compilations
@@ -62,17 +63,29 @@ def test_what_hangs_is_told_once_with_its_place():
                         r"in check \(.*hang\.py:\d+\)\. Look at that line, or raise --launch.hang-.*", str(error))
 
 
-def test_a_breakpoint_does_not_hang():
-    class Debugger(bdb.Bdb):
-        def user_line(self, frame):
-            held.append(in_debugger(sys._getframe()))
-            look(judge, "forward 1", 1000.0)
-            self.set_continue()
+class _Debugger(bdb.Bdb):
+    def __init__(self, halted):
+        super().__init__()
+        self._halted = halted
 
-    held, (judge, told) = [], watch(1.0)
-    Debugger().runcall(lambda: None)
-    assert held == [True] and told == []
-    assert not in_debugger(sys._getframe())
+    def user_line(self, frame):
+        self._halted()
+        self.set_continue()
+
+
+@pytest.mark.parametrize("wait", [lambda look: _Debugger(look).runcall(lambda: None),
+                                  lambda look: ChainedWork(CompletedWork(), look).wait()],
+                         ids=["a breakpoint", "a collective"])
+def test_what_waits_does_not_hang(wait):
+    """And what follows has its own time."""
+    found, (judge, told) = [], watch(4.0)
+    wait(lambda: found.append(waits(sys._getframe())) or look(judge, "forward 1", 1000.0))
+    assert found == [True] and not waits(sys._getframe())
+    look(judge, "forward 1", 1003.0)
+    look(judge, "forward 2", 4.0)
+    assert told == []
+    look(judge, "forward 2", 5.0)
+    assert len(told) == 1
 
 
 def test_the_board_judges_and_says_for_how_long():
