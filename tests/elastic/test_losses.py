@@ -488,7 +488,7 @@ def test_survivors_agree(ranks):
     assert {one.members for one in found} == {("0", "2", "3")}
     assert [dict(one.lost) for one in found] == [{1: Loss(member="1", how="died")}] * 3
     assert found[2].decision == {"parts": [0, 2, 3]}
-    assert sorted(run.broken)[:3] == [0, 1, 2] and [world.num_losses for world in run.worlds] == [1, 0, 1, 1]
+    assert {0, 1, 2} <= {*run.broken} and [world.num_losses for world in run.worlds] == [1, 0, 1, 1]
 
 
 def test_an_error_without_a_loss_stays(ranks):
