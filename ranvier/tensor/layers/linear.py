@@ -22,7 +22,9 @@ from ranvier.tensor.deferred_linear import PaddedLinear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
-from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaProduct
+from ranvier.tensor.split.products import Product
+from ranvier.tensor.split.stationary import InputStationary, OutputStationary
+from ranvier.tensor.split.summa import SummaProduct
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
 
 
