@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,14 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """arrays: read-only, for any thread. forms: theirs. facts: as they were given. digest: of all arrays and facts."""
+    """arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and facts. folder, forms:
+    where and in which forms the arrays are, if they are in the cache."""
 
-    folder: Path
     arrays: Mapping[str, np.ndarray]
-    forms: Mapping[str, Form]
     facts: Mapping[str, object]
     digest: str
+    folder: Path = Path()
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     def names(self, fact: str) -> list[str]:
         """A fact that is a list of texts."""
