@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranvier.launch.mpiexec import find_mpiexec, mpi_available
+from ranvier.system.processes import Process
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
@@ -49,20 +50,13 @@ class Started:
 
     def assert_all_gone(self):
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while left := [pid for pid in self.pids if _lives(pid)]:
+        while left := [pid for pid in self.pids if Process.find(pid) is not None]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
 
     @property
     def pids(self):
         return [int(pid) for pid in re.findall(r"pid (\d+)", self.stdout)]
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture

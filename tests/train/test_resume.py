@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import re
 import shutil
 import time
@@ -34,16 +33,13 @@ from ranvier.train.saving import differences
 from tests.checkpoint.anywhere import everything, write_manifest
 from tests.covering import quick
 from tests.errors import raises
+from tests.tiny_runs import random_texts
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    choose = random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(60):
-        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields", "and", "waits"), k=300))
-        (folder / "texts" / f"{number}.txt").write_text(words)
+    random_texts(folder / "texts", 60, words=300)
     return folder
 
 
