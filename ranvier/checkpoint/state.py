@@ -345,11 +345,9 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
             if (found := value(layout[key].owner)) is not None:
                 parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole(found.shape))])
         for name, start, stop, states in _flat_states(engine):
-            if "master" in states and (found := value(layout[name].owner)) is not None:
-                for piece in _pieces(engine, "master", name, start, stop, states["master"]):
-                    piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
-            if EMA in states and (found := value(layout[name].owner)) is not None:
-                for piece in _pieces(engine, EMA, name, start, stop, states[EMA]):
+            copies = [kind for kind in ("master", EMA) if kind in states]
+            if copies and (found := value(layout[name].owner)) is not None:
+                for piece in (one for kind in copies for one in _pieces(engine, kind, name, start, stop, states[kind])):
                     piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
