@@ -165,7 +165,7 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
         if any(name.startswith(f"{block}.") for block in blocks):
             raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
                              "before it", code="frozen-shared-weight", where=f"layer {layer}",
-                             remedy="Let the freeze policy answer with a number of layers.")
+                             remedy="Let the freeze policy return a number of layers.")
     return blocks
 
 
@@ -227,7 +227,7 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
     """
     if isinstance(model, Model):
         if loss is not None:
-            raise ModelError("was given beside a Model, which has its own", code="loss-given-twice", where="loss",
+            raise ModelError("was given although the Model has one", code="loss-given-twice", where="loss",
                              remedy="Leave the loss out, or build the Model with it.")
         return _with_loss_block(model)
     if loss is None:
@@ -353,9 +353,9 @@ def _with_loss_block(model: Model) -> Model:
     if isinstance(last, LossBlock):
         return model
     if model.initial is not None:
-        raise ModelError("has parameters or buffers of its own, which Model(initial=...) knows nothing of",
+        raise ModelError("has parameters or buffers, which Model(initial=...) does not initialise",
                          code="loss-with-parameters", where="loss", value=type(model.loss).__name__,
-                         remedy="Leave `initial` out, or give the last block what the loss computes with.")
+                         remedy="Leave `initial` out, or move them into the last block.")
     return replace(model, blocks={**model.blocks, _free_name(model.blocks): partial(
         _ready_made, LossBlock(model.loss))})
 

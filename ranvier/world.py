@@ -143,7 +143,7 @@ class World:
         """The `value` of rank `source`, on all ranks: a tensor, whose shape all ranks give, or what `gather_objects`
         takes. Collective."""
         if not 0 <= source < self.size:
-            raise ConfigError(f"is no rank; there are {self.size}", code="broadcast-source",
+            raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
         if not isinstance(value, Tensor):
             own = _as_plain_values(value, "World.broadcast") if self.rank == source else None

@@ -107,9 +107,9 @@ def open_arrays(folder: Path) -> Arrays:
                  for name, form in about["arrays"].items()}
         arrays = {name: _open(folder / f"{name}.npy", form) for name, form in forms.items()}
     except Exception as error:  # NumPy's reader of headers raises many kinds
-        raise DataError("is not what was written there", code="cached-arrays-changed", where=str(folder),
+        raise DataError("was changed after it was written", code="cached-arrays-changed", where=str(folder),
                         value=f"{type(error).__name__}: {error}",
-                        remedy="Delete this folder; it is then made again.") from error
+                        remedy="Delete this folder; it is then written again.") from error
     return Arrays(arrays=arrays, facts=about["facts"], digest=digest)
 
 

@@ -394,7 +394,7 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 
 def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
     if run.data.eval is not None:
-        raise DataError(f"is not used: {cifar.name} has a held-out part of its own", code="eval-with-cifar",
+        raise DataError(f"is not used: {cifar.name} has its own held-out part", code="eval-with-cifar",
                         where="data.eval", value=run.data.eval, remedy="Leave `--data.eval` out.")
 
     def make() -> None:

@@ -45,7 +45,7 @@ def remove_contact(run_dir: Path) -> None:
 def check_under_way(run_dir: Path) -> None:
     """RanvierError for a folder that is none of a run, and for a run that has ended."""
     if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
+        raise RanvierError("is not a run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
                            value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if has_ended(run_dir):

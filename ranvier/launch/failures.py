@@ -156,7 +156,7 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
         fail(MessageTimeout(
             f"a collective did not end{''.join(lines)}", code="collective-late", where=where,
             value=f"more than {timeout_seconds:g} s",
-            remedy="See what the other members do, or raise `--comm.timeout-seconds`."))
+            remedy="Check what the other members do, or raise `--comm.timeout-seconds`."))
 
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(lambda rank: _describe_now(world, mesh, rank))

@@ -64,7 +64,7 @@ def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
     refuse_default_device()
     if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-        raise ConfigError("is on around a call that trains, and gradients need it off", code="no-grad-around-engine",
+        raise ConfigError("is active around a call that trains, and disables gradients", code="no-grad-around-engine",
                           where=f"{mode}()", value=True,
                           remedy="Call train_batch and forward_backward outside of it; evaluate and predict need no "
                                  "gradients, whatever is around them.")

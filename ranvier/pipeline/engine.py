@@ -712,7 +712,7 @@ class Engine:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
         if not self._updater.has_averaged:
-            raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
+            raise ConfigError("has no gradients to apply", code="step-without-gradients",
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
         self._refuse_others(applied=True)
@@ -736,7 +736,7 @@ class Engine:
         """
         self.check_usable("clip_grad_norm_")
         if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
-            raise ConfigError("is no norm: a number of at least 0", code="clip-norm-range",
+            raise ConfigError("is not a number of at least 0", code="clip-norm-range",
                               where="Engine.clip_grad_norm_(max_norm)", value=max_norm,
                               remedy="Give the largest norm that gradients may have, or leave out the call.")
         if not self._updater.has_averaged:

@@ -73,7 +73,7 @@ def _batch_size(*trees: object) -> int:
              and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))]
     for one in (*lists, *(leaf for leaf in tree_leaves(trees) if not isinstance(leaf, Tensor))):
         if isinstance(one, (list, tuple)) or getattr(one, "shape", None):
-            raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
+            raise ModelError("is not a tensor, and cannot be cut into microbatches", code="batch-of-arrays",
                              where="microbatches(inputs, targets)", value=type(one).__name__,
                              remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)}

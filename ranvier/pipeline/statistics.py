@@ -134,7 +134,7 @@ class BatchStatistics:
             same_left.check(float(sums[-2]))
             ties.check(float(sums[-1]))
             if sums[1] < 0 or sums[1].isinf():
-                raise ModelError("has a weight by which its gradient would be turned around, or lost",
+                raise ModelError("has a negative or infinite weight, which would reverse its gradient or lose it",
                                  code="loss-weight-range", where="loss", value=f"{sums[1].item():.4g} in the batch",
                                  remedy="Return the number of valid targets beside the sum of losses.")
             if earlier is not None and not sums[2]:  # unless somebody has set gradients to zero, on any rank

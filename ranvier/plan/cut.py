@@ -121,8 +121,9 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
     for group in model.tied:
         for name in group:
             if name not in found:
-                raise ModelError("is declared as tied but is no parameter of the model", code="tied-unknown-parameter",
-                                 where="model.tied", value=name, remedy="Name parameters as 'block.parameter'.")
+                raise ModelError("is declared as tied but is not a parameter of the model",
+                                 code="tied-unknown-parameter", where="model.tied", value=name,
+                                 remedy="Name parameters as 'block.parameter'.")
             if name in grouped:
                 raise ModelError("is in two groups", code="tied-in-two-groups", where="model.tied", value=name,
                                  remedy="Put all names of one parameter into one group, each once.")

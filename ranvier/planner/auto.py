@@ -114,7 +114,7 @@ def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[Ranv
     taken = alone.mesh.size  # by the axes that are given, since the others are 1
     stage, rest = divmod(num_ranks, taken)
     if rest or not stage:
-        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of {taken}, which the other "
+        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are not a multiple of {taken}, which the other "
                                    "axes take", code="mesh-axis-not-possible", where=f"mesh.{axis}", value="auto",
                                    remedy="Change `--mesh.data`, `--mesh.pipe` or the number of ranks.")]
     try:

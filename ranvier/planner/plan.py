@@ -137,8 +137,8 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     print_plan(found, name, request.explain, goal)
     screen = Screen(sys.stdout)
     if best.run.precision != run.precision and request.searched is None:
-        screen.print(f"\nIt is in {best.run.precision}, in which this device computes faster: the recipe chooses no "
-                     f"number format. To stay with {run.precision}: --precision {run.precision}.")
+        screen.print(f"\nThe plan uses {best.run.precision}, in which this device computes faster, because the recipe "
+                     f"sets no precision. For {run.precision}: --precision {run.precision}.")
     for line in report.course_lines(best):
         screen.print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
@@ -425,19 +425,19 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if found.excess:
         screen.print(f"it would not fit: {found.excess}")
     pipeline = found.pipeline_seconds
-    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s, of which stages wait "
-                 f"{step.bubble_fraction:.1%}; then {found.seconds - pipeline:.3g} s")
+    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s (bubble "
+                 f"{step.bubble_fraction:.1%}), then averaging and update {found.seconds - pipeline:.3g} s")
     if pipeline > step.seconds:
-        screen.print(f"stages share cores: with one for each the pipeline would take {step.seconds:.4g} s")
+        screen.print(f"stages share cores: with one core each, the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:
         screen.print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
-                     f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
+                     f"{max(step.replica_seconds):.4g} s; the step takes the expected time of the slowest of all")
     if lost is not None:
         screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
                      f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
-                     f"the best interval is {lost.best_steps} steps, where one is written at "
+                     f"the best interval is {lost.best_steps} steps, if checkpoints are written at "
                      f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
-    screen.print("\nmilliseconds for a microbatch; averaging and update once a step:")
+    screen.print("\nmilliseconds per microbatch; averaging and update per step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:
         screen.print(f"  ... {len(found.cost.stages) - 16} more stages")

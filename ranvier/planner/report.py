@@ -74,7 +74,7 @@ def common_settings(plan: SearchResult, rows: int = 8) -> str:
     """The settings that are the same in all rows of `table`, in words; empty for one row, which shows all."""
     shown = alternatives(plan)[:rows]
     same = [f"{name} {cells[0]}" for name, cells in _settings(shown).items() if len({*cells}) == 1]
-    return f"the same in all of them: {', '.join(same)}" if same and len(shown) > 1 else ""
+    return f"the same in all rows: {', '.join(same)}" if same and len(shown) > 1 else ""
 
 
 def _settings(shown: Sequence[Candidate]) -> dict[str, list[str]]:
@@ -144,6 +144,7 @@ def shares(cost: Cost) -> dict[str, float]:
             "the optimizer": rest * cost.update_seconds / after if after else 0.0}
 
 
+NOT_MEMORY = "Memory is not a bottleneck: configurations that need more would not be faster."
 PUBLISHED_STEPS, PUBLISHED_ERROR, LONGER_THAN_PREDICTED = 143, 0.09, 0.75
 """Accuracy of predictions for GPUs (`benchmarks/planner/standing`): rows, their median error, and the share of them
 that took longer."""
@@ -168,7 +169,7 @@ def explanation(plan: SearchResult) -> list[str]:
         longer = second.ranked_seconds(factor) / best.ranked_seconds(factor) - 1
         why = "it was not measured" if best.measured_seconds else "more of its ranks wait for each other"
         lines.append(f"Next is {describe(second.run)}, " + (
-            f"{longer:.1%} slower" + (": no prediction tells these apart." if longer < _ALIKE else ".")
+            f"{longer:.1%} slower" + (", which is less than the prediction error." if longer < _ALIKE else ".")
             if longer >= 0 else f"{-longer:.1%} faster by the prediction, but {why}."))
     if plan.cluster.device.cores is None:
         lines.append(f"For {PUBLISHED_STEPS} published steps on A100s and H100s the median error of predictions is "
@@ -180,9 +181,9 @@ def explanation(plan: SearchResult) -> list[str]:
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
                      + (" Others would be faster and do not fit either." if more else "")
                      if tempting.cost.seconds < cost.seconds else
-                     "Memory is no bottleneck: no configuration that does not fit would be faster.")
+                     NOT_MEMORY)
     else:
-        lines.append("Memory is no bottleneck: no configuration that does not fit would be faster.")
+        lines.append(NOT_MEMORY)
     return lines
 
 

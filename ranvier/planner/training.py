@@ -30,7 +30,7 @@ def tokens_of(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 1 <= value <= _MOST_TOKENS:
-        raise ConfigError("is no number of tokens", code="malformed-tokens", where="--tokens", value=text,
+        raise ConfigError("is not a number of tokens", code="malformed-tokens", where="--tokens", value=text,
                           remedy="Give one, such as 300B, 15T or 2e9.")
     return value
 

@@ -28,7 +28,7 @@ NOTHING = (0,) * BLOCKS
 FACTS = BlockFacts(forward_seconds=(1.0,) * BLOCKS, backward_seconds=(2.0,) * BLOCKS, update_seconds=(0.0,) * BLOCKS,
                    output_bytes=NOTHING, num_parameters=NOTHING, parameter_bytes=NOTHING, state_bytes=NOTHING,
                    cores=None, bandwidth=1e9, latency_seconds=0.0, seconds=1.0)
-FULL = "memory of the device does not suffice"
+FULL = "memory of the device is too small"
 
 
 def candidate(data, pipe, seconds, **changed):
@@ -76,7 +76,7 @@ def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
 def test_what_does_not_fit_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FASTER, FAST, HERE], depth=3, full={(4, 1)})[0] == FAST
-    assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device does not suffice")
+    assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device is too small")
     assert case.refused == {(4, 1, 3)}
     case.present = replace(case.present, frozen=3)
     case.told.clear()

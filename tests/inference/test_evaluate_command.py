@@ -273,5 +273,5 @@ def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, 
     check(problem, "path-named-by-checkpoint", where="data.corpus", value=str(tmp_path))
     assert not trained.check_places(["data.corpus"])
     assert run_command(["evaluate", str(runs / "lm")]) == 2
-    assert "data.corpus: is a path that the checkpoint names" in capsys.readouterr().err
+    assert "data.corpus: is a path that only the checkpoint names" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()

@@ -185,7 +185,7 @@ def test_a_run_and_its_memory(run, tmp_path):
     ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage on each rank"),
     ({"pipeline": several(5)}, "pipeline.stages-per-rank", "10 stages on 2 ranks, more than the 8 blocks"),
     ({"elastic": Elastic(freeze="cap", auto_pipe=True, cut="reference")}, "elastic.cut",
-     "a rule for one stage on each rank, and there are 2"),
+     "supports one stage per rank only, and there are 2"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_go_together(run, changed, where, what):
     found = list(problems(resolved(replaced(run, **changed)), 2, num_blocks=8))

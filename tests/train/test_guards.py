@@ -341,7 +341,7 @@ def test_check_tells_what_cannot_be_guarded():
     assert problems(run) == [], "stop is the default, and means none here"
     problem, = problems(replace(run, guard=Guard(bad_step="rollback")))
     assert str(problem) == (
-        "guard.bad-step: cannot look at a step before blocks are updated: optim.update-in-backward is set (got "
+        "guard.bad-step: cannot check a step before blocks are updated: optim.update-in-backward is set (got "
         "'rollback'). Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
     problem, = problems(replace(run, guard=Guard(loss_spike_factor=3.0)))
     assert problem.where == "guard.loss-spike-factor"

@@ -565,9 +565,9 @@ def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--resume", ""], "resume: is no checkpoint that is there (got '')"),
-    (["--resume", "nowhere"], "resume: is no checkpoint that is there (got 'nowhere')"),
-    (["--run-dir", "runs/\udcffbad"], "run-dir: cannot be written down as text")])
+    (["--resume", ""], "resume: is not an existing checkpoint (got '')"),
+    (["--resume", "nowhere"], "resume: is not an existing checkpoint (got 'nowhere')"),
+    (["--run-dir", "runs/\udcffbad"], "run-dir: cannot be written as text")])
 def test_paths_that_cannot_be(flags, message):
     done = CliRunner().invoke(cli.command, ["check", "gpt-tiny", "--ranks", "4", "--json", *flags])
     problems = json.loads(done.output)["problems"]
