@@ -96,7 +96,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     home = importlib.import_module(_HOME_OF[name])
-    return globals().get(name) or getattr(home, name)  # importing a package named so has made it an attribute
+    return globals().get(name) or getattr(home, name)  # importing a package of this name has set it as an attribute
 
 
 def __dir__() -> list[str]:

@@ -6,13 +6,13 @@
 One batch on one rank:
 
     1. messages that have arrived are reported to the schedule                           pipeline/batch
-    2. the schedule names the next action; the leader of a row x col stage announces it to its peers
-    3. the stage runs it, and what it produced is sent
+    2. the schedule chooses the next action; the leader of a row x col stage announces it to its peers
+    3. the stage runs it and sends the result
     4. complete chunks of gradients are averaged over `data` meanwhile                   optim/gradients
-    5. when all is done: ties, the global weight, the optimizer, new values of tied parameters
+    5. at the end: ties, the global weight, the optimizer, new values of tied parameters
 
-Nothing waits for a number that only people want: losses and norms are reduced asynchronously and waited for when read,
-so a rank that has finished a batch starts the next one while others still work on this one.
+Losses and norms are reduced asynchronously and waited for only when they are read, so a rank that has finished a batch
+starts the next one while others still work on this one.
 """
 
 from __future__ import annotations
@@ -103,63 +103,62 @@ class Engine:
 
     Args:
         model: a `Model`, a list or dict of modules, or a plain container of them (`nn.Sequential`, `nn.ModuleList`,
-            `nn.ModuleDict`) without anything of its own; every rank gives the same one and keeps only its stage's
-            blocks, which are moved to the device and `dtype` in place. Training changes no module's mode, evaluation
-            puts all in `eval()` and each one back afterwards.
+            `nn.ModuleDict`) without its own parameters, hooks or forward. Every rank passes the same model and keeps
+            only its stage's blocks, which are moved to the device and `dtype` in place. Training does not change any
+            module's mode; evaluation switches all modules to `eval()` and then back.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
-        plan: what `ranvier.plan.make.make` has decided for this model, in place of mesh, pipeline, tensor, memory,
-            optim and sample; without it the engine makes its own (`engine.plan`).
-        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
-            parameters trains, as a last block named loss; on several rows or columns it is refused.
-        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. One whose
-            first parameter is called `named_parameters` gets (name, parameter) pairs. Not called
-            on a rank that owns no trainable parameter. With a `dtype` of half precision it updates fp32 master copies,
-            which take the parameters' places in its groups once it is built.
+        plan: the result of `ranvier.plan.make.make` for this model, in place of mesh, pipeline, tensor, memory,
+            optim and sample; without it the engine makes its own plan (`engine.plan`).
+        loss: (output, targets) -> (sum of losses, weight), for models without one. A module with
+            parameters is trained as a last block named loss; on several rows or columns it is refused.
+        optimizer: function from this rank's parameters to a torch optimizer; None without `optim` computes gradients
+            only. If its first parameter is called `named_parameters`, it gets (name, parameter) pairs. It is not called
+            on a rank that owns no trainable parameter. With a half-precision `dtype` the optimizer updates fp32 master
+            copies, which replace the parameters in its groups once it is built.
         optim: train with Ranvier's own optimizers, as these settings say: in buckets, offloaded, sharded, with fp32
-            master copies for half-precision parameters. Also how gradients add up, travel and are clipped, beside
-            `optimizer` too.
+            master copies for half-precision parameters. Its settings for accumulating, reducing and clipping gradients
+            also apply with `optimizer`.
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
-        pipeline: stages, their cut, and the order of their work. Without `sample` blocks cost their numbers of
+        pipeline: stages, their cut, and their schedule. Without `sample` the cost of a block is its number of
             parameters.
-        policy: which ready action a stage runs next, where it is a `Policy` of your own and none of `pipeline.policy`.
+        policy: your own `Policy`, which chooses among ready actions, in place of `pipeline.policy`.
         tensor: how blocks are split over the row x col ranks of a stage, which must be written with the layers of
             `ranvier.tensor`.
-        memory: which activations are computed again; auto needs `sample`.
-        guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); stop, skip and rollback
-            act alike here, and the mode none applies every step. Without a guard, a loss that is NaN or infinite
-            (in fp16: that is NaN) is an error, with the block and microbatch that it began with, and nothing is updated
-            from it.
+        memory: which activations are recomputed; auto needs `sample`.
+        guard: decides when a step is bad and must not be applied (`BatchResult.bad`); stop, skip and rollback
+            have the same effect here, and none applies every step. Without a guard, a NaN or infinite loss
+            (in fp16: a NaN loss) is an error that names the block and microbatch of its origin, and nothing is updated.
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
-            from the user's, others, and other rows, from one forked within each batch, so that masks differ.
+            from the user's, other replicas and rows from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
             without autocast and float8, else fp32. float16 scales the loss, and skips steps whose gradients overflow.
-        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
-            `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
-            stays so by itself (`plan/formats`); a warning tells which buffers have been cast.
+        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 with a
+            half-precision `dtype`. They begin with the block's name. Parameters that a transformers model keeps in fp32
+            stay in fp32 without being named (`plan/formats`); a warning names buffers that have been cast.
         autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
             parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
             for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
-            and a value that is far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and a value
-            changes rounding and what hooks on gradients see.
-        frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
-            tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
-            one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
-            first `frozen` layers drop out as others do, or compute as in evaluation.
-        buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
+            and a value far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and other values
+            change only rounding and the gradients that hooks see.
+        frozen: number of frozen layers, counted from the first, with all blocks before them. A parameter tied to one
+            of theirs continues to train separately (`ranvier.block.freeze`). frozen_above: layers above the first
+            trainable one whose weights are frozen; gradients pass through them. frozen_dropout: whether dropout is
+            active in the first `frozen` layers.
+        buffers: how replicas synchronise buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
-            keeps its own (local), of which checkpoints and exports have the first replica's.
-        timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
+            keeps its own (local); then checkpoints and exports have the first replica's.
+        timeout_seconds: longest wait for one message before MessageTimeout, with a report of which rank waits for what.
         check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
             rows before each layer (slow; for debugging).
-        flags: whether errors name the command's flags, rather than arguments.
+        flags: whether errors name the command's flags instead of Python arguments.
         compile, float8: as `model.compile` and `model.float8` in a run: whether blocks are compiled, and whether their
             linear layers multiply in float8.
 
-    Raises ModelError or ConfigError for what does not fit, on every rank alike.
+    Raises ModelError or ConfigError for invalid arguments, on every rank.
     """
 
     @of_engine
@@ -416,7 +415,7 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Most microbatches of a replica between the first stage's forward and their return."""
+        """Maximum number of microbatches of a replica between the first stage's forward and their return."""
         return self.limits.in_flight
 
     def use_limits(self, limits: Limits) -> None:
@@ -460,7 +459,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's own, where one was given and this rank owns something trainable."""
+        """The user's torch optimizer, if one was given and this rank owns trainable parameters."""
         return self._updater.users
 
     @property
@@ -478,7 +477,7 @@ class Engine:
 
     @property
     def flat_optimizer(self) -> FlatOptimizer | None:
-        """Ranvier's, where `optim` was given and `optimizer` was not."""
+        """Ranvier's own optimizer, if `optim` was given and `optimizer` was not."""
         return self._updater.flat
 
     @property
@@ -492,8 +491,8 @@ class Engine:
         return self._updater.bad_steps
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that this rank owns and an optimizer of it updates, up to date. Where other ranks
-        have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
+        """The trainable parameters that this rank owns and its optimizer updates, up to date. If other ranks own
+        others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
         return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
@@ -676,9 +675,9 @@ class Engine:
     def forward_backward(self, microbatches: Batch) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`.
 
-        Several calls before a `step` add up, as if their microbatches were one batch: gradients, loss and norm are of
-        the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
-        setting all gradients to None or zero.
+        Several calls before a `step` accumulate, as if their microbatches were one batch: gradients, loss and norm are
+        those of the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end the
+        accumulation; so does setting all gradients to None or zero.
         """
         self.check_usable("forward_backward")
         self.refuse_in_averages("forward_backward")
@@ -729,7 +728,7 @@ class Engine:
     @of_engine
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
-        most `max_norm`; the norm before, zero-dimensional. All ranks call it.
+        most `max_norm`. Returns the norm before, a zero-dimensional tensor. All ranks call it.
 
         `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
         `optim.clip_norm` does the same in every step by itself.
@@ -748,8 +747,8 @@ class Engine:
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
-        """Parameters have no gradients, and the next `forward_backward` begins anew; for those who update by themselves
-        or leave out a step. A `step` before it changes nothing, as after `zero_grad` in a plain loop."""
+        """Discard all gradients, so that the next `forward_backward` starts from zero; for programs that update
+        parameters themselves or skip a step. A `step` before the next `forward_backward` changes nothing."""
         self._statistics.forget()
         self._updater.gradients.let_go()
 
@@ -986,9 +985,9 @@ class Engine:
 
     @of_engine
     def close(self) -> None:
-        """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
-        of one buffer where `optim` was given). Idempotent; all ranks call it. After an error it waits for no other
-        rank. TransportError where others train on."""
+        """Release the communicators; the modules become plain modules without gradients (with `optim`, parameters
+        remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other
+        ranks. TransportError if others continue to train."""
         if self._closed:
             return
         self._closed = True

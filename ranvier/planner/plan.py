@@ -65,7 +65,7 @@ def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
 
 
 def settings_of(text: str | None) -> tuple[Setting, ...]:
-    """The settings that may change, from a flag. ConfigError for a name that is none."""
+    """The settings that may change, from a flag. ConfigError for an unknown name."""
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())

@@ -5,14 +5,14 @@
     on_done(...)     that action has run                          W3  one weight-gradient product of microbatch 3
                                                                   C3  its credit is passed on: nothing to compute
 
-Every microbatch crosses every edge twice: once forward, and once back as its *return*, which carries gradients or is a
-bare credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` microbatches between its forward and their
-return, so every queue in the pipeline is bounded, whatever is frozen. Edges are FIFO, hence forwards, backwards and the
-products of one weight run in microbatch order under every policy, and sums agree to the bit.
+Every microbatch crosses every edge twice: once forward, and once backward as its *return*, which carries gradients or
+is just a credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` microbatches between its forward and
+their return, so every queue in the pipeline is bounded, even with frozen layers. Edges are FIFO, so forwards, backwards
+and the products of one weight run in microbatch order under every policy, and sums are bit-identical.
 
-What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
-stages (`RankSchedule`) asks it for each of them, and of its answers runs what is due first (`due`). Where what they
-hold is bounded (`max_stored`) it runs of all that is ready what is due first.
+These rules determine which actions are ready; the policy (policies.py) chooses one of them. A rank with several
+stages (`RankSchedule`) asks the policy for each stage, and runs the answer that is due first (`due`). If the number of
+microbatches that its stages hold is bounded (`max_stored`), it runs the ready action that is due first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Action(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or one for another."""
+    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or a message for
+    another stage."""
 
     forward: int | None
     backward: int | None
