@@ -17,31 +17,31 @@ from ranvier.cli.problems import missing_data, print_warnings
 @options.allow_code_option
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
               help="A shipped cluster, or a TOML file; several are compared.")
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Its nodes, instead of the file's.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Number of nodes, instead of the file's.")
 @click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
-              help="Of a device and hour, instead of the file's.")
+              help="Price of a device and hour, instead of the file's.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
-              help="Devices; by default those of the recipe's mesh, or all.")
+              help="Number of devices; by default that of the recipe's mesh, or all.")
 @click.option("--search", "searched", metavar="NAMES",
-              help="What may change: mesh, microbatch, in-flight, recompute, offload, shard, chunks, elastic, scheme, "
-                   "stages-per-rank (the default), precision.")
+              help="What may change, by default all but precision: mesh, microbatch, in-flight, recompute, offload, "
+                   "shard, chunks, elastic, scheme, stages-per-rank, precision.")
 @click.option("--measure", type=click.IntRange(min=1), default=None, metavar="N",
-              help="Run the best N here, and rank them by that.")
-@click.option("--tokens", metavar="N", help="Of a training, such as 300B: its steps, days, cost.")
+              help="Run the best N here, and rank them by measured time.")
+@click.option("--tokens", metavar="N", help="Tokens of a whole training, such as 300B: adds its steps, days and cost.")
 @click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="DAYS",
-              help="Fewest devices that are in time for --tokens.")
+              help="Find the fewest devices that finish --tokens in this time.")
 @click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
-              help="For --tokens: the most that it may cost.")
+              help="Maximum cost of --tokens.")
 @click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
-              help="Between failures of a rank: adds their cost.")
+              help="Mean time between failures of a device: adds their cost.")
 @click.option("--what-if", multiple=True, metavar="KEY=FACTOR",
-              help="Compare with a number of the file multiplied.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the best one as a run file.")
+              help="Compare with the plan for a multiple of a number in the cluster file.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan as a run file.")
 @click.option("--out-html", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write a page with it, and why the others lost.")
+              help="Write a page with the best plan, and why the others lost.")
 @click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
-              help="With --out: a job's file, slurm, torchrun, kubernetes.")
-@click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
+              help="With --out: write a job file, too, for slurm, torchrun or kubernetes.")
+@click.option("--explain", is_flag=True, help="Say more about the bottleneck, and about memory against speed.")
 @options.json_option
 @options.rare_collections()
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,

@@ -115,7 +115,7 @@ class Layout:
                               remedy="Give the first block of each stage after the first, rising.")
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
-            raise ModelError("two parameters have one name", code="parameter-names-repeat", where="model",
+            raise ModelError("two parameters have the same name", code="parameter-names-repeat", where="model",
                              value=sorted({name for name in names if names.count(name) > 1})[0],
                              remedy="Give each block its own name.")
 

@@ -143,7 +143,7 @@ def _config(folder: str) -> Any:
     except Exception as error:  # whatever transformers raises
         raise _not_built(folder, error) from error
     if getattr(config, "quantization_config", None):
-        raise ModelError("has quantized weights, which do not train", code="transformers-model-quantized",
+        raise ModelError("has quantized weights, which cannot be trained", code="transformers-model-quantized",
                          where=f"config.json in {folder}", remedy="Name a folder of its weights in bf16 or fp32.")
     return config.get_text_config()
 

@@ -466,6 +466,6 @@ def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradient
                 applied or (other.unapplied and not other.were_zeroed())):
             raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
                               where=f"parameter {name}",
-                              remedy="Engines of one module take turns: call step or zero_grad of the one whose "
-                                     "forward_backward came first, or close it, before another one computes gradients. "
-                                     "Two losses of one step are one loss, their sum.")
+                              remedy="Use engines of one module in turn: call step or zero_grad of the first one, or "
+                                     "close it, before another one computes gradients. Two losses of one step are one "
+                                     "loss, their sum.")

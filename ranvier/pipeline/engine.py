@@ -246,7 +246,7 @@ class Engine:
         self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
 
     def __reduce__(self) -> NoReturn:
-        raise RanvierError("belongs to ranks that run now, and can be neither copied nor saved", code="engine-copied",
+        raise RanvierError("is connected to running ranks, and can be neither copied nor saved", code="engine-copied",
                            where="engine", remedy="Copy or save engine.blocks or engine.state_dict(), or write a "
                                                   "checkpoint (ranvier.Checkpoints).")
 
@@ -260,7 +260,7 @@ class Engine:
                               where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         if optim is not None and optim.ema and not own_optimizer:
-            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
+            raise ConfigError("is supported only by Ranvier's own optimizers", code="ema-with-own-optimizer",
                               where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         if optim is not None and not own_optimizer and self.world.rank == 0 and (
@@ -682,7 +682,7 @@ class Engine:
         self.check_usable("forward_backward")
         self.refuse_in_averages("forward_backward")
         if self._updater.in_backward:
-            raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
+            raise ConfigError("leaves no gradients", code="in-backward-keeps-no-gradients",
                               where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(self._checked(microbatches), updates=False)

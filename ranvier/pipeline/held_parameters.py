@@ -166,7 +166,7 @@ def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
     """Such a table is changed by a forward, in the rows that this replica looks up."""
     for path, one in module.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None:
-            raise ModelError(f"renormalises the rows that each of {replicas} replicas looks up for itself, so that "
+            raise ModelError(f"renormalizes the rows that each of {replicas} replicas looks up for itself, so that "
                              "their tables would differ", code="embedding-max-norm",
                              where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
                              remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "

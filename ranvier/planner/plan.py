@@ -71,7 +71,7 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
-        raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
+        raise ConfigError("cannot be searched", code="unknown-search", where="--search",
                           value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
     return cast("tuple[Setting, ...]", names)  # each is one: the others were refused

@@ -167,7 +167,7 @@ def test_freezing_what_does_not_train_needs_such_layers(text, tmp_path):
     for lora in (Lora(), Lora(rank=2)):
         (problem,) = check(replace(run, lora=lora)).problems
         assert str(problem) == (
-            "elastic.freeze: freezes no layer: the first one has something to train (got 'untrained'). Give adapters "
+            "elastic.freeze: freezes no layer: the first one has trainable parameters (got 'untrained'). Give adapters "
             "to upper layers only, for example --lora.targets 'layer3.*', or choose another policy.")
     assert not check(replace(run, lora=UPPER)).problems
 

@@ -430,15 +430,15 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
 @pytest.mark.parametrize(("words", "text"), [
     (["plan", "gpt-tiny", "--cluster", "nowhere"], "cluster: is neither a shipped cluster nor a .toml file"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "colour"],
-     "--search: is nothing that can be searched (got 'colour'). Name some of: mesh, microbatch"),
+     "--search: cannot be searched (got 'colour'). Name some of: mesh, microbatch"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "9"],
      "ranks: is more than the 8 devices of Laptop (got 9)"),
     (["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "37"], "mesh: cannot be made of 37 ranks: of their divisors "
      "none suits the model's 10 blocks, its 4 heads and a batch of 32 (got '37 ranks'). 36 and 38 ranks would do."),
     (["plan", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"], "precision: has no rate on V100 16 GB"),
     (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "untrained"],
-     "elastic.freeze: freezes no layer: the first one has something to train"),
-    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
+     "elastic.freeze: freezes no layer: the first one has trainable parameters"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: cannot be searched"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],
      "--out: cannot be written: no such folder"),
