@@ -230,7 +230,7 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
                 if seconds >= heartbeat.timeout_seconds:
                     raise MessageTimeout("sends no heartbeat, and the run waits for it to end",
                                          code="heartbeat-missing", where=f"rank {rank}", value=f"{seconds:.0f} s",
-                                         remedy="See what that rank does, and start again with `--resume auto`.")
+                                         remedy="Check what that rank does, and start again with `--resume auto`.")
     except RuntimeError:
         pass  # rank 0, which hosts the store, has seen that all ranks finished, and has exited
 

@@ -49,8 +49,8 @@ def calls_differ(what: str) -> ModelError:
     """Ranks are in different calls of the engine with one batch. what: who does what."""
     return ModelError(f"are different on different ranks: {what}; nothing was updated", code="calls-differ",
                       where="calls of the engine",
-                      remedy="Call train_batch, forward_backward, evaluate and predict on all ranks alike. Only "
-                             "printing and saving are rank 0's alone.")
+                      remedy="Call train_batch, forward_backward, evaluate and predict on all ranks. Only printing and "
+                             "saving may be done on rank 0 alone.")
 
 
 class BatchStatistics:

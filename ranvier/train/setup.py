@@ -117,8 +117,8 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
         notes = load_pretrained(engine, pretrained)
         theirs = pretrained.config.dropout
         if theirs != run.model.dropout:
-            notes.append(f"{pretrained.folder} names dropout {theirs:g}, with which transformers trains it; here it is "
-                         f"{run.model.dropout:g}, unless --model.dropout sets another")
+            notes.append(f"{pretrained.folder} has dropout {theirs:g}, with which transformers trains; this run "
+                         f"has {run.model.dropout:g} unless --model.dropout sets another value")
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
         folder = AdapterFolder(run.lora.adapters.expanduser())

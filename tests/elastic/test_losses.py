@@ -113,7 +113,7 @@ def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path)
     assert {rank: process for rank, process in run.ranks().items() if rank != 1} == {0: ranks[0], 2: ranks[2]}
     kill(run, ranks[2], number=signal.SIGSTOP)
     text = check(run, tmp_path, 60)
-    assert "was stopped by SIGSTOP, and killed; the others try to go on without it" in text
+    assert "was stopped by SIGSTOP, and killed; the others try to continue without it" in text
     first, second = events(run, "lost")
     assert (first["ranks"], first["left"], first["mesh"]["data"]) == ([1], 2, 2)
     assert (second["ranks"], second["left"], second["mesh"]["data"]) == ([1], 1, 1)
@@ -130,7 +130,7 @@ def test_a_rank_whose_state_nobody_else_has(start_run):
     code, text = run.end()
     assert code == 1, text
     assert "was killed by SIGKILL (by the kernel, if memory ran out); the other ranks were terminated" in text
-    assert "ranvier: the run cannot go on without it: no other rank has the state of pipe 1" in text
+    assert "ranvier: the run cannot continue without it: no other rank has the state of pipe 1" in text
     assert not events(run, "lost")
 
 
@@ -269,7 +269,7 @@ def test_sharded_states_of_neighbours_are_lost(start_run):
     run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
     run.process.send_signal(signal.SIGTERM)
     code, text = run.end()
-    assert code == 0 and "the run cannot go on without it: no other rank has the state of data 2" in text, text
+    assert code == 0 and "the run cannot continue without it: no other rank has the state of data 2" in text, text
 
 
 @pytest.mark.slow

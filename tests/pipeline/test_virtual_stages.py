@@ -182,7 +182,7 @@ def test_a_run_and_its_memory(run, tmp_path):
 
 
 @pytest.mark.parametrize(("changed", "where", "what"), [
-    ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage on each rank"),
+    ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage per rank"),
     ({"pipeline": several(5)}, "pipeline.stages-per-rank", "10 stages on 2 ranks, more than the 8 blocks"),
     ({"elastic": Elastic(freeze="cap", auto_pipe=True, cut="reference")}, "elastic.cut",
      "supports one stage per rank only, and there are 2"),
