@@ -50,7 +50,7 @@ def check_under_way(run_dir: Path) -> None:
                            remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if has_ended(run_dir):
         raise RanvierError("has ended", code="run-has-ended", where=f"run {run_dir}",
-                           remedy="Name a run that is under way, or go on with this one: `ranvier train RUN`.")
+                           remedy="Name a run in progress, or continue this one: `ranvier train RUN`.")
 
 
 def has_ended(run_dir: Path) -> bool:

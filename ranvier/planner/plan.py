@@ -435,8 +435,8 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if lost is not None:
         screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
                      f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
-                     f"the best interval is {lost.best_steps} steps, if checkpoints are written at "
-                     f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
+                     f"the best interval is {lost.best_steps:,} step{'s' * (lost.best_steps != 1)}, if checkpoints are "
+                     f"written at {SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
     screen.print("\nmilliseconds per microbatch; averaging and update per step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:

@@ -144,7 +144,7 @@ def shares(cost: Cost) -> dict[str, float]:
             "the optimizer": rest * cost.update_seconds / after if after else 0.0}
 
 
-NOT_MEMORY = "Memory is not a bottleneck: configurations that need more would not be faster."
+NOT_MEMORY = "Memory is not a bottleneck: configurations that need more would not be faster by 0.1%."
 PUBLISHED_STEPS, PUBLISHED_ERROR, LONGER_THAN_PREDICTED = 143, 0.09, 0.75
 """Accuracy of predictions for GPUs (`benchmarks/planner/standing`): rows, their median error, and the share of them
 that took longer."""
@@ -180,8 +180,7 @@ def explanation(plan: SearchResult) -> list[str]:
         lines.append(f"Memory is a bottleneck, too: {describe(tempting.run)} would take {tempting.cost.seconds:.4g} s "
                      f"({1 - tempting.cost.seconds / cost.seconds:.1%} less), but {tempting.reason}."
                      + (" Others would be faster and do not fit either." if more else "")
-                     if tempting.cost.seconds < cost.seconds else
-                     NOT_MEMORY)
+                     if 1 - tempting.cost.seconds / cost.seconds >= 0.001 else NOT_MEMORY)
     else:
         lines.append(NOT_MEMORY)
     return lines
@@ -190,8 +189,8 @@ def explanation(plan: SearchResult) -> list[str]:
 def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -> str:
     mesh, cluster = best.run.mesh, plan.cluster
     if share < 0.05:
-        return (f" bottleneck is computing: nothing else takes more than {share:.0%}. A device that computes faster "
-                "would help, or larger products.")
+        return (f" bottleneck is computing: nothing else takes more than {max(share, 0.01):.0%}. A device that "
+                "computes faster would help, or larger products.")
     match worst:
         case "the bubble" if waits_for_link(best.cost):
             sent = best.cost.link_bytes.get("pipe", 0) / 1e9
