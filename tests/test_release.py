@@ -45,7 +45,7 @@ def test_every_dependency_and_extra_is_in_its_document() -> None:
     table = page[page.index("## What is installed"):page.index("## Extras")]
     named = {re.split(r"[><=\[ ]", text)[0] for text in PROJECT["project"]["dependencies"]}
     assert named == set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE))))
-    extras = page[page.index("## Extras"):page.index("## Written by hand")]
+    extras = page[page.index("## Extras"):page.index("## Own code")]
     assert set(PROJECT["project"]["optional-dependencies"]) == set(
         re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", extras, flags=re.MULTILINE))))
 
