@@ -143,7 +143,7 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         screen.print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
     if best.course is None and freezes:
-        screen.print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
+        screen.print("\nThe gain from freezing is not predicted: the number of steps per epoch is unknown. " + (
             "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
             "Set --data.train-samples."))
     if request.out is not None:
@@ -268,7 +268,7 @@ def comparison(results: Sequence[SearchResult], goal: Goal | None,
               for one, each in zip(best, results, strict=True)]
     columns = {"cluster": [each.cluster.name for each in results], "devices": [f"{each.ranks:,}" for each in results],
                "best": [report.describe(one.run) for one in best],
-               "s a step": [f"{one.cost.seconds * factor:.4g}" for one, factor in zip(best, longer, strict=True)],
+               "s/step": [f"{one.cost.seconds * factor:.4g}" for one, factor in zip(best, longer, strict=True)],
                "tokens/s": [f"{one.cost.tokens_per_second / factor:,.0f}"
                             for one, factor in zip(best, longer, strict=True)],
                "MFU": [f"{one.cost.model_utilisation / factor:.1%}" for one, factor in zip(best, longer, strict=True)]}

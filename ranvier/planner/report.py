@@ -42,12 +42,12 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
     for found in shown:
         cost = found.cost
         longer = found.expected_seconds(plan.measured_over_predicted) / cost.seconds
-        for name, cell in {"s a step": four_digits(cost.seconds),
+        for name, cell in {"s/step": four_digits(cost.seconds),
                            "tokens/s": f"{cost.tokens_per_second / longer:,.0f}",
                            "MFU": f"{cost.model_utilisation / longer:.1%}",
                            "HFU": f"{cost.hardware_utilisation / longer:.1%}",
-                           "TFLOP/s\na device": f"{model_flops_per_device(found) / longer / 1e12:,.3g}",
-                           "GiB a\ndevice": f"{device_bytes(found) / _GIB:.2f}"}.items():
+                           "TFLOP/s\nper device": f"{model_flops_per_device(found) / longer / 1e12:,.3g}",
+                           "GiB per\ndevice": f"{device_bytes(found) / _GIB:.2f}"}.items():
             rates.setdefault(name, []).append(cell)
     if goal is not None:
         rates |= columns_of([training(found, plan.cluster, goal, plan.measured_over_predicted) for found in shown])
@@ -101,7 +101,7 @@ def numbers(plan: SearchResult) -> str:
 
 def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
-    return {"stages a rank": [_stages(found.run) for found in shown],
+    return {"stages per rank": [_stages(found.run) for found in shown],
             "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
             "s the run": [four_digits(found.course.seconds) if found.course else "" for found in shown],
@@ -160,7 +160,7 @@ def explanation(plan: SearchResult) -> list[str]:
                       if part >= 0.005)
     factor = plan.measured_over_predicted
     seconds = best.expected_seconds(factor)
-    lines = [f"{describe(best.run)} takes {four_digits(seconds)} s a step: {named}."]
+    lines = [f"{describe(best.run)} takes {four_digits(seconds)} s per step: {named}."]
     lost = {name: part for name, part in parts.items() if name != "computing"}
     worst = max(lost, key=lambda name: lost[name])
     lines.append(("After computing, the" if 0.05 <= lost[worst] < parts["computing"] else "The")
@@ -262,7 +262,7 @@ def describe(run: ResolvedRun) -> str:
              if size > 1] or ["one rank"]
     extra = [f"microbatch {run.batch.microbatch_size}"]
     if run.placement.per_rank > 1:
-        extra.append(f"{run.placement.per_rank} {run.placement.how} stages a rank")
+        extra.append(f"{run.placement.per_rank} {run.placement.how} stages per rank")
     if run.memory.recompute != "none":
         extra.append(f"recompute {run.memory.recompute}")
     if run.optim.offload not in ("none", "auto"):
@@ -337,7 +337,7 @@ def course_lines(found: Candidate) -> list[str]:
     for period in course.periods:
         batch = f", batch {period.global_size}" if grows else ""
         lines.append(f"  from step {period.first_step}: {period.frozen} frozen, {mesh_text(period.mesh)}"
-                     f"{batch}, {period.step_seconds:.4g} s a step")
+                     f"{batch}, {period.step_seconds:.4g} s per step")
     return lines
 
 

@@ -362,7 +362,7 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
     assert "s measured" in report.table(after).header
     said = " ".join(report.explanation(after))
     measured = report.four_digits(after.best[0].measured_seconds)
-    assert f"takes {measured} s a step" in said and "% slower." in said and "-" not in (
+    assert f"takes {measured} s per step" in said and "% slower." in said and "-" not in (
         said.partition("Next is ")[2].partition("% slower")[0].rpartition(", ")[2])
     assert report.document(after, "x")["plans"][0]["measured_seconds"] == after.best[0].measured_seconds
 
@@ -383,7 +383,7 @@ def test_the_command_measures(capsys):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--measure", "1",
                              "--model.num-layers", "1", "--model.hidden", "32", "--search", "mesh,microbatch")
     assert code == 0, err
-    assert "s a step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
+    assert "s per step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
 
 
 def test_what_cannot_be_measured(monkeypatch, tmp_path):
