@@ -33,8 +33,7 @@ class OthersParameters(TorchDispatchMode):
     of another stage.
 
     elsewhere: names and parameters of other ranks. names_in_whole: name -> those in the user's module. here: name ->
-    those of other stages of this rank. is_old: whether other
-    ranks may have values by now that this one has not.
+    those of other stages of this rank. is_old: whether other ranks may have values by now that this one has not.
     """
 
     def __init__(self, elsewhere: Iterable[tuple[str, ref[nn.Parameter]]], names_in_whole: Mapping[str, Sequence[str]],
@@ -57,10 +56,12 @@ class OthersParameters(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ not in _NO_VALUES:
             self._look(self._read, (args, kwargs))
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
-            self._look(self._written, [value for value, one in zip(args, func._schema.arguments, strict=False)
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            self._look(self._written, [given.get(one.name) for one in func._schema.arguments
                                        if one.alias_info is not None and one.alias_info.is_write])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _look(self, names: Mapping[int, str], values: object) -> None:
         for one in tree_leaves(values) if names else ():
@@ -77,4 +78,3 @@ def used_from_outside(name: str) -> ModelError:
                              "no list, closure or bound method), or of a loss that is a module: Ranvier ties "
                              "parameters that several blocks have. Or put the blocks on one stage "
                              "(Pipeline(boundaries=...)).")
-

@@ -125,6 +125,18 @@ def writes_data(layer):
     return 1.0
 
 
+def writes_out(layer):
+    with torch.no_grad():
+        torch.mul(torch.ones_like(layer.weight), 0.5, out=layer.weight)
+    return 1.0
+
+
+def writes_in_a_list(layer):
+    with torch.no_grad():
+        torch._foreach_mul_([torch.zeros(4), layer.weight], 0.5)
+    return 1.0
+
+
 def form(layer):
     """Nothing of its values."""
     return layer.weight.shape[0] + torch.zeros_like(layer.weight).sum() + sum(one.numel() for one in layer.parameters())
@@ -176,7 +188,8 @@ VIRTUAL = Pipeline(stages_per_rank=2)
 
 @pytest.mark.parametrize(("use", "pipeline", "options"), [
     (norm, None, {}), (writes, None, {}), (writes_data, None, {}), (norm, VIRTUAL, {"user": 1}),
-    (writes, VIRTUAL, {}), (writes, None, {"freeze": True})])
+    (writes, VIRTUAL, {}), (writes_out, VIRTUAL, {}), (writes_in_a_list, VIRTUAL, {}),
+    (writes, None, {"freeze": True})])
 def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, options):
     """Another rank's is old, at whatever forward it is read; one of this rank's is written when the schedule says."""
     with raises("parameter-used-from-outside", where=f"parameter {options.get('used', 0)}.weight"):
