@@ -175,7 +175,8 @@ class FunctionTree:
         if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
             yield node
         elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
-                isinstance(node, ast.Attribute) and node.attr in CHANGES | {"setdefault"}):
+                isinstance(node, ast.Attribute) and (node.attr == "setdefault" or (
+                    node.attr in CHANGES and isinstance(self._parents.get(self._call(node)), ast.Expr)))):
             yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield ast.Name(node.name, ast.Store())

@@ -92,7 +92,8 @@ class OldValues(FunctionTree):
             if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
                 branches += [one] if self._grows(node, store) else []
                 break
-            if here is not None and here in _bodies(one) and isinstance(one, ast.If | ast.Match):
+            if here not in (None, getattr(one, "test", None), getattr(one, "subject", None)) and isinstance(
+                    one, ast.If | ast.IfExp | ast.Match):
                 return False  # not both of them run
             branches.append(one)
         exits = [one for one in self._before(store.statement) if isinstance(one, ast.If) and self._leaves(one)
@@ -153,12 +154,11 @@ class OldValues(FunctionTree):
         parent = self._parents[node]
         if not isinstance(parent, ast.Assign | ast.NamedExpr) or node is not parent.value:
             return False
-        names = {one.id for one in (parent.targets if isinstance(parent, ast.Assign) else [parent.target])
-                 if isinstance(one, ast.Name)}
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
         arm = list(_bodies(self._parents.get(store.statement))) if store.statement is not None else []
-        for load in self._loads(names):
-            new = [one for one in self._stores if one.place == load.id
-                   and self._numbers[node] < one.number < self._numbers[load] and one.statement is not parent]
+        for load in self._loads({one.id for one in targets if isinstance(one, ast.Name)}):
+            new = [one for one in self._stores if one.place == load.id and one.node not in targets
+                   and self._numbers[node] < one.number < self._numbers[load]]
             if self._numbers[load] > store.number and not any(
                     self._sets(one, load) or any(one.statement in body for body in arm) for one in new):
                 return True
@@ -181,8 +181,12 @@ class OldValues(FunctionTree):
         something else, or uses variables or objects of its own that have been changed there, but for a variable whose
         value it has just found or stored in a place. mark: a place that tells whether it has been there."""
         inside = {one for part in region for one in ast.walk(part)}
+        if hasattr(branch, "test"):  # which runs on every way
+            inside -= set(ast.walk(branch.test))
         stores = [one for one in self._stores if one.node in inside]
         local = {one.place for one in stores if one.place in self._locals}
+        if isinstance(branch, ast.IfExp | ast.BoolOp):  # whose value it is
+            return not (isinstance(mark.node, ast.Attribute) and mark.node.attr == "setdefault")
         if any(isinstance(one, ast.Yield | ast.Break | ast.Continue) for one in inside):
             return True
         if (branch not in region or any(isinstance(one, ast.Return) for one in inside)) and not self._returns_alike(
@@ -194,7 +198,9 @@ class OldValues(FunctionTree):
                     last < one.number < self._numbers[load] and self._sets(one, load)
                     for one in self._stores if one.place == load.id):
                 return True
-        return any(self._is_of_others(place, mark, local) for place in self._changed(inside)) or any(
+        own = {one.place for one in stores if isinstance(one.statement, ast.Assign) and isinstance(
+            one.statement.value, ast.Call | ast.List | ast.Dict | ast.Set | ast.BinOp)}
+        return any(self._is_of_others(place, mark, own) for place in self._changed(inside)) or any(
             self._is_stored_otherwise(one, branch) for one in stores if one.place not in self._locals)
 
     def _changed(self, inside: set[Any]) -> Iterator[Any]:
@@ -207,10 +213,13 @@ class OldValues(FunctionTree):
                         name in CHANGES or (name.endswith("_") and not name.startswith("_"))):
                     yield place
 
-    def _is_of_others(self, place: Any, mark: Store, local: set[str]) -> bool:
-        """Whether it is an object in a local variable, and no part of that which has the mark."""
-        root, text, of_mark = names_in(place)[0], text_of(place), mark.place.rpartition(".")[0] or mark.place
-        return root in self._locals and root not in local and not f"{text}.".startswith(f"{of_mark}.")
+    def _is_of_others(self, place: Any, mark: Store, own: set[str]) -> bool:
+        """Whether it is an object in a local variable, not in one of `own`, and no part of that which has the mark."""
+        root, of_mark = place, mark.place.rpartition(".")[0] or mark.place
+        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        return isinstance(root, ast.Name) and root.id in self._locals - own and not f"{text_of(place)}.".startswith(
+            f"{of_mark}.")
 
     def _is_stored_otherwise(self, store: Store, branch: Any) -> bool:
         """Whether another value is stored in the same place where the branch is not taken."""
@@ -316,10 +325,9 @@ class _AsPlaces(ast.NodeTransformer):
 
 def _bodies(node: Any) -> Iterator[list[Any]]:
     """The lists of statements of a node."""
-    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
-        body = getattr(node, name, None)
-        if isinstance(body, list):
-            yield from [[one] for one in body] if name in ("handlers", "cases") else [body]
+    for name in ("body", "orelse", "finalbody"):
+        if isinstance(body := getattr(node, name, None), list):
+            yield body
 
 
 def _pairs(statement: ast.Assign) -> Iterator[tuple[Any, Any]]:
