@@ -343,12 +343,17 @@ class Engine:
 
     def _others_parameters(self, blocks: Blocks) -> dict[int, OthersParameters]:
         """Of each stage of this rank whose code reaches parameters of other stages."""
-        return {stage: OthersParameters(self._elsewhere.others, self.names_in_whole, {
-            name: one for number, block, module in blocks if number not in self.layout.blocks(stage)
-            for path, one in module.named_parameters()
-            if self.layout[name := f"{block}.{path}"].block not in self.layout.blocks(stage)})
-            for stage in self.layout.stages.stages_of(self.coordinates.pipeline_rank)
-            if stage in self.stages.with_others_parameters}
+        placement, found = self.layout.stages, dict[int, OthersParameters]()
+        for stage in placement.stages_of(self.coordinates.pipeline_rank):
+            numbers = self.layout.blocks(stage)
+            code = {block for number, block, _ in blocks if number in numbers} | (
+                {"loss"} if stage == placement.num_stages - 1 else set())
+            if code := code & self.stages.with_others_parameters:
+                found[stage] = OthersParameters(self._elsewhere.others, self.names_in_whole, {
+                    name: one for number, block, module in blocks if number not in numbers
+                    for path, one in module.named_parameters()
+                    if self.layout[name := f"{block}.{path}"].block not in numbers}, code)
+        return found
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
         placement, pipeline = self.layout.stages, self.plan.pipeline

@@ -12,12 +12,13 @@ the operations show: forwards and backwards of stages that may reach such parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
@@ -33,12 +34,14 @@ class OthersParameters(TorchDispatchMode):
     of another stage.
 
     elsewhere: names and parameters of other ranks. names_in_whole: name -> those in the user's module. here: name ->
-    those of other stages of this rank. is_old: whether other ranks may have values by now that this one has not.
+    those of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these. is_old: whether
+    other ranks may have values by now that this one has not.
     """
 
     def __init__(self, elsewhere: Iterable[tuple[str, ref[nn.Parameter]]], names_in_whole: Mapping[str, Sequence[str]],
-                 here: Mapping[str, nn.Parameter]) -> None:
+                 here: Mapping[str, nn.Parameter], code: Collection[str]) -> None:
         TorchDispatchMode.__init__(self)
+        self.code = code
         self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
         self._read: dict[int, str] = {}
         self._written: dict[int, str] = {}
@@ -52,6 +55,14 @@ class OthersParameters(TorchDispatchMode):
             found.pop(0, None)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def around(self, name: str) -> AbstractContextManager[object]:
+        """The surroundings of a block, or of the loss: this mode for those that need it, and for others none, since
+        torch.compile takes no code under a mode. Forwards that run again do so inside of the mode of a backward."""
+        is_inside = _get_current_dispatch_mode() is self
+        if (name in self.code) == is_inside:
+            return nullcontext()
+        return _pop_mode_temporarily() if is_inside else self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ not in _NO_VALUES:

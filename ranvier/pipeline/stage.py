@@ -112,7 +112,8 @@ class Stage:
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
             one is a single operation.
         left: looks for what a forward leaves outside of the carried state; None for one stage alone.
-        others: looks for parameters of other stages; None where the stage's code reaches none.
+        others: looks for parameters of other stages; None where the stage's code reaches none. A block whose code
+            does is not compiled.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -165,7 +166,7 @@ class Stage:
         whole = compile if mesh is None and not selective else False
         self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
-                                          [modules[place] for place in at_once])
+                                          [modules[place] for place in at_once], () if others is None else others.code)
         self._fused = Fused(False if mesh is None else compile)
 
     @property
@@ -235,7 +236,7 @@ class Stage:
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._surroundings("forward"):
+        with torch.set_grad_enabled(wanted), self._surroundings():
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if training and name in requires_grad:
@@ -270,18 +271,20 @@ class Stage:
             self._graphs[number] = _Graph(leaves, roots, outputs[""].dtype if self._loss is not None else None)
         return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
 
-    def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
-        """Contexts in which forwards or backwards run, beside a mode of autograd."""
-        if self._mesh is None and self._others is None:
-            return _AS_THEY_ARE if self._autocast is None or way == "backward" else casting(
-                self._autocast, self._device)
-        return self._within(way)
+    def _surroundings(self) -> AbstractContextManager[object]:
+        """Contexts in which forwards run, beside a mode of autograd."""
+        if self._mesh is None:
+            return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
+        return self._on_mesh(self._mesh)
 
     @contextmanager
-    def _within(self, way: Literal["forward", "backward"]) -> Iterator[None]:
-        with (_AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses[way]),
-              casting(self._autocast if way == "forward" else None, self._device), self._others or _AS_THEY_ARE):
+    def _on_mesh(self, mesh: TensorMesh) -> Iterator[None]:
+        with mesh.one_pass(self._uses["forward"]), casting(self._autocast, self._device):
             yield
+
+    def _around(self, name: str) -> AbstractContextManager[object]:
+        """Of a block, or of the loss."""
+        return _AS_THEY_ARE if self._others is None else self._others.around(name)
 
     def _show(self, state: State, number: int, *, keep: bool) -> None:
         """Give what the last block has returned, whole on every column, to those who want it: all columns of the stage
@@ -352,10 +355,11 @@ class Stage:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:
-                    if self._compiled is None or not self.training:
-                        state = module(state)
-                    else:
-                        state = self._compiled(module, name, state, scope)
+                    with self._around(name):
+                        if self._compiled is None or not self.training:
+                            state = module(state)
+                        else:
+                            state = self._compiled(module, name, state, scope)
                 except RanvierError:
                     raise
                 except SystemExit as error:
@@ -420,7 +424,8 @@ class Stage:
         targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
             lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
         try:
-            total, weight = loss_parts(self._loss(state, targets))
+            with self._around("loss"):
+                total, weight = loss_parts(self._loss(state, targets))
         except SystemExit as error:
             raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
@@ -461,7 +466,8 @@ class Stage:
             self._block_passed(self.blocks[-1][0] + 1)
         arrived = [gradients[name] for name in names]
         try:
-            with self._surroundings("backward"):
+            with (_AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses["backward"]),
+                  self._others or _AS_THEY_ARE):
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
@@ -495,12 +501,12 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
-                     recomputed: Sequence[nn.Module]) -> CompiledBlocks | None:
+                     recomputed: Sequence[nn.Module], watched: Collection[str]) -> CompiledBlocks | None:
     if how is False:
         return None
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
-    return CompiledBlocks(how, gradients, forwards, recomputed)
+    return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
 def _has_gradient(state: State) -> bool:

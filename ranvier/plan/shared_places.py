@@ -75,10 +75,10 @@ def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], 
     return reaches
 
 
-def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
-                                  modules: Mapping[str, nn.Module]) -> frozenset[int]:
-    """The stages whose code reaches parameters that blocks of other stages have, and its own do not, or their layers.
-    The others are as in `code_of_stages`."""
+def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
+                                modules: Mapping[str, nn.Module], loss: object) -> frozenset[str]:
+    """The blocks, and "loss", whose code reaches parameters that blocks of other stages have, and those of its own do
+    not, or their layers. The others are as in `code_of_stages`."""
     holders: dict[int, set[int]] = {}
     storages: dict[int, set[int]] = {}
     for name, module in modules.items():
@@ -89,11 +89,23 @@ def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapp
             for one in own:
                 storages.setdefault(storage_of(one), set()).add(stages[name])
     storages.pop(0, None)
-    return frozenset(
-        stage for stage, reach in reaches.items()
-        if any(stage not in here and reach.has(identity) for identity, here in holders.items())
-        or any(stage not in storages.get(storage_of(one.value), {stage}) for one in reach.found.values()
-               if isinstance(one.value, Tensor)))
+
+    def reaches_others(stage: int, reach: CodeReach) -> bool:
+        return any(stage not in here and reach.has(identity) for identity, here in holders.items()) or any(
+            stage not in storages.get(storage_of(one.value), {stage}) for one in reach.found.values()
+            if isinstance(one.value, Tensor))
+
+    found = set[str]()
+    for stage, whole in reaches.items():
+        if not reaches_others(stage, whole):
+            continue
+        roots = [(name, one) for name, one in modules.items() if stages[name] == stage]
+        for name, root in [*roots, ("loss", loss)] if stage == max(reaches) else roots:
+            reach = CodeReach(whole)
+            reach.add(name, root)
+            if reaches_others(stage, reach):
+                found.add(name)
+    return frozenset(found)
 
 
 def storage_of(tensor: Tensor) -> int:
