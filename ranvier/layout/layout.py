@@ -201,11 +201,6 @@ class Layout:
             found.setdefault(parameter.owner, {}).setdefault(place, parameter)
         return found
 
-    @cached_property
-    def has_separate_ends(self) -> bool:
-        """Whether ends of a tie are parameters of their own, on one rank or several."""
-        return any(len(ends) > 1 for ends in self.ends.values())
-
     def ends_on(self, pipe: int) -> dict[str, Parameter]:
         """Key -> an end on the ranks at that place in the pipeline. Ends of one key are cut alike; the owner, whose
         name the key may be, may be on other ranks and cut differently."""

@@ -985,7 +985,7 @@ class Engine:
             self._run(batch, training=False, keep_outputs=True)
         finally:
             self._stages.observe(None)
-        if self._has_trained and self.is_last_stage and self.layout.has_separate_ends:
+        if self._has_trained and self.is_last_stage and self._ties.names:
             self._statistics.work.wait()  # which compares them
         return self._stages.outputs if self.is_last_stage else None
 

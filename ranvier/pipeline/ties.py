@@ -200,7 +200,7 @@ class TiedParameters:
 
     def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None], names: Sequence[str] = ()) -> None:
-        self.ties, self._arrived, self._send, self._wait, self._names = tuple(ties), arrived, send, wait, names
+        self.ties, self._arrived, self._send, self._wait, self.names = tuple(ties), arrived, send, wait, names
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
@@ -307,7 +307,7 @@ class TiedParameters:
     def check(self, total: float) -> None:
         """ModelError where the sum over all ranks shows that ends have different values."""
         if int(total) % (1 << _NUMBER_BITS):
-            places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self._names)
+            places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self.names)
             raise ModelError("was written at one end of its tie, and has other values at another",
                              code="tied-end-written", where=" or ".join(places),
                              remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
