@@ -45,16 +45,25 @@ class OthersParameters(TorchDispatchMode):
         self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
         self._read: dict[int, str] = {}
         self._written: dict[int, str] = {}
+        self._before: list[tuple[str, nn.Parameter, tuple[int, bool]]] = []
         self.is_old = False
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
-        self._written = {storage_of(one): name for name, one in (*elsewhere, *self._here.items())}
+        self._before = [(name, one, _form(one)) for name, one in (*elsewhere, *self._here.items())]
+        self._written = {storage: name for name, _, (storage, _) in self._before}
         self._read = {storage_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
         for found in (self._written, self._read):
             found.pop(0, None)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        before, self._before = self._before, []
+        for name, one, form in before if error is None else ():  # what no operation shows: one.data = other
+            if _form(one) != form:
+                raise self._error(name)
 
     def around(self, name: str) -> AbstractContextManager[object]:
         """The surroundings of a block, or of the loss: this mode for those that need it, and for others none, since
@@ -77,7 +86,14 @@ class OthersParameters(TorchDispatchMode):
     def _look(self, names: Mapping[int, str], values: object) -> None:
         for one in tree_leaves(values) if names else ():
             if isinstance(one, Tensor) and (name := names.get(storage_of(one))) is not None:
-                raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
+                raise self._error(name)
+
+    def _error(self, name: str) -> ModelError:
+        return used_from_outside(self._names_in_whole.get(name, (name,))[0])
+
+
+def _form(parameter: nn.Parameter) -> tuple[int, bool]:
+    return storage_of(parameter), parameter.requires_grad
 
 
 def used_from_outside(name: str) -> ModelError:

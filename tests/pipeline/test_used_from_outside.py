@@ -137,6 +137,16 @@ def writes_in_a_list(layer):
     return 1.0
 
 
+def replaces_data(layer):
+    nn.utils.vector_to_parameters(torch.zeros(20, dtype=torch.float64), layer.parameters())
+    return 1.0
+
+
+def freezes(layer):
+    layer.weight.requires_grad_(False)
+    return 1.0
+
+
 def form(layer):
     """Nothing of its values."""
     return layer.weight.shape[0] + torch.zeros_like(layer.weight).sum() + sum(one.numel() for one in layer.parameters())
@@ -189,6 +199,7 @@ VIRTUAL = Pipeline(stages_per_rank=2)
 @pytest.mark.parametrize(("use", "pipeline", "options"), [
     (norm, None, {}), (writes, None, {}), (writes_data, None, {}), (norm, VIRTUAL, {"user": 1}),
     (writes, VIRTUAL, {}), (writes_out, VIRTUAL, {}), (writes_in_a_list, VIRTUAL, {}),
+    (replaces_data, VIRTUAL, {}), (replaces_data, None, {}), (freezes, None, {}),
     (writes, None, {"freeze": True})])
 def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, options):
     """Another rank's is old, at whatever forward it is read; one of this rank's is written when the schedule says."""
