@@ -11,7 +11,7 @@
 
 What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
 are not told apart here, but for a method's own (`self`). To let another harmless form through, say in `_Function.uses`
-what becomes of a value that is a part of it.
+what becomes of a value that is a part of it, or in `old_values` where an old value makes no difference.
 """
 
 from __future__ import annotations
@@ -103,6 +103,8 @@ def _all_names(code: CodeType) -> Uses:
 
 
 class _Function(OldValues):
+    """One function, with its uses."""
+
     def uses(self) -> Uses:
         found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
         for node in self._places:

@@ -105,6 +105,7 @@ class OldValues(FunctionTree):
             self._has_effects(one, store, self._after(one) if one in exits else [one]) for one in asking)
 
     def _grows(self, node: Any, store: Store) -> bool:
+        """Whether the old value is stored again where it is the greatest, or the least."""
         call = self._parents[node]
         return call is getattr(store.statement, "value", None) and isinstance(call, ast.Call) and text_of(
             call.func) in ("max", "min")
@@ -238,12 +239,12 @@ class OldValues(FunctionTree):
                                  and self._found_in(one) is None for one in mine):
             return False
         return all(self._found_in(one) is not None or any(
-            link is one.statement or self._precedes_or_is(one.node, link) for link, _ in self._links.get(name, ())
+            link is one.statement or self._is_before(one.node, link) for link, _ in self._links.get(name, ())
             if link in inside and not any(
                 other.number > self._numbers[link] and other.node in inside and self._found_in(other) is None
                 for other in mine)) for one in mine if one.node in inside)
 
-    def _precedes_or_is(self, node: Any, statement: Any) -> bool:
+    def _is_before(self, node: Any, statement: Any) -> bool:
         """Whether a node is a part of a statement before another one, in the same list."""
         body = next(one for one in _bodies(self._parents[statement]) if statement in one)
         return any(one in self._around(node) for one in body[:body.index(statement)])
@@ -251,11 +252,11 @@ class OldValues(FunctionTree):
     def _returns_alike(self, local: set[str]) -> bool:
         """Whether the function returns the same on all ways. local: variables that have other values on some."""
         texts, names = set[str](), set[str]()
+        as_places = _AsPlaces({name: places.pop() for name in self._values
+                               if len(places := self._places_of(name)) == 1})
         for one in self._numbers:
             if isinstance(one, ast.Return) and one.value is not None:
-                value = _AsPlaces({name: places.pop() for name in self._values
-                                   if len(places := self._places_of(name)) == 1}).visit(
-                    ast.parse(ast.unparse(one.value), mode="eval").body)
+                value = as_places.visit(ast.parse(ast.unparse(one.value), mode="eval").body)
                 texts.add(ast.unparse(value))
                 names |= {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
             elif isinstance(one, ast.Return):
@@ -267,7 +268,7 @@ class OldValues(FunctionTree):
         found, mine = set[str](), [one for one in self._stores if one.place == name]
         for one in mine:
             links = [place for link, place in self._links.get(name, ()) if (
-                link is one.statement or self._precedes_or_is(one.node, link)) and not any(
+                link is one.statement or self._is_before(one.node, link)) and not any(
                 self._numbers[link] < other.number for other in mine if self._found_in(other) is None)]
             found.add(self._found_in(one) or (links[0] if links else ""))
         return found if "" not in found else set()
