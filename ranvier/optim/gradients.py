@@ -128,6 +128,7 @@ class Gradients:
         setattr(self.flat.untyped_storage(), _MAKER, ref(self))
         self.reductions.flat = self.flat
         self._attach()
+        self.note_left()
 
     def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
@@ -183,7 +184,7 @@ class Gradients:
 
     def warn_of_lost(self) -> None:
         """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
-        for spec in self.owned() if self._left else ():
+        for spec in self.owned():
             grad = spec.parameter.grad
             maker = _maker_of(grad)
             is_left = maker is not None and (maker() is not self or (
