@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from typing import cast, get_args
 
@@ -39,6 +38,7 @@ from ranvier.planner.simulation import (
 from ranvier.planner.training import (
     Goal,
     changed_cluster,
+    check_finite,
     check_goal,
     failures_of,
     fewest_devices,
@@ -105,8 +105,8 @@ class Request:
 def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) -> SearchResult:
     """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
     first cluster is returned."""
+    _check(request, len(cluster_names))
     clusters = [_sized(load_cluster(each), request) for each in cluster_names]
-    _check(request, clusters)
     if request.out is not None:
         read.check_out(request.out)
     run, problems = with_pretrained(run)
@@ -189,9 +189,13 @@ def _sized(cluster: Cluster, request: Request) -> Cluster:
                    price_per_hour=request.price or cluster.price_per_hour)
 
 
-def _check(request: Request, clusters: Sequence[Cluster]) -> None:
+def _check(request: Request, num_clusters: int) -> None:
     """ConfigError for options that cannot be together."""
-    several = len(clusters) > 1 or bool(request.what_if)
+    check_finite("--price", request.price)
+    if request.price is not None and request.goal is None:
+        raise ConfigError("needs a number of tokens", code="goal-without-tokens", where="--price", value=request.price,
+                          remedy="Give `--tokens 300B`, say, too.")
+    several = num_clusters > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
             raise ConfigError("is for one plan, and several are compared (`--cluster` more than once, or `--what-if`)",
@@ -332,10 +336,8 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
              as_published: bool = False) -> Simulation:
     """Simulate a step of the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
     cluster = load_cluster(cluster_name)
-    for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
-        if not isfinite(value):
-            raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
-                              remedy="Leave it out for none.")
+    check_finite("--jitter", jitter)
+    check_finite("--mtbf-hours", mtbf_hours)
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
     for problem in (*problems, *unplanned, *find_problems(run)):
