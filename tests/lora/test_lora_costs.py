@@ -67,7 +67,7 @@ def test_sharding_the_sequence_has_as_few_products_for_weights(scheme):
     shares = []
     for is_sharded in (False, True):
         run = replace(RUN, lora=LORA, model=replace(RUN.model, hidden=512, sequence=256), mesh=Mesh(col=2),
-                      tensor=TensorParallel(scheme=scheme, sequence_sharding=is_sharded))
+                      tensor=TensorParallel(scheme=scheme, sequence_sharding=is_sharded, panel_bytes=1 << 16))
         shares.append([block.weight_share for block in Work().stages(run)[0] if block.num_trainable])
     assert shares[1] == pytest.approx(shares[0], abs=0.01)
 
