@@ -29,7 +29,7 @@ def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any,
               help="A shipped cluster, or a TOML file; several are compared.")
 @click.option("--nodes", type=click.IntRange(min=1), multiple=True, callback=_once, metavar="N",
               help="Its nodes, instead of the file's.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1e9), multiple=True, callback=_once,
+@click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1_000_000_000), multiple=True, callback=_once,
               metavar="DOLLARS",
               help="Of a device and hour, instead of the file's.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
