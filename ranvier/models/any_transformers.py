@@ -200,7 +200,7 @@ def _path(folder: str) -> Path:
 def _not_built(folder: str, error: Exception) -> RanvierError:
     if isinstance(error, RanvierError):
         return error
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
     return ModelError(f"is no causal language model that transformers builds: {reason}",
                       code="transformers-model-not-built", where=f"model in {folder}",
                       remedy="Install the transformers that it was made for (`pip install -U transformers`), or name "
