@@ -53,7 +53,7 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
-from ranvier.pipeline.held_parameters import HeldParameters, RankParameters
+from ranvier.pipeline.held_parameters import HeldParameters, RankParameters, refuse_closures, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
@@ -240,6 +240,10 @@ class Engine:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        if self._splits_parameters:
+            refuse_closures(self._updater.users)
+        if (flat := self._updater.flat) is not None:
+            refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
         self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
         self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables, left=left)
@@ -496,7 +500,12 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
+        return RankParameters(owned) if self._splits_parameters else owned
+
+    @property
+    def _splits_parameters(self) -> bool:
+        """Whether other ranks have other parameters, or other parts of them."""
+        return self.mesh.size > self.mesh.num_replicas
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its

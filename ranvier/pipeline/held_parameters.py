@@ -12,16 +12,18 @@ train, so its value is copied into the first one, which takes its place again. A
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ranvier.errors import ModelError
+from ranvier.errors import ConfigError, ModelError
 from ranvier.originals.stand_in_tensors import StandInTensors
+from ranvier.plan.reached_objects import CodeReach
 
 
 class HeldParameters:
@@ -42,6 +44,8 @@ class HeldParameters:
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
         self._after_forwards: list[int] = []
         """The same when the last forward of the batch has run."""
+        self._trains: list[bool] = []
+        """Which of them train, at the last `adopt`."""
         self._warned = False
         for _, block, module in blocks if replicas > 1 else ():
             _refuse_renormalised(block, module, replicas)
@@ -97,6 +101,7 @@ class HeldParameters:
                              f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
         self._versions, self._after_forwards = [held._version for held in self._held.values()], []
+        self._trains = [held.requires_grad for held in self._held.values()]
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
@@ -136,9 +141,13 @@ class HeldParameters:
             self._after_forwards = [held._version for held in self._held.values()]
 
     def check_kept(self) -> None:
-        """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward. With several
+        """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch. With several
         replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
         and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
+        if self._trains != [held.requires_grad for held in self._held.values()]:
+            for ((block, name), held), before in zip(self._held.items(), self._trains, strict=True):
+                if held.requires_grad != before:
+                    raise _frozen_during_batch(f"{block}.{name}", held)
         if self._replicas > 1:
             written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
             for ((block, name), held), before, after_forwards in written:
@@ -162,6 +171,49 @@ class HeldParameters:
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
 
+class SteadyParameters:
+    """The parameters of one stage in the first batches: a forward changes no gradient of them, and freezes none.
+
+        call `note` before each forward of a training batch, and `check` when it has ended
+    """
+
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
+        self._named = {one: f"{block}.{name}" for _, block, module in reversed(blocks)
+                       for name, one in module.named_parameters()}
+        self._before: list[tuple[bool, int, int]] = []
+        self._gradients: list[Tensor | None] = []
+        """So that no other tensor gets the identity of one of them."""
+
+    def note(self) -> None:
+        self._before, self._gradients = self._now(), [one.grad for one in self._named]
+
+    def check(self) -> None:
+        now = self._now()
+        self._gradients = []
+        if now == self._before:
+            return
+        for (one, name), was, found in zip(self._named.items(), self._before, now, strict=True):
+            if was[0] != found[0]:
+                raise _frozen_during_batch(name, one)
+            if was != found:
+                raise ModelError("has got or lost a gradient in a forward: by backward() or zero_grad() of a block or "
+                                 "the loss, whose part of it the engine cannot tell from that of the batch",
+                                 code="gradient-changed-in-forward", where=f"parameter {name}",
+                                 remedy="Compute gradients inside a forward by torch.autograd.grad, and add what is "
+                                        "to train to the loss.")
+
+    def _now(self) -> list[tuple[bool, int, int]]:
+        return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+
+
+def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:
+    done = "unfrozen" if parameter.requires_grad else "frozen"
+    return ModelError(f"was {done} by a forward or a backward, while other microbatches are under way",
+                      code="parameter-frozen-during-batch", where=f"parameter {name}",
+                      value=f"requires_grad={parameter.requires_grad}",
+                      remedy="Freeze and unfreeze parameters between batches.")
+
+
 def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
     """Such a table is changed by a forward, in the rows that this replica looks up."""
     for path, one in module.named_modules():
@@ -171,6 +223,27 @@ def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
                              where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
                              remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
                                     "weight.copy_(weight.renorm(2, 0, max_norm)).")
+
+
+def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
+    """ModelError where code of these blocks, or of the loss, has a tensor that has lost the parameters in its memory:
+    an optimizer has moved them (`ViewsOfParameters.left`)."""
+    tensors = {id(one): one for one in (found() for found in left) if one is not None}
+    if not tensors:
+        return
+    reach = CodeReach()
+    buffers = dict[str, Tensor]()
+    for _, block, module in blocks:
+        reach.add(block, module)
+        buffers |= {f"{block}.{name}": one for name, one in module.named_buffers()}
+    reach.add("loss", loss)
+    for name, one in (*buffers.items(), *((found.name, found.value) for found in reach.found.values())):
+        if id(one) in tensors:
+            raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
+                             "order: Ranvier's optimizer, which moves parameters, would leave it with their old values",
+                             code="tensor-over-parameters", where=f"tensor {name}", value=tuple(one.shape),
+                             remedy="Compute it from the parameters in the forward, or give the engine a torch "
+                                    "optimizer, which leaves them where they are: Engine(optimizer=...).")
 
 
 def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -192,7 +265,8 @@ def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelErr
 
 
 class RankParameters(list[nn.Parameter]):
-    """Warns when `torch.nn.utils.clip_grad_norm_` reads it, which knows the gradients of this rank only."""
+    """Warns when `torch.nn.utils.clip_grad_norm_` reads it, which knows the gradients of this rank only. An optimizer
+    that calls for gradients itself, such as LBFGS, is refused."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         caller = sys._getframe(1)
@@ -200,4 +274,21 @@ class RankParameters(list[nn.Parameter]):
         if name == ("torch.nn.utils.clip_grad", "clip_grad_norm_"):
             warnings.warn("torch.nn.utils.clip_grad_norm_ clips the parameters of this rank by their own norm, not by "
                           "that of the whole model. Call engine.clip_grad_norm_(max_norm) on all ranks.", stacklevel=5)
+        if name == ("torch.optim.optimizer", "__init__"):
+            refuse_closures(caller.f_locals.get("self"))
         return super().__iter__()
+
+
+def refuse_closures(optimizer: object) -> None:
+    """ConfigError for an optimizer whose `step` must be given a closure: it decides by all parameters, of which this
+    rank has a part, how often the batch runs, and how far it goes."""
+    step = getattr(type(optimizer), "step", None)
+    try:
+        closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
+    except (TypeError, ValueError):  # a builtin
+        return
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError("calls for gradients itself and decides by all of the model's parameters, of which each rank "
+                          "has a part here", code="optimizer-with-closure", where="optimizer",
+                          value=type(optimizer).__name__,
+                          remedy="Use replicas of the whole model (Mesh(data=...)), or another optimizer.")

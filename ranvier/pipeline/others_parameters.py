@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
-from ranvier.plan.shared_places import storage_of
+from ranvier.originals.same_memory import overlaps, storage_of
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
 """Operations that take a tensor's form alone."""
+_Named = dict[int, list[tuple[str, nn.Parameter]]]
+"""Names and parameters by their storage, of which views and memory-mapped files have several in one."""
 
 
 class OthersParameters(TorchDispatchMode):
@@ -41,16 +43,14 @@ class OthersParameters(TorchDispatchMode):
                  here: Mapping[str, nn.Parameter]) -> None:
         TorchDispatchMode.__init__(self)
         self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
-        self._read: dict[int, str] = {}
-        self._written: dict[int, str] = {}
+        self._read: _Named = {}
+        self._written: _Named = {}
         self.is_old = False
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
-        self._written = {storage_of(one): name for name, one in (*elsewhere, *self._here.items())}
-        self._read = {storage_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
-        for found in (self._written, self._read):
-            found.pop(0, None)
+        self._written = _by_storage((*elsewhere, *self._here.items()))
+        self._read = _by_storage((name, one) for name, one in elsewhere if self.is_old and one.requires_grad)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -62,10 +62,19 @@ class OthersParameters(TorchDispatchMode):
                                        if one.alias_info is not None and one.alias_info.is_write])
         return func(*args, **(kwargs or {}))
 
-    def _look(self, names: Mapping[int, str], values: object) -> None:
-        for one in tree_leaves(values) if names else ():
-            if isinstance(one, Tensor) and (name := names.get(storage_of(one))) is not None:
-                raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
+    def _look(self, named: _Named, values: object) -> None:
+        for one in tree_leaves(values) if named else ():
+            for name, parameter in named.get(storage_of(one), ()) if isinstance(one, Tensor) else ():
+                if overlaps(one, parameter):
+                    raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
+
+
+def _by_storage(named: Iterable[tuple[str, nn.Parameter]]) -> _Named:
+    found: _Named = {}
+    for name, one in named:
+        found.setdefault(storage_of(one), []).append((name, one))
+    found.pop(0, None)
+    return found
 
 
 def used_from_outside(name: str) -> ModelError:

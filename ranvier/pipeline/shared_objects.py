@@ -17,10 +17,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.plan.shared_buffers import shared_buffer_error
+
+
+_BATCHES_BY_VALUE = 2
 
 
 class StageCopies:
@@ -97,6 +101,9 @@ class SharedBufferChanges:
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
         self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._values: dict[str, Tensor] = {}
+        """In the first batches: kernels of running statistics leave no trace of a change but the values."""
+        self._batches = 0
 
     def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
         for _, block, module in self._blocks:
@@ -107,10 +114,15 @@ class SharedBufferChanges:
     def begin(self) -> None:
         """A training batch begins."""
         self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
+        self._batches += 1
+        self._values = {name: buffer.clone() for name, (buffer, _) in self._buffers.items()
+                        } if self._batches <= _BATCHES_BY_VALUE else {}
 
     def check(self) -> None:
         """The batch has run. ModelError for a buffer that it has changed."""
         for name, buffer in self._buffers_now():
             before, version = self._buffers.get(name, (None, 0))
-            if buffer is not before or buffer._version != version:
+            known = self._values.get(name)
+            if buffer is not before or buffer._version != version or (
+                    known is not None and not torch.equal(known, buffer)):
                 raise shared_buffer_error(name, self._shared[name], None)

@@ -26,6 +26,7 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
+from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
@@ -84,6 +85,8 @@ _enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
 _IN_CACHE = "state"
 """Begins the names of a state in a cache: those of a single tensor or of a packed value cannot be a dict's own."""
+_WATCHED_BATCHES = 2
+"""In so many training batches each forward is looked at."""
 _NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
@@ -125,6 +128,7 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
+        self._steady, self._looked_at, self._is_watched = SteadyParameters(blocks), 0, False
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -186,7 +190,9 @@ class Stage:
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
         self.outputs = []
         self.forget_weights()
+        self._is_watched = training and self._looked_at < _WATCHED_BATCHES
         if training:
+            self._looked_at += 1
             for segment in self._recomputed.values():
                 segment.begin()
             self._forwards.install()
@@ -231,6 +237,8 @@ class Stage:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
+        if self._is_watched:
+            self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
@@ -256,6 +264,8 @@ class Stage:
                          carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
                 outputs = carried_tensors.with_notes(outputs, notes, self._device)
         self._shared.check()
+        if self._is_watched:
+            self._steady.check()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()

@@ -85,10 +85,12 @@ def _notes(module: nn.Module) -> list[_OldValues]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
-def _gradient(parameter: nn.Parameter | None) -> tuple[int, int] | None:
-    """Changes whenever something is added to the gradient of a parameter."""
-    grad = None if parameter is None else parameter.grad
-    return None if grad is None else (id(grad), grad._version)
+def _use(parameter: nn.Parameter | None) -> tuple[bool, int, int] | None:
+    """Changes whenever something is added to the gradient of a parameter, or it is frozen or unfrozen."""
+    if parameter is None:
+        return None
+    grad = parameter.grad
+    return parameter.requires_grad, id(grad), 0 if grad is None else grad._version
 
 
 class TrainedElsewhere:
@@ -106,17 +108,17 @@ class TrainedElsewhere:
         self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         """Name and parameter of each that this rank does not hold."""
-        self._gradients: list[tuple[int, int] | None] = []
-        """`_gradient` of each of these when the batch began."""
+        self._used: list[tuple[bool, int, int] | None] = []
+        """`_use` of each of these when the batch began."""
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._gradients = [_gradient(one()) for _, one in self.others]
+        self._used = [_use(one()) for _, one in self.others]
 
     def reached(self) -> list[str]:
-        """The parameters of other ranks that have got a gradient from the batch on this one."""
-        return [name for (name, one), before in zip(self.others, self._gradients, strict=True)
-                if _gradient(one()) != before]
+        """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here."""
+        return [name for (name, one), before in zip(self.others, self._used, strict=True)
+                if _use(one()) != before]
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""
