@@ -169,7 +169,9 @@ class FlatOptimizer:
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
+        views = ViewsOfParameters(replaced)
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
+        views.follow()
         for spec, segment in self._groups:
             parameter = spec.parameter
             if parameter in replaced or parameter._version != self._versions[parameter]:

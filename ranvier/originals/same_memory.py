@@ -66,9 +66,9 @@ class ViewsOfParameters:
                 shared.setdefault(start, []).append(one)
         shared = {start: group for start, group in shared.items() if _num_references(group[0]) > len(group)}
         if shared:
-            for one in _all_tensors():
-                if (group := shared.get(storage_of(one))) is not None:
-                    self._add(one, group)
+            for tensor in _all_tensors():
+                if (group := shared.get(storage_of(tensor))) is not None:
+                    self._add(tensor, group)
 
     def _add(self, tensor: Tensor, parameters: list[nn.Parameter]) -> None:
         if hasattr(tensor, _IS_ENGINES) or hasattr(tensor._base, _IS_ENGINES):

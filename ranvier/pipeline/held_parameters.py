@@ -145,8 +145,8 @@ class HeldParameters:
         replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
         and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
         if self._trains != [held.requires_grad for held in self._held.values()]:
-            for ((block, name), held), before in zip(self._held.items(), self._trains, strict=True):
-                if held.requires_grad != before:
+            for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
+                if held.requires_grad != trained:
                     raise _frozen_during_batch(f"{block}.{name}", held)
         if self._replicas > 1:
             written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
