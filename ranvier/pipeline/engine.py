@@ -53,7 +53,7 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
-from ranvier.pipeline.held_parameters import HeldParameters, RankParameters, refuse_closures, refuse_left_behind
+from ranvier.pipeline.held_parameters import HeldParameters, RankParameters, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
@@ -240,8 +240,6 @@ class Engine:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
-        if self._splits_parameters:
-            refuse_closures(self._updater.users)
         if (flat := self._updater.flat) is not None:
             refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
         self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
@@ -500,12 +498,7 @@ class Engine:
         have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
-        return RankParameters(owned) if self._splits_parameters else owned
-
-    @property
-    def _splits_parameters(self) -> bool:
-        """Whether other ranks have other parameters, or other parts of them."""
-        return self.mesh.size > self.mesh.num_replicas
+        return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
@@ -675,6 +668,8 @@ class Engine:
         self._updater.learning_rate = self.learning_rate
         with self._keeping_outputs(keep_outputs) as kept:
             self._accumulate(batch, updates=True)
+        if self._updater.users is not None:
+            self._buffers.finish()  # its hooks may change them
         with self._working():
             status = self._updater.finish()
         self._statistics.forget()
@@ -780,6 +775,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         self._elsewhere.begin()
+        self._held.begin()
         self._let_others_be_old()
         try:
             self._run(batch, training=True)

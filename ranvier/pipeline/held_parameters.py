@@ -12,7 +12,6 @@ train, so its value is copied into the first one, which takes its place again. A
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,9 +20,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ranvier.errors import ConfigError, ModelError
+from ranvier.errors import ModelError
+from ranvier.optim.step import refuse_closures
 from ranvier.originals.stand_in_tensors import StandInTensors
 from ranvier.plan.reached_objects import CodeReach
+
+_BATCHES_BY_VALUE = 2
 
 
 class HeldParameters:
@@ -46,11 +48,25 @@ class HeldParameters:
         """The same when the last forward of the batch has run."""
         self._trains: list[bool] = []
         """Which of them train, at the last `adopt`."""
+        self._norms: list[Tensor] | None = None
+        """Of the held parameters that several replicas compute with, while the first batches run: writes through
+        `parameter.data` leave the version counters as they are."""
+        self._batches = 0
         self._warned = False
         for _, block, module in blocks if replicas > 1 else ():
             _refuse_renormalised(block, module, replicas)
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
+
+    def begin(self) -> None:
+        """A training batch begins, after `adopt`."""
+        self._batches += 1
+        self._norms = self._norms_now() if self._replicas > 1 and self._batches <= _BATCHES_BY_VALUE else None
+
+    def _norms_now(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(held, dtype=torch.float64) if type(held) is nn.Parameter
+                    and held.is_floating_point() else torch.zeros(()) for held in self._held.values()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -141,27 +157,14 @@ class HeldParameters:
             self._after_forwards = [held._version for held in self._held.values()]
 
     def check_kept(self) -> None:
-        """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch. With several
-        replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
-        and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
+        """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch, in a
+        forward. With several replicas also for one that was written to."""
         if self._trains != [held.requires_grad for held in self._held.values()]:
             for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
                 if held.requires_grad != trained:
                     raise _frozen_during_batch(f"{block}.{name}", held)
         if self._replicas > 1:
-            written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
-            for ((block, name), held), before, after_forwards in written:
-                if held._version != after_forwards:
-                    raise _error("parameter-changed-in-backward", block, name,
-                                 f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
-                                 "Give the engine the optimizer, which updates from the gradients of all replicas: "
-                                 "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
-                if before != after_forwards and not self._warned:
-                    self._warned = True
-                    warnings.warn(
-                        f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
-                        "replicas for itself: they diverge unless the change depends on nothing else than the "
-                        "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=5)
+            self._check_written()
         if self._as_they_were():
             return
         for block, name, parameter, _ in self._in_blocks():
@@ -169,6 +172,27 @@ class HeldParameters:
                 raise _error("parameter-replaced-during-batch", block, name,
                              "was replaced during the batch, whose gradients it does not have",
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
+
+    def _check_written(self) -> None:
+        """ModelError where a parameter has been written to in a backward, by a hook that knows this replica's gradient
+        alone, and a warning, once, where it was written to before, as by a forward that may know nothing but the
+        parameter."""
+        now = self._norms and self._norms_now()
+        for number, ((block, name), held) in enumerate(self._held.items()):
+            before = self._versions[number]
+            after_forwards = self._after_forwards[number] if self._after_forwards else before
+            if held._version != after_forwards:
+                raise _error("parameter-changed-in-backward", block, name,
+                             f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
+                             "Give the engine the optimizer, which updates from the gradients of all replicas: "
+                             "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
+            is_written = before != after_forwards or (now and self._norms and bool(self._norms[number] != now[number]))
+            if is_written and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
+                    "replicas for itself: they diverge unless the change depends on nothing else than the "
+                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=6)
 
 
 class SteadyParameters:
@@ -275,20 +299,5 @@ class RankParameters(list[nn.Parameter]):
             warnings.warn("torch.nn.utils.clip_grad_norm_ clips the parameters of this rank by their own norm, not by "
                           "that of the whole model. Call engine.clip_grad_norm_(max_norm) on all ranks.", stacklevel=5)
         if name == ("torch.optim.optimizer", "__init__"):
-            refuse_closures(caller.f_locals.get("self"))
+            refuse_closures(caller.f_locals["self"])
         return super().__iter__()
-
-
-def refuse_closures(optimizer: object) -> None:
-    """ConfigError for an optimizer whose `step` must be given a closure: it decides by all parameters, of which this
-    rank has a part, how often the batch runs, and how far it goes."""
-    step = getattr(type(optimizer), "step", None)
-    try:
-        closure = inspect.signature(step).parameters.get("closure") if callable(step) else None
-    except (TypeError, ValueError):  # a builtin
-        return
-    if closure is not None and closure.default is closure.empty:
-        raise ConfigError("calls for gradients itself and decides by all of the model's parameters, of which each rank "
-                          "has a part here", code="optimizer-with-closure", where="optimizer",
-                          value=type(optimizer).__name__,
-                          remedy="Use replicas of the whole model (Mesh(data=...)), or another optimizer.")

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.plan.shared_buffers import shared_buffer_error
 
-
 _BATCHES_BY_VALUE = 2
 
 

@@ -301,6 +301,28 @@ def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_pla
 
 
 @PLACES
+def test_running_statistics_of_a_function_are_named(pipeline):
+    """Its kernel leaves no trace but the values."""
+    class Normalises(Plain):
+        def __init__(self, mean, variance):
+            super().__init__()
+            self.register_buffer("mean", mean)
+            self.register_buffer("variance", variance)
+
+        def forward(self, x):
+            return nn.functional.batch_norm(super().forward(x), self.mean, self.variance, training=True)
+
+    def rank(world):
+        statistics = torch.zeros(4), torch.ones(4)
+        model = [Normalises(*statistics), Plain(), Plain(), Normalises(*statistics)]
+        engine = Engine(model, world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline)
+        engine.forward_backward([(torch.randn(2, 4), torch.randn(2, 4))] * 2)
+
+    with raises("shared-buffer-changes"):
+        run_ranks(rank, 2)
+
+
+@PLACES
 def test_a_shared_buffer_that_stays_is_taken(pipeline):
     assert_training(normed(Constant), Mesh(pipe=2), pipeline)
 
