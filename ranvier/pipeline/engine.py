@@ -240,6 +240,7 @@ class Engine:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        self._elsewhere.note_optimizer(self._updater.users)
         if (flat := self._updater.flat) is not None:
             refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
         self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
@@ -805,6 +806,7 @@ class Engine:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
         for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
             raise used_from_outside(self.names_in_whole.get(name, (name,))[0])
+        self._elsewhere.check_of_no_block()
 
     def _name_evaluation_mode(self) -> None:
         """Warn, once, where a whole model came in evaluation mode and trains so."""

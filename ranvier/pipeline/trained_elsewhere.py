@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 
 from ranvier.errors import ModelError
@@ -110,10 +111,32 @@ class TrainedElsewhere:
         """Name and parameter of each that this rank does not hold."""
         self._used: list[tuple[bool, int, int] | None] = []
         """`_use` of each of these when the batch began."""
+        self._of_no_block: list[nn.Parameter] = []
+        """Parameters that the user's optimizer has, and no block."""
+        self._used_of_no_block: list[tuple[bool, int, int] | None] = []
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """What the user's optimizer updates, when it is made."""
+        known = self._here.union(id(one()) for _, one in self.others)
+        self._of_no_block = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]
+                             if id(one) not in known]
 
     def begin(self) -> None:
         """A training batch begins."""
         self._used = [_use(one()) for _, one in self.others]
+        self._used_of_no_block = [_use(one) for one in self._of_no_block]
+
+    def check_of_no_block(self) -> None:
+        """ModelError where the batch has given a gradient to a parameter that the optimizer updates and no block has:
+        it is of the sum of this rank's losses."""
+        for one, before in zip(self._of_no_block, self._used_of_no_block, strict=True):
+            if _use(one) != before:
+                raise ModelError("has a parameter that no block has, and the batch gives it a gradient, which is "
+                                 "neither summed over replicas nor divided by the weight of the batch",
+                                 code="parameter-of-no-block", where="optimizer", value=tuple(one.shape),
+                                 remedy="Make it an attribute of a block, or of a loss that is a module, and give the "
+                                        "optimizer its argument alone: optimizer=lambda parameters: "
+                                        "torch.optim.AdamW(parameters).")
 
     def reached(self) -> list[str]:
         """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here."""

@@ -1,5 +1,7 @@
 """Parameters that a block or a loss uses without having them: their gradient is right or refused, never lost."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -238,3 +240,24 @@ def test_running_statistics_of_another_stage_are_refused():
 
 def test_before_the_training_a_value_is_not_old():
     assert state_after(norm, evaluates=True)
+
+
+@pytest.mark.parametrize("place", ["block", "loss"])
+def test_a_parameter_of_no_block_that_the_optimizer_has_is_refused(place):
+    """Its gradient would be that of a sum of losses, on this rank alone. One without a gradient is left alone."""
+    def rank(is_used, world):
+        scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def loss(outputs, targets):
+            return squared(outputs * scale if is_used and place == "loss" else outputs, targets)
+
+        model = nn.Sequential(linear(), linear())
+        if is_used and place == "block":
+            model[1].register_forward_hook(lambda module, _, output: output * scale)
+        engine = Engine(model, world, mesh=Mesh(data=2), loss=loss,
+                        optimizer=lambda parameters: torch.optim.SGD([*parameters, scale], lr=0.1))
+        engine.train_batch(share(engine, points([[2], [2]])))
+
+    run_ranks(partial(rank, False), 2)
+    with raises("parameter-of-no-block", where="optimizer", value=()):
+        run_ranks(partial(rank, True), 2)
