@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
+from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.plan.reached_objects import reached_from
 from ranvier.plan.shared_buffers import shared_buffer_error
 
 _BATCHES_BY_VALUE = 2
@@ -60,14 +62,17 @@ class StageCopies:
         inside = set(module.modules())
         self._copies |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self._copies |= {id(other): other for other in self._earlier if other not in inside}
+        problem = "a tensor lies over the memory of one of its parameters" if _has_views(block, module) else None
         try:
-            return copy.deepcopy(module, self._copies)
+            if problem is None:
+                return copy.deepcopy(module, self._copies)
         except Exception as error:
-            raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
-                             f"rank, and it cannot be copied: {type(error).__name__}: {error}",
-                             code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
-                             remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
-                                    "tie their parameters: one.weight = other.weight.") from error
+            problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
+                         f"rank, and it cannot be copied: {problem}",
+                         code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
+                         remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
+                                "tie their parameters: one.weight = other.weight.")
 
     def replace(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
         """Put `value` in the place of the child or parameter `name` of `module`, until `restore`."""
@@ -79,6 +84,14 @@ class StageCopies:
         while self._replaced:
             module, name, value = self._replaced.pop()
             setattr(module, name, value)
+
+
+def _has_views(block: str, module: nn.Module) -> bool:
+    """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
+    tensors = [*module.buffers(), *(one.value for one in reached_from(block, module) if isinstance(one.value, Tensor))]
+    return any(storage and storage_of(one) == storage and overlaps(one, parameter)
+               for parameter in module.parameters() if parameter.requires_grad
+               for storage in (storage_of(parameter),) for one in tensors)
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:

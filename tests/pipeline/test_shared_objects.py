@@ -211,10 +211,14 @@ def test_shared_modules(make, mesh, pipeline, memory):
     assert_training(make, mesh, pipeline, memory)
 
 
-def test_a_module_that_cannot_be_copied_is_named():
+@pytest.mark.parametrize("attribute", [lambda block: threading.Lock(), lambda block: block.linear.weight.data.t(),
+                                       lambda block: nn.Buffer(block.linear.bias.detach()[1:])],
+                         ids=["no copy", "view", "buffer"])
+def test_a_module_that_cannot_be_copied_is_named(attribute):
+    """One that has a view of its parameter would have that of the copied one's."""
     def make():
-        block = Plain()
-        block.lock = threading.Lock()
+        block = Plain().double()
+        block.kept = attribute(block)
         return [block] * 4
 
     assert_training(make, Mesh(pipe=2), Pipeline(stages_per_rank=1))
