@@ -171,7 +171,8 @@ class FlatOptimizer:
                     if start < stop and parameter.data_ptr() != base + start * size}
         views = ViewsOfParameters(replaced)
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
-        views.follow()
+        if not views.left:  # else they are views of one tensor that the program writes into
+            views.follow()
         for spec, segment in self._groups:
             parameter = spec.parameter
             if parameter in replaced or parameter._version != self._versions[parameter]:

@@ -240,7 +240,8 @@ class Engine:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
-        self._elsewhere.note_optimizer(self._updater.users)
+        masters = self._updater.masters
+        self._elsewhere.note_optimizer(self._updater.users, masters.of.values() if masters is not None else ())
         if (flat := self._updater.flat) is not None:
             refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
         self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
@@ -669,9 +670,9 @@ class Engine:
         self._updater.learning_rate = self.learning_rate
         with self._keeping_outputs(keep_outputs) as kept:
             self._accumulate(batch, updates=True)
-        if self._updater.users is not None:
-            self._buffers.finish()  # its hooks may change them
         with self._working():
+            if self._updater.users is not None:
+                self._buffers.finish()  # its hooks may change them
             status = self._updater.finish()
         self._statistics.forget()
         self._statistics.num_updates += status.may_update

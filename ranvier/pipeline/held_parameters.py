@@ -26,6 +26,7 @@ from ranvier.originals.stand_in_tensors import StandInTensors
 from ranvier.plan.reached_objects import CodeReach
 
 _BATCHES_BY_VALUE = 2
+_WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 class HeldParameters:
@@ -66,7 +67,7 @@ class HeldParameters:
     def _norms_now(self) -> list[Tensor]:
         with torch.no_grad():
             return [torch.linalg.vector_norm(held, dtype=torch.float64) if type(held) is nn.Parameter
-                    and held.is_floating_point() else torch.zeros(()) for held in self._held.values()]
+                    and held.dtype in _WITH_NORM else torch.zeros(()) for held in self._held.values()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -186,7 +187,10 @@ class HeldParameters:
                              f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
                              "Give the engine the optimizer, which updates from the gradients of all replicas: "
                              "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
-            is_written = before != after_forwards or (now and self._norms and bool(self._norms[number] != now[number]))
+            is_written = before != after_forwards
+            if now and self._norms and not is_written:
+                norm = self._norms[number]
+                is_written = bool((norm != now[number]) & (norm == norm))
             if is_written and not self._warned:
                 self._warned = True
                 warnings.warn(

@@ -47,11 +47,13 @@ class SharedBuffers:
                               remedy="Leave it out for broadcast, which is what DistributedDataParallel does.")
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
-        parameters = {one for _, _, module in blocks for one in module.parameters()}
+        parameters: dict[int, list[nn.Parameter]] = {}
+        for one in (one for _, _, module in blocks for one in module.parameters()):
+            parameters.setdefault(storage_of(one), []).append(one)
+        parameters.pop(0, None)
         self._values_of_parameters = {
-            f"{block}.{name}" for _, block, module in blocks for name, one in module.named_buffers()
-            if storage_of(one) and any(storage_of(one) == storage_of(other) and overlaps(one, other)
-                                       for other in parameters)}
+            f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
+            if any(overlaps(buffer, one) for one in parameters.get(storage_of(buffer), ()))}
         """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
         self._shapes = {name: buffer.shape for name, buffer in self._named().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []

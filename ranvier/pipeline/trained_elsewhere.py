@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 
@@ -86,10 +86,8 @@ def _notes(module: nn.Module) -> list[_OldValues]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
-def _use(parameter: nn.Parameter | None) -> tuple[bool, int, int] | None:
+def _use(parameter: nn.Parameter) -> tuple[bool, int, int]:
     """Changes whenever something is added to the gradient of a parameter, or it is frozen or unfrozen."""
-    if parameter is None:
-        return None
     grad = parameter.grad
     return parameter.requires_grad, id(grad), 0 if grad is None else grad._version
 
@@ -110,20 +108,20 @@ class TrainedElsewhere:
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         """Name and parameter of each that this rank does not hold."""
         self._used: list[tuple[bool, int, int] | None] = []
-        """`_use` of each of these when the batch began."""
+        """`_use` of each of these when the batch began; None of what is no more."""
         self._of_no_block: list[nn.Parameter] = []
         """Parameters that the user's optimizer has, and no block."""
-        self._used_of_no_block: list[tuple[bool, int, int] | None] = []
+        self._used_of_no_block: list[tuple[bool, int, int]] = []
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """What the user's optimizer updates, when it is made."""
-        known = self._here.union(id(one()) for _, one in self.others)
+    def note_optimizer(self, optimizer: torch.optim.Optimizer | None, masters: Iterable[Tensor]) -> None:
+        """What the user's optimizer updates, when it is made. masters: copies of parameters, in their place."""
+        known = self._here.union((id(one()) for _, one in self.others), map(id, masters))
         self._of_no_block = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]
                              if id(one) not in known]
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._used = [_use(one()) for _, one in self.others]
+        self._used = [None if (held := one()) is None else _use(held) for _, one in self.others]
         self._used_of_no_block = [_use(one) for one in self._of_no_block]
 
     def check_of_no_block(self) -> None:
@@ -141,7 +139,7 @@ class TrainedElsewhere:
     def reached(self) -> list[str]:
         """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here."""
         return [name for (name, one), before in zip(self.others, self._used, strict=True)
-                if _use(one()) != before]
+                if (held := one()) is not None and _use(held) != before]
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""

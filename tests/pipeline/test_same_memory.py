@@ -140,6 +140,36 @@ def test_parameters_of_one_memory_lead_to_no_false_alarm():
     assert first != second
 
 
+def test_values_that_a_program_gives_by_parts_of_one_vector():
+    """Before each step; the parts stay parts of the vector that the program writes."""
+    def trained(step, model):
+        vector = torch.zeros(20, dtype=torch.float64)
+        parts = vector.split([16, 4])
+        for number in range(3):
+            vector.copy_(torch.linspace(-1, number, 20))
+            for parameter, part in zip(model.parameters(), parts, strict=True):
+                parameter.data = part.view_as(parameter)
+            step(BATCHES[number][0])
+        return [one.detach().clone() for one in model.parameters()]
+
+    def rank(world):
+        model = nn.Linear(4, 4, dtype=torch.float64)
+        engine = Engine([model], world, loss=squared, **OURS)
+        return trained(engine.train_batch, model)
+
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    optimizer = SGD(model.parameters())
+
+    def step(batch):
+        outcomes = [squared(model(one.inputs), one.targets) for one in batch]
+        optimizer.zero_grad()
+        (sum(loss for loss, _ in outcomes) / sum(count for _, count in outcomes)).backward()
+        optimizer.step()
+
+    for found, expected in zip(run_ranks(rank, 1)[0], trained(step, model), strict=True):
+        assert (found - expected).abs().max() < TOLERANCE
+
+
 def test_nothing_is_looked_for_where_no_view_is(monkeypatch):
     monkeypatch.setattr("ranvier.originals.same_memory._all_tensors", None)
     model = nn.LSTM(4, 4)
