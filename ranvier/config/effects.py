@@ -184,8 +184,15 @@ def _nothing_is_planned(asked: Run) -> str | None:
     return None if is_open else "nothing of the mesh or batch is auto"
 
 
+def _cluster_decides_nothing(asked: Run) -> str | None:
+    pipeline = asked.pipeline
+    limits_follow = asked.mesh.pipe != 1 and pipeline.memory is not None and (
+        pipeline.in_flight == "auto" or (pipeline.deferred is None and pipeline.defer_bytes == "auto"))
+    return None if limits_follow else _nothing_is_planned(asked)
+
+
 ASKED: Mapping[str, Callable[[Run], str | None]] = {
-    "launch.cluster": _nothing_is_planned, "launch.trial": _nothing_is_planned}
+    "launch.cluster": _cluster_decides_nothing, "launch.trial": _nothing_is_planned}
 """Like `CONDITIONS`, for settings that depend on what was asked, before `auto` was planned."""
 
 CONDITIONS: Mapping[str, Reason] = {

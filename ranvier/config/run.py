@@ -368,8 +368,9 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; auto is CUDA when each rank of a machine can have a device of its own."""
     cluster: str | None = None
-    """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned: a shipped cluster or a
-    TOML file (`ranvier doctor --measure`); none uses nominal figures of the devices here."""
+    """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned, and a pipeline's limits
+    that are `auto` are chosen: a shipped cluster or a TOML file (`ranvier doctor --measure`); none uses nominal figures
+    of the devices here."""
     trial: Annotated[int, Ge(0)] = 0
     """Number of best predicted plans for `auto` that are run for a few steps each before the run starts; the fastest is
     taken. On CPUs one rank with all cores is tried, too. 0: the best prediction is taken. No trial where it would take

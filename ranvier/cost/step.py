@@ -52,6 +52,7 @@ from ranvier.cost.volume import (
     volume_scheme,
 )
 from ranvier.schedule.closed_form import DIRECT, Way, passage
+from ranvier.schedule.conditions import Deferral
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import PRODUCTS, StageTimes
@@ -242,6 +243,16 @@ def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
                            defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
                            max_stored=step.limits.max_stored, alternating=step.limits.alternating)
+
+
+def deferral_costs(step: Step, cluster: Cluster) -> tuple[Deferral, ...]:
+    """What it costs to let weight gradients wait, of each stage; empty where that is nothing. To two digits: limits are
+    simulated anew for others, and a search has very many alike pipelines."""
+    made, found = _StepCost(step, cluster), list[Deferral]()
+    for stage in range(len(step.stages)):
+        longer, weight = made.waiting(stage), made.weight_seconds(stage)
+        found.append(Deferral(*(round(seconds / weight, 2) for seconds in longer)) if weight else Deferral())
+    return tuple(found) if any(map(any, found)) else ()
 
 
 def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
@@ -460,7 +471,7 @@ class _StepCost:
         if self.as_published and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
             held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
-        waiting = [self._waiting(row.stage) for row in rows]
+        waiting = [self.waiting(row.stage) for row in rows]
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
                            weight=row.weight_seconds, products=PRODUCTS, longer_backward=longer,
                            deferred_factor=1.0 + (later / row.weight_seconds if row.weight_seconds else 0.0),
@@ -478,7 +489,7 @@ class _StepCost:
         forward = sum([each.forward for each in seconds])
         ends = set(self.step.stages[stage].ends)
         recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
-        weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
+        weight = self.weight_seconds(stage)
         both = sum([each.backward + each.weight for each in seconds[first:]])
         backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
@@ -490,6 +501,10 @@ class _StepCost:
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
                          exchange_seconds=sent_forward + sent_backward, reduction_seconds=sums + gathers,
                          update_seconds=update, after_seconds=self._after(sums, gathers, update, rank, beside))
+
+    def weight_seconds(self, stage: int) -> float:
+        """Seconds of one microbatch's weight gradients that may wait."""
+        return sum(self._seconds(cost).weight for cost in self._deferring(stage))
 
     def _first(self, stage: int) -> int:
         """The place of the stage's first block that has a backward."""
@@ -579,7 +594,7 @@ class _StepCost:
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
-    def _waiting(self, stage: int) -> tuple[float, float]:
+    def waiting(self, stage: int) -> tuple[float, float]:
         """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
         longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
         less."""

@@ -147,16 +147,19 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | N
         return here(replace(cluster, device=replace(cluster.device, cores=available_cores()), host=replace(
             cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory))))
     name = torch.cuda.get_device_name(0)
-    found = next((known for known in map(load_cluster, cluster_names()) if _is_device(known, name)), None)
-    if found is None and otherwise is not None:
-        found = load_cluster(otherwise)
-    if found is not None:
+    if known := shipped_cluster_with(name) or otherwise:
+        found = load_cluster(known)
         device = replace(found.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
         return here(replace(found, device=device, host=replace(found.host, memory_bytes=memory)))
     raise ConfigError(f"is not set, and no shipped cluster has a {name}", code="cluster-needed", where="launch.cluster",
                       value=None,
                       remedy="Measure this machine: `ranvier doctor --measure --out here.toml`; then set "
                              "`--launch.cluster here.toml`.")
+
+
+def shipped_cluster_with(name: str) -> str | None:
+    """The name of a shipped cluster with the GPU that torch calls `name`."""
+    return next((known for known in cluster_names() if _is_device(load_cluster(known), name)), None)
 
 
 def _is_device(cluster: Cluster, name: str) -> bool:

@@ -14,6 +14,7 @@ from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import run_limits
 from ranvier.planner.candidates import predict
+from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
 from ranvier.planner.run_cost import step_of
 from ranvier.planner.work import Work
@@ -50,7 +51,7 @@ def test_messages_are_those_of_the_slowest_edge_beside_the_slowest_stage():
     assert inside < 0.1
     for run, cluster in ((RUN, None), (replace(RUN, mesh=Mesh()), slow), (replace(RUN, precision="fp64"), replace(
             slow, device=replace(slow.device, rates={"bf16": slow.device.rates["bf16"]})))):
-        assert link_conditions(run, WORK.stages(run), cluster) == Conditions()
+        assert conditions_of(run, WORK.stages(run), (), cluster) == Conditions()
 
 
 @pytest.mark.parametrize(("mesh", "per_node", "parts"), [
@@ -90,7 +91,7 @@ def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
     segments, limits = recomputed_runs(run, stages), []
     for cluster, less in ((linked(0.0), -0.03), (linked(1.25 * forward), gain)):
         step = step_of(run, stages, cluster)
-        assert step.limits == run_limits(run, stages, segments, cluster)
+        assert step.limits == run_limits(run, stages, segments, conditions_of(run, stages, segments, cluster))
         limits.append(step.limits)
         assumed = replace(step, limits=run_limits(run, stages, segments))
         assert step_cost(step, cluster).seconds <= (1 - less) * step_cost(assumed, cluster).seconds * (1 + 1e-3)
@@ -106,4 +107,4 @@ def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
         ("fast", predict(RUN, linked(0.0)).memory))}
     assert stored["plan"] == stored["check"] and sum(stored["fast"]) < sum(stored["plan"])
     curve = check(RUN, cluster=str(tmp_path / "slow.toml")).schedule
-    assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), slow)
+    assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), conditions_of(RUN, WORK.stages(RUN), (), slow))
