@@ -1,8 +1,10 @@
 """The messages between stages on a cluster, and what they change of the schedule's limits."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 from ranvier.cli.check import check
 from ranvier.config.resolve import ResolvedRun
@@ -12,11 +14,13 @@ from ranvier.cost.hardware import Link
 from ranvier.cost.stage_messages import SMALLEST_IN_PARTS, edge_links, edge_parts, edge_seconds, link_conditions
 from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
+from ranvier.models import families
 from ranvier.plan.limits import run_limits
+from ranvier.plan.make import make_for_run
 from ranvier.planner.candidates import predict
 from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
-from ranvier.planner.run_cost import step_of
+from ranvier.planner.run_cost import run_cost, step_of
 from ranvier.planner.work import Work
 from ranvier.schedule.conditions import Conditions
 
@@ -108,3 +112,24 @@ def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
     assert stored["plan"] == stored["check"] and sum(stored["fast"]) < sum(stored["plan"])
     curve = check(RUN, cluster=str(tmp_path / "slow.toml")).schedule
     assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), conditions_of(RUN, WORK.stages(RUN), (), slow))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipe=4, col=4), Mesh(pipe=4, row=2, col=2)], ids=str)
+def test_weight_gradients_wait_on_a_tensor_mesh_only_where_that_pays(mesh):
+    """By the law of steps; an engine decides the same where `launch.cluster` names the cluster, and otherwise as where
+    nothing is known."""
+    run = replace(RUN, mesh=mesh, tensor=TensorParallel(sequence_sharding=True), launch=replace(
+        RUN.launch, cluster="h100"), batch=replace(RUN.batch, microbatch_size=RUN.batch.microbatch_size * mesh.row))
+    stages, cluster = WORK.stages(run), load_cluster("h100")
+    segments = recomputed_runs(run, stages)
+    priced, unknown = step_of(run, stages, cluster), replace(run, launch=replace(run.launch, cluster=None))
+    assert min(cost.backward + cost.weight for cost in conditions_of(run, stages, segments).deferral) > 0.1
+    assert conditions_of(unknown, stages, segments).deferral == ()
+    none = run_cost(replace(run, pipeline=replace(run.pipeline, defer_bytes=0)), cluster, stages)
+    as_before = step_cost(replace(priced, limits=run_limits(run, stages, segments)), cluster)
+    assert step_cost(priced, cluster).seconds < min(1.003 * none.seconds, 0.97 * as_before.seconds)
+    model = families.model_of(run, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        sample = families.sample_of(run, run.row_microbatch_size)
+    for each, limits in ((run, priced.limits), (unknown, run_limits(run, stages, segments))):
+        assert make_for_run(each, model, sample, conditions=partial(conditions_of, each)).limits == limits
