@@ -52,6 +52,10 @@ _ROOMS = 6
 _MAX_WINDOWS = 4
 """Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
 at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
+_SMALL = 0.005
+"""Of a microbatch's time on the slowest stage: where deferral costs less, it is not tried whether fewer should wait."""
+_SURELY = 3.0
+"""How many times as much as it can save deferral costs where it is not tried."""
 _Number = TypeVar("_Number", int, float)
 _UNIT = 1_000_000
 """The simulation's bytes of what the loads are relative to."""
@@ -105,11 +109,8 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 
 
 def _where_it_pays(rule: Limits, case: _Case) -> Limits:
-    """The rule with nothing deferred where deferral costs each microbatch more, on the slowest stage, than all that it
-    can save: the gradients of weights on the way back to the first stage."""
-    slowest = max(case.stages, key=lambda stage: stage.forward + stage.backward + stage.weight)
-    longer = slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight
-    saved = sum(stage.weight for stage in case.stages) - slowest.weight
+    """The rule, with nothing deferred where that costs more than it can save."""
+    longer, saved = case.deferral
     return rule if case.count * longer <= saved else replace(rule, deferred=(0,) * len(case.stages))
 
 
@@ -203,14 +204,24 @@ class _Case:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
+    @property
+    def deferral(self) -> tuple[float, float]:
+        """Time by which a microbatch takes longer on the slowest stage if its weight gradients wait, and about the most
+        that a step can save by it: these gradients on the way back to the first stage."""
+        slowest = max(self.stages, key=lambda stage: stage.forward + stage.backward + stage.weight)
+        return (slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight,
+                sum(stage.weight for stage in self.stages) - slowest.weight)
+
     def waits(self, most: int) -> list[tuple[int, int | None]]:
         """Candidate values for the microbatches of a rank whose products may wait, and for the number of last ones to
-        which these belong; None for all."""
-        pipe = self.placement.num_ranks
-        if all(stage.longer_backward + (stage.deferred_factor - 1.0) * stage.weight <= 0.0 for stage in self.stages):
+        which these belong; None for all. Without those that would cost far more than they can save."""
+        (longer, saved), pipe = self.deferral, self.placement.num_ranks
+        if longer < _SMALL:
             return [(most, None)]
-        tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if pipe <= _MAX_WINDOWS else ()
-        return [(most, None), *((min(most, last), last) for last in tried if last < self.count), (0, None)]
+        all_wait = [(most, None)] if self.count * longer <= _SURELY * saved else []
+        tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if pipe <= _MAX_WINDOWS or not all_wait else ()
+        return [*all_wait, *((min(most, last), last) for last in tried
+                             if last < self.count and last * longer <= _SURELY * saved), (0, None)]
 
     def stored_within(self, memory: float) -> int:
         """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
