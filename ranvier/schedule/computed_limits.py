@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise, product
+from itertools import pairwise
 from math import ceil, floor, inf, log10, sqrt
 from statistics import fmean
 from typing import TypeVar
@@ -212,16 +212,17 @@ class _Case:
         return (slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight,
                 sum(stage.weight for stage in self.stages) - slowest.weight)
 
-    def waits(self, most: int) -> list[tuple[int, int | None]]:
+    def waits(self, most: int) -> tuple[list[tuple[int, None]], list[tuple[int, int]]]:
         """Candidate values for the microbatches of a rank whose products may wait, and for the number of last ones to
-        which these belong; None for all. Without those that would cost far more than they can save."""
+        which these belong; None for all. The second ones are worth a try for one number in flight. Without those that
+        would cost far more than they can save."""
         (longer, saved), pipe = self.deferral, self.placement.num_ranks
         if longer < _SMALL:
-            return [(most, None)]
-        all_wait = [(most, None)] if self.count * longer <= _SURELY * saved else []
+            return [(most, None)], []
+        all_wait = self.count * longer <= _SURELY * saved
         tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if pipe <= _MAX_WINDOWS or not all_wait else ()
-        return [*all_wait, *((min(most, last), last) for last in tried
-                             if last < self.count and last * longer <= _SURELY * saved), (0, None)]
+        return [(most, None)] * all_wait + [(0, None)], [
+            (min(most, last), last) for last in tried if last < self.count and last * longer <= _SURELY * saved]
 
     def stored_within(self, memory: float) -> int:
         """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
@@ -316,44 +317,54 @@ def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
 
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """Limits on the way from all products waiting to no more than the budget allows, for each number in flight."""
-    if case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven):
-        return _candidates_with_room(case, budget, given)
-    pipe, cap, found = case.placement.num_ranks, budget * case.bytes_under_1f1b(), list[_Candidate]()
-    most = 2 * pipe
-    share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
-    flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
-    for in_flight, (waiting, last) in product(flights, case.waits(most)):
-        limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last)
-        for _ in range(_TRIES):
-            made = _outcome(case, limits)
-            found.append(_candidate(case, limits, made))
-            limits = found[-1].limits
-            if found[-1].needs <= cap:
-                break
-            fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
-                          for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
-                                                              strict=True))
-            if fewer == limits.deferred:
-                break
-            limits = replace(limits, deferred=fewer)
-    return found
-
-
-def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """Candidates for each in-flight limit, from the memory that the budget has, up to 2 microbatches a stage of the
-    pipeline, to what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches,
-    too: the flow's intervals are theirs."""
-    pipe, num_stages, found = case.placement.num_ranks, case.placement.num_stages, list[_Candidate]()
-    most = min(2 * num_stages, case.stored_within(budget * case.bytes_under_1f1b()))
-    for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
-        flow = ceil(in_flight * case.placement.per_rank / 2)
-        rooms = range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
-        for max_stored in rooms:
-            for waiting, last in case.waits(max_stored):
+    """Limits within the budget, for each number in flight; those in which only last products wait with the fastest."""
+    pipe, cap = case.placement.num_ranks, budget * case.bytes_under_1f1b()
+    flights = range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]
+    has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
+    found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.waits(2 * pipe)
+    for in_flight in flights:
+        for max_stored in _rooms(case, in_flight, cap) if has_room else [None]:
+            if max_stored is not None:
+                waits, last_waits = case.waits(max_stored)
+            for waiting, last in waits:
                 limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last, max_stored=max_stored)
-                found.append(_candidate(case, limits, _outcome(case, limits)))
+                found += _on_the_way(case, limits, cap)
+                plain.append(found[-1])
+    fastest = min(plain, key=lambda each: each.seconds).limits
+    if fastest.max_stored is not None:
+        _, last_waits = case.waits(fastest.max_stored)
+    for waiting, last in last_waits:
+        found += _on_the_way(case, replace(fastest, deferred=(waiting,) * pipe, last=last), cap)
     return found
+
+
+def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
+    """Candidates from these limits to no more than so many bytes, with fewer products that wait; of several stages
+    whose memory is bounded, these limits alone."""
+    found = list[_Candidate]()
+    share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
+    for _ in range(_TRIES):
+        made = _outcome(case, limits)
+        found.append(_candidate(case, limits, made))
+        limits = found[-1].limits
+        if found[-1].needs <= cap or limits.max_stored is not None:
+            break
+        fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
+                      for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
+                                                          strict=True))
+        if fewer == limits.deferred:
+            break
+        limits = replace(limits, deferred=fewer)
+    return found
+
+
+def _rooms(case: _Case, in_flight: int, cap: float) -> range:
+    """Values of `max_stored`, from the memory that the budget has, up to 2 microbatches a stage of the pipeline, to
+    what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
+    flow's intervals are theirs."""
+    flow = ceil(in_flight * case.placement.per_rank / 2)
+    most = min(2 * case.placement.num_stages, case.stored_within(cap))
+    return range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
 
 
 def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
