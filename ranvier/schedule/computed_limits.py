@@ -330,7 +330,7 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
                 limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last, max_stored=max_stored)
                 found += _on_the_way(case, limits, cap)
                 plain.append(found[-1])
-    fastest = min(plain, key=lambda each: each.seconds).limits
+    fastest = min([each for each in plain if each.needs <= cap] or plain, key=lambda each: each.seconds).limits
     if fastest.max_stored is not None:
         _, last_waits = case.waits(fastest.max_stored)
     for waiting, last in last_waits:
