@@ -318,6 +318,19 @@ def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], p
     return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it[:num_repeated], precision, threads))
 
 
+class _Apart(NamedTuple):
+    """Seconds for which messages hold up a block whose weight gradients wait."""
+
+    backward: float
+    """Of the backward, those of one in which nothing waits subtracted."""
+    weight: float
+    """Of the gradients that wait."""
+    weight_alone: float
+    """The same without sums over rows."""
+    sums: list[tuple[float, float]]
+    """Of each product that waits, in their order, seconds of its sum over rows, and its own."""
+
+
 _Products = tuple[float, float, float]
 """Seconds of a layer's products: y, dX and dW."""
 
@@ -377,7 +390,7 @@ class _StepCost:
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
-        self._sent_apart_seconds: dict[object, tuple[float, float]] = {}
+        self._sent_apart_seconds: dict[object, _Apart] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -598,11 +611,20 @@ class _StepCost:
         """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
         longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
         less."""
-        found = [self._sent_apart(block) for block in self._deferring(stage)] if self.size > 1 and self._hides else []
-        longer = sum(backward for backward, _ in found)
-        return longer, max(sum(weight for _, weight in found), -longer)
+        blocks = self._deferring(stage) if self.size > 1 and self._hides else []
+        found = [self._sent_apart(block) for block in blocks]
+        longer = sum(each.backward for each in found)
+        weight = max(sum(each.weight for each in found),
+                     sum(each.weight_alone for each in found) + self._late_sums(blocks))
+        return longer, max(weight, -longer)
 
-    def _sent_apart(self, block: BlockCost) -> tuple[float, float]:
+    def _late_sums(self, blocks: Sequence[BlockCost]) -> float:
+        """Seconds for which sums of deferred weight gradients over rows are later than the product that follows each:
+        the next but one takes its memory. The last one travels beside what comes after all of them."""
+        queue = [pair for block in reversed(blocks) for pair in self._sent_apart(block).sums]
+        return sum(max(0.0, seconds - product) for (seconds, _), (_, product) in pairwise(queue))
+
+    def _sent_apart(self, block: BlockCost) -> _Apart:
         """The same of one block."""
         key = id(self.step.split_layers[block.name]), id(block.kernels)
         if key not in self._sent_apart_seconds:
@@ -613,9 +635,15 @@ class _StepCost:
             first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
             backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
                                      own.backward)
-            weight = self._held_up(later, layers, 1, [(each.weight, seconds) for each, seconds in trips], own.weight)
-            self._sent_apart_seconds[key] = (backward - self._sent(block, False, has_backward=True)[1],
-                                             weight - self._norms(layers))
+            gathers = [(each.weight, seconds) for each, seconds in trips]
+            weight, alone = (self._held_up(some, layers, 1, gathers, own.weight) - self._norms(layers)
+                             for some in (later, replace(later, weights=0.0)))
+            summed = self._received(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
+            sizes = [layer.inputs * layer.outputs for layer in self.step.split_layers[block.name]]
+            self._sent_apart_seconds[key] = _Apart(
+                backward - self._sent(block, False, has_backward=True)[1], weight, alone,
+                [(summed * size / sum(sizes), products[2]) for size, (_, products) in reversed(
+                    list(zip(sizes, trips, strict=True)))] if summed else [])
         return self._sent_apart_seconds[key]
 
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
