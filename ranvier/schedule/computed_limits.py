@@ -267,11 +267,17 @@ class _Outcome:
 
     def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
         """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
-        state. With several, and where only the last products may wait, the most of both that the simulation has at
-        once: a batch stores most at its start and defers most at its end."""
-        return self.peak if case.placement.per_rank > 1 or limits.last is not None else tuple(
-            kept + waiting * operands
-            for kept, waiting, operands in zip(self.kept, limits.deferred, self.operands, strict=True))
+        state; of the last products those of microbatches that it does not store, as `check` counts them. With several,
+        the most of both that the simulation has at once: a batch stores most at its start and defers most at its
+        end."""
+        if case.placement.per_rank > 1:
+            return self.peak
+        stored = [round((kept - stage.fixed) / stage.graph) if stage.graph else 0
+                  for kept, stage in zip(self.kept, case.stages, strict=True)]
+        waiting = limits.deferred if limits.last is None else [
+            min(most, max(0, limits.last - count)) for most, count in zip(limits.deferred, stored, strict=True)]
+        return tuple(kept + count * operands
+                     for kept, count, operands in zip(self.kept, waiting, self.operands, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
