@@ -96,7 +96,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     home = importlib.import_module(_HOME_OF[name])
-    found = globals()[name] = globals().get(name) or getattr(home, name)  # a package named so is an attribute by now
+    found = globals()[name] = globals().get(name) or getattr(home, name)  # a package of this name is one by now
     return found
 
 

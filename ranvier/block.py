@@ -61,12 +61,12 @@ class Model:
     blocks: name -> builder of the block's module; the order is the order of execution.
     loss: (what the last block returns, targets) -> (sum of losses, weight).
     tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
-    initial: full parameter name -> its start, from the seed; None keeps the values that the builders produce.
+    initial: full parameter name -> its initial values, drawn from the seed; None keeps the builders' values.
     layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
-    alike: block -> an earlier one that computes the same with parameters of the same shapes, both to be trained or
-        both not, so that one of them is enough to be counted.
-    untied: parameter -> the owner of a tie that it has left, because one of them is frozen (see `freeze`). It starts
-        with that parameter's values and optimizer states, and settings that name that parameter apply to it.
+    alike: block -> an earlier one with the same computation and parameters of the same shapes, both trainable or both
+        frozen, so that counting one of them is enough.
+    untied: parameter -> its former owner, if a tie has ended because one of the two is frozen (see `freeze`). It starts
+        with the owner's values and optimizer states, and settings that name the owner apply to it.
     quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
     keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 beside half
         precision.
@@ -92,7 +92,7 @@ class Model:
                                  value=name, remedy="Name each block, for example 'layer3.mlp'.")
 
     def build(self) -> nn.ModuleDict:
-        """All blocks in one process, initialised by nothing but their builders: for references and exports."""
+        """All blocks in one process, with the builders' initial values: for references and exports."""
         return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
 
 
@@ -112,8 +112,8 @@ def frozen_prefix(model: Model, num_layers: int) -> int:
 
 
 def untrained_layers(model: Model) -> int:
-    """Number of leading layers in which nothing trains, so that freezing them changes nothing; for example with
-    adapters in the upper layers only."""
+    """Number of leading layers without trainable parameters, for example with adapters in the upper layers only.
+    Freezing them changes nothing."""
     names, trains = list(model.blocks), len(model.blocks)
     for place, build in enumerate(model.blocks.values()):
         with meta_device():
@@ -124,20 +124,20 @@ def untrained_layers(model: Model) -> int:
 
 
 def still_frozen(model: Model, num_layers: int) -> int:
-    """Number of the first `num_layers` layers, which are frozen, cannot train again: ties that have ended would be back
-    with fewer."""
+    """Of the first `num_layers` layers, which are frozen, the number that must stay frozen, because with fewer a tie
+    that has ended would come back."""
     ended = _ties_with_frozen(model, num_layers)[:2]
     return min(depth for depth in range(num_layers + 1) if _ties_with_frozen(model, depth)[:2] == ended)
 
 
 def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
-    """The same model with its first layers (see `frozen_prefix`) not to be trained, nor the weights of the layers
-    `above` those. ModelError where one of these shares a weight with a block that trains.
+    """The same model with its first layers (see `frozen_prefix`) frozen, and the weights of the layers in `above`.
+    ModelError if one of these shares a weight with a trainable block.
 
-    A tie between parameters that freeze at different depths, or never, ends when the first of them freezes: it keeps
-    its values, and the others train on with weights of their own (`Model.untied`), which start from the tied ones; in a
-    model without `initial`, and without a state to load, from what their own builders make. A tie of parameters that do
-    not train anyway stays, as under adapters.
+    A tie between parameters that freeze at different depths, or never, ends when the first of them freezes. That one
+    keeps its values, and the others continue with separate weights (`Model.untied`), which start from the tied values;
+    in a model without `initial`, and without a state to load, from those of their builders. A tie of parameters that
+    are not trained anyway stays, as with adapters.
     """
     names = {*list(model.blocks)[:frozen_prefix(model, num_layers)]}
     for layer in above:
@@ -154,8 +154,8 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
 
 
 def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
-    """The blocks of a layer above the first one that trains, `num_layers`. ModelError where it is none, or shares a
-    weight with other blocks."""
+    """The blocks of a layer above the first trainable one, `num_layers`. ModelError if it is not such a layer, or
+    shares a weight with other blocks."""
     if not num_layers < layer < len(model.layers):
         raise ModelError(f"is not a layer above the first one that trains, {num_layers}, of {len(model.layers)} layers",
                          code="frozen-above-layer", where="frozen_above", value=layer,
@@ -165,12 +165,12 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
         if any(name.startswith(f"{block}.") for block in blocks):
             raise ModelError(f"has a weight that other blocks share, {name}, and can freeze only with all layers "
                              "before it", code="frozen-shared-weight", where=f"layer {layer}",
-                             remedy="Let the freeze policy answer with a number of layers.")
+                             remedy="Let the freeze policy return a number of layers.")
     return blocks
 
 
 def _frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:
-    """A block that does not train. copied: its parameters that are also another block's, which may train."""
+    """A frozen block. copied: its parameters that it shares with another block, which may be trainable."""
     module = build()
     for name in copied:
         path, _, leaf = name.rpartition(".")
@@ -209,7 +209,7 @@ def _ties_with_frozen(model: Model, num_layers: int) -> tuple[
 
 
 def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """These parameters, of blocks without storage where they are built lazily; those that no block has are left out."""
+    """These parameters, without storage if their blocks are built lazily; names that no block has are left out."""
     found: dict[str, nn.Parameter] = {}
     for block, build in model.blocks.items():
         if any(name.startswith(f"{block}.") for name in names):
@@ -220,14 +220,14 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
 
 
 def as_model(model: Model | Modules, loss: Loss | None) -> Model:
-    """Any list of blocks as a `Model`. Parameters that two blocks share are found and declared as tied. A loss with
-    parameters or buffers gets a block for them, the last one.
+    """Any list of blocks as a `Model`. Parameters that two blocks share are declared as tied. A loss with
+    parameters or buffers becomes an additional last block.
 
-    ModelError when it is none of these, or when a loss is missing or given twice.
+    ModelError for anything else, and if the loss is missing or given twice.
     """
     if isinstance(model, Model):
         if loss is not None:
-            raise ModelError("was given beside a Model, which has its own", code="loss-given-twice", where="loss",
+            raise ModelError("was given although the Model has one", code="loss-given-twice", where="loss",
                              remedy="Leave the loss out, or build the Model with it.")
         return _with_loss_block(model)
     if loss is None:
@@ -254,7 +254,7 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
 
 
 def _modules_of(model: nn.Module) -> Mapping[str, Any]:
-    """The modules of a container that is given as a list of blocks. ModelError for any other module."""
+    """The modules of a container that is used as a list of blocks. ModelError for any other module."""
     if not isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         raise ModelError("is not a list of blocks", code="module-not-blocks", where="model", value=type(model).__name__,
                          remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
@@ -265,7 +265,7 @@ def _modules_of(model: nn.Module) -> Mapping[str, Any]:
             remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
         raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}",
                          code="model-holds-more-than-modules", where="model", value=type(model).__name__, remedy=remedy)
-    return model._modules  # named_children() leaves out a module that comes a second time
+    return model._modules  # named_children() leaves out the second occurrence of a module
 
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -276,7 +276,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def beside_modules(container: nn.Module) -> list[str]:
-    """Names of what a module has beside its submodules and would lose if they replaced it; empty for a plain
+    """What a module has besides its submodules, which would be lost if they replaced it; empty for a plain
     container."""
     found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
     found += ["a forward"] if "forward" in vars(container) else []
@@ -286,7 +286,7 @@ def beside_modules(container: nn.Module) -> list[str]:
 
 
 def ready_made(model: Model) -> dict[str, nn.Module]:
-    """The blocks that exist already, of a model that was given as modules, without what other builders add."""
+    """The existing blocks of a model that was given as modules, without what other builders add."""
     found: dict[str, nn.Module] = {}
     for block, build in model.blocks.items():
         while isinstance(build, partial) and build.func is not _ready_made and build.args:
@@ -319,8 +319,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class LossBlock(nn.Module):
-    """A block that changes nothing. It has the loss, whose parameters train and whose buffers are kept as those of any
-    block; its stage, the last one, computes the loss."""
+    """A block that returns its input. It holds the loss, so that the loss's parameters are trained and its buffers are
+    saved; its stage, the last one, computes the loss."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -353,15 +353,15 @@ def _with_loss_block(model: Model) -> Model:
     if isinstance(last, LossBlock):
         return model
     if model.initial is not None:
-        raise ModelError("has parameters or buffers of its own, which Model(initial=...) knows nothing of",
+        raise ModelError("has parameters or buffers, which Model(initial=...) does not initialise",
                          code="loss-with-parameters", where="loss", value=type(model.loss).__name__,
-                         remedy="Leave `initial` out, or give the last block what the loss computes with.")
+                         remedy="Leave `initial` out, or move them into the last block.")
     return replace(model, blocks={**model.blocks, _free_name(model.blocks): partial(
         _ready_made, LossBlock(model.loss))})
 
 
 def _ready_made(module: nn.Module) -> nn.Module:
-    """The builder of a block that is there already."""
+    """The builder of a block that exists already."""
     return module
 
 
@@ -377,7 +377,7 @@ def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
 @torch.no_grad()
 def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
                shape: Sequence[int] | None = None, box: Sequence[tuple[int, int]] | None = None) -> None:
-    """Fill `parameter` with its start: `box` (all by default) of a parameter of `shape`, in pieces of bounded size.
+    """Fill `parameter` with its initial values: `box` (by default all) of a parameter of `shape`, piece by piece.
 
     The numbers are drawn on the parameter's device.
     """
@@ -432,8 +432,8 @@ def meta_device() -> Iterator[None]:
 
 
 def named(state: object, where: str) -> dict[str, Tensor]:
-    """A carried state as named tensors; a single tensor has the name "", and what is neither a tensor nor a dict of
-    named tensors is packed (`sent_values`). ModelError for what cannot be, or has no tensor."""
+    """A carried state as named tensors. A single tensor has the name "", and anything but a tensor or a dict of
+    named tensors is packed (`sent_values`). ModelError if that is not possible, or if there is no tensor."""
     if isinstance(state, Tensor):
         return {"": state}
     if type(state) is dict and state and all(
@@ -467,7 +467,7 @@ _PACKED = "|"
 
 
 def wrapping_hint(state: object) -> str | None:
-    """The line with which a wrapping module takes a tensor out of what a module returned; None if that is a tensor
+    """The line by which a wrapping module takes a tensor out of a module's output; None if the output is a tensor
     already, or holds none."""
     taken = _tensor_in(state)
     return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "

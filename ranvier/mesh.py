@@ -1,10 +1,10 @@
-"""Ranks on named axes. Each axis has roles: what the ranks along it split, and what they have copies of.
+"""Meshes: ranks on named axes. The roles of an axis say what its ranks split, and what they have copies of.
 
     rank = ((data * P + pipe) * R + row) * C + col
 
 `col` varies fastest, so that the ranks that exchange most (one stage's tensor mesh) are neighbours, and replicas,
-which exchange least, are farthest apart. With a tile the ranks of a stage go tile by tile instead, so that those of one
-node form a tile (Xu et al., 2021 (Optimus), Figure 8):
+which exchange least, are farthest apart. With a tile, the ranks of a stage are numbered tile by tile instead, so that
+those of one node form a tile (Xu et al., 2021 (Optimus), Figure 8):
 
     row by row     0  1  2  3        tile 2,2     0  1 |  4  5
                    4  5  6  7                     2  3 |  6  7
@@ -14,11 +14,11 @@ node form a tile (Xu et al., 2021 (Optimus), Figure 8):
 
 Along any one axis ranks rise with the index, whatever the tile. Roles divide the axes into three:
 
-    replicates_parameters                     which replica      data
-    orders_stages                             which stages       pipe
-    shards_parameters, splits_features        which position in the stage: of each layer which part      row, col
+    replicates_parameters                     the replica        data
+    orders_stages                             the stages         pipe
+    shards_parameters, splits_features        the position in the stage, that is, the part of each layer      row, col
 
-Callers ask by role (`num_replicas`, `microbatch_parts`, `over(splits_samples=True)`), so that they need no axis' name.
+Callers ask for roles (`num_replicas`, `microbatch_parts`, `over(splits_samples=True)`), not for names of axes.
 Pure: no process group, no clock, no I/O.
 """
 
@@ -44,7 +44,7 @@ Position = tuple[int, ...]
 class Axis:
     """A named axis of a mesh, and its roles.
 
-    plural: what its indices count, in words.
+    plural: the plural noun for its indices.
     splits_samples: ranks along it have different samples.
     splits_sequence: they have different parts of each sequence.
     replicates_parameters: they hold the same parameters, and sum their gradients.
@@ -150,7 +150,7 @@ class Coordinates(_NumberPerAxis):
 
     @property
     def replica(self) -> int:
-        """Number of the copy of the model that the rank has a part of."""
+        """Index of the replica, the copy of the model that the rank has a part of."""
         return self.index(self.mesh.replica_axes)
 
     @property
@@ -202,11 +202,11 @@ class Mesh(_NumberPerAxis):
     Args:
         axes: in the order in which ranks are numbered: the first varies slowest; those of a stage vary fastest.
         tile: rows and columns of the tensor mesh on one node, or None to number ranks row by row.
-        sizes: by name of the axis; 1 for those left out. data: data parallel size. pipe: pipeline parallel size. row,
-            col: tensor parallel sizes. Whole numbers; `ranvier.config.run.MeshSettings` has those that are open.
+        sizes: by name of the axis, 1 by default. data: data parallel size. pipe: pipeline parallel size. row,
+            col: tensor parallel sizes. Whole numbers; only `ranvier.config.run.MeshSettings` may have `auto`.
 
-    Raises ConfigError for a size below 1, and for a tile that does not divide rows and columns; TypeError for a size of
-    no axis.
+    Raises ConfigError for a size below 1, and for a tile that does not divide rows and columns; TypeError for an
+    unknown axis.
     """
 
     tile: tuple[int, int] | None

@@ -20,8 +20,8 @@ from ranvier.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class JoinPoint:
-    """Address at which ranks that join a run later reach its store. address, port: where it listens. secret: of its
-    signed values."""
+    """How ranks that join a run later reach its store. address, port: where it listens. secret: the key of its
+    signatures."""
 
     address: str
     port: int
@@ -34,22 +34,22 @@ class World:
 
     backend: connects it to the other ranks.
     store: key-value store shared by all ranks (current actions, the first failure); never used on a hot path.
-    launcher: "local", "torchrun", "mpiexec" or "srun"; another word if `start` has not made it.
-    device: where it computes.
+    launcher: "local", "torchrun", "mpiexec" or "srun"; another word if it was not made by `start`.
+    device: the device that it computes on.
     local_rank, local_size: its number among the ranks of its machine, and their count, as the launcher says.
-    local_ranks: the ranks on its machine in order, itself included. Slurm's cyclic distribution and Open MPI's local
-        ranks follow another order than one machine after the other, which an empty tuple stands for.
-    launched: whether our own supervisor or another launcher started this process, and tells how it ended.
-    mesh: the one that `start` was called with; None if ranks were started without one.
+    local_ranks: the ranks on its machine in order, including itself. An empty tuple means consecutive numbers on each
+        machine, which Slurm's cyclic distribution and Open MPI's local ranks do not have.
+    launched: whether our own supervisor or another launcher started this process, and reports how it ended.
+    mesh: the mesh given to `start`; None if there was none.
     hang: makes the detector for hanging actions; None if they are not checked.
-    overdue: names a blocking wait that is over its time limit; returns None if there is none.
-    lost: names a peer whose connection has broken, where the waiting thread cannot see it; None if there is none.
-    sever: ends this rank's connections to the others, so that waits for these fail at both ends.
-    members: names of the ranks, by their numbers, which may change; names stay. Those of the start are numbers, too.
-    num_losses: ranks that the run has gone on without.
+    overdue: returns a description of a blocking wait that exceeds its time limit, or None.
+    lost: returns a description of a peer whose connection has broken, if the waiting thread cannot see it, or None.
+    sever: closes this rank's connections to the others, so that waits for them fail at both ends.
+    members: names of the ranks, by their numbers. Numbers may change, names do not; initially they are equal.
+    num_losses: number of lost ranks, without which the run has continued.
     joins: how ranks join later (`grow`); None if none may.
-    torch_store: `store` without signatures, over which a backend of other ranks connects; None where the ranks stay
-        those that were started.
+    torch_store: `store` without signatures, used to connect the backend of a new set of ranks; None if the set of
+        ranks never changes.
     """
 
     backend: Backend
@@ -94,12 +94,12 @@ class World:
 
     @property
     def is_whole_run(self) -> bool:
-        """Whether this process is all of the run: the only rank, which the user's command itself has become."""
+        """Whether this process is the whole run: the only rank, in the process of the user's command."""
         return self.is_alone and not self.launched
 
     def change(self, backend: Backend, members: Sequence[str]) -> None:
-        """Replace the backend by one of `members`. Collective over the ranks that stay. What was made from the first
-        backend stays usable; of later ones it is freed."""
+        """Replace the backend by one of `members`. Collective over the remaining ranks. Objects made from the first
+        backend stay usable; later backends are closed."""
         local = {self.members[rank] for rank in self.local_ranks}
         before, self.backend, self.members = self.backend, backend, tuple(members)
         self.local_ranks = tuple(rank for rank, name in enumerate(self.members) if name in local)
@@ -123,8 +123,8 @@ class World:
     def all_reduce(self, value: float, op: Literal["sum", "mean", "min", "max"] = "sum") -> float: ...
 
     def all_reduce(self, value: Tensor | float, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor | float:
-        """The sum, mean, smallest or largest of all ranks' `value`: numbers, or tensors of one shape, which stay as
-        they are. Collective."""
+        """The sum, mean, minimum or maximum of all ranks' `value`: numbers, or tensors of the same shape, which are
+        not modified. Collective."""
         if op not in ("sum", "mean", "min", "max"):
             raise ConfigError("must be sum, mean, min or max", code="reduce-op", where="World.all_reduce(op=...)",
                               value=op, remedy="Leave it out for sum.")
@@ -140,10 +140,10 @@ class World:
         return self._all_ranks().gather_objects(_as_plain_values(value, "World.gather_objects"))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The `value` of rank `source`, on all ranks: a tensor, whose shape all ranks give, or what `gather_objects`
-        takes. Collective."""
+        """The `value` of rank `source`, on all ranks: a tensor, for which all ranks pass one of the same shape, or a
+        value as in `gather_objects`. Collective."""
         if not 0 <= source < self.size:
-            raise ConfigError(f"is no rank; there are {self.size}", code="broadcast-source",
+            raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")
         if not isinstance(value, Tensor):
             own = _as_plain_values(value, "World.broadcast") if self.rank == source else None

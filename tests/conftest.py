@@ -2,7 +2,7 @@
 of those with several do not spin. Times of hypothesis' examples say nothing on a machine that others use too.
 
 `make test` has the same examples each time, so that no change is refused for a fault that it does not have.
-`make test-all` draws others (`--hypothesis-profile random`)."""
+`make test-all` draws others, and more (`--hypothesis-profile random`)."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 gc.disable()  # until all tests are collected: what modules and tests allocate stays
 
 hypothesis.settings.register_profile("random", deadline=None)
-hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.load_profile("ranvier")
 
 

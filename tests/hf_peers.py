@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ranvier.block import Model
+from ranvier.block import Initial, Model
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.tensor.split.loss import IGNORED, ClassLoss
 
 BERT = dict(vocab_size=37, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=40,
             max_position_embeddings=12)
@@ -81,6 +83,32 @@ def assert_gradients(blocks: dict[str, nn.Module], expected: dict[str, Tensor], 
     scale = max(gradient.norm() for gradient in expected.values())
     for name, gradient in expected.items():
         assert (ours[name] - gradient).norm() < tolerance * max(gradient.norm(), 1e-3 * scale), name
+
+
+def assert_classes(blocks: dict[str, nn.Module], inputs, model: nn.Module, expected: Tensor, folder: Path) -> None:
+    """Logits, the loss and every gradient are those of transformers' `model`, whose logits are `expected`."""
+    logits, targets = forward(blocks, inputs), torch.tensor([1, IGNORED, 0])
+    assert relative(logits, expected) < 1e-10
+    total, weight = ClassLoss()(logits, targets)
+    loss = functional.cross_entropy(expected, targets, reduction="sum")
+    assert weight == 2 and relative(total, loss) < 1e-12
+    total.backward()
+    loss.backward()
+    assert_gradients(blocks, gradients_as_ours(model, folder))
+
+
+def assert_starts(model: Model, inputs, targets) -> dict[str, nn.Module]:
+    """The blocks that `model` builds. They take a sample of two and have a loss; names, layers and initial values are
+    those of two layers of a transformer."""
+    blocks = {name: build() for name, build in model.blocks.items()}
+    total, weight = model.loss(forward(blocks, inputs), targets)
+    assert total.isfinite() and weight == 2
+    assert model.layers == (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
+    assert list(model.blocks) == ["embedding", *(name for layer in model.layers for name in layer), "head"]
+    for name in parameters(blocks):
+        constant = 0.0 if name.endswith(".bias") else 1.0 if ".norm." in name else None
+        assert model.initial(name) == (Initial("normal", 0.02) if constant is None else Initial("constant", constant))
+    return blocks
 
 
 def every_place(pretrained: Pretrained) -> list[str]:

@@ -35,7 +35,7 @@ def test_where_each_decision_is_made() -> None:
 
 
 def test_rooms_are_those_of_the_package() -> None:
-    listed = set(re.findall(r"^      (\w+)(?:\.py|/)", section("The rooms"), re.MULTILINE))
+    listed = set(re.findall(r"^      (\w+)(?:\.py|/)", section("The packages"), re.MULTILINE))
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert there - {"__init__", "__main__"} - listed == set()
 

@@ -102,7 +102,7 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touc
 OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
                                "pipeline/engine.py"), "edges"),
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
-               "plan/code_uses.py": "the source of functions of the user's own code",
+               "plan/function_tree.py": "the source of functions of the user's own code",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
 
 

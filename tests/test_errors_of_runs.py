@@ -233,7 +233,7 @@ def test_a_checkpoint_of_other_classes(tmp_path):
 @pytest.mark.parametrize("setting, here, there", [("mesh.data", "2", "1"), ("batch.global-size", "16", "32"),
                                                   ("model.hidden", "64", "128")])
 def test_ranks_of_other_settings(monkeypatch, setting, here, there):
-    run, world = resolve(Run()), types.SimpleNamespace(local_size=1)
+    run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cpu"))
     own = setup._same_everywhere(run)
     name = setting.replace("-", "_")
     assert own[name] == there
@@ -246,13 +246,27 @@ def test_ranks_of_other_settings(monkeypatch, setting, here, there):
 
 
 def test_ranks_may_differ_in_paths_and_in_what_is_of_their_machine(monkeypatch, tmp_path):
-    run, world = resolve(Run()), types.SimpleNamespace(local_size=1)
+    run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cpu"))
     here = replace(run, launch=replace(run.launch, threads=3), elastic=replace(run.elastic, cache_dir=tmp_path),
                    data=replace(run.data, corpus=str(tmp_path)))
-    other = {"folder": "x", "text": "same", "local_size": 1, "settings": setup._same_everywhere(here)}
+    other = {"folder": "x", "text": "same", "local_size": 1, "cluster": None,
+             "settings": setup._same_everywhere(here)}
     ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
     monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
     assert setup.agree_on_run(run, "x", None, ranks, world).mesh == run.mesh
+
+
+@pytest.mark.parametrize("there, cluster", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", None),
+                                            ("Tesla T4", None)])
+def test_ranks_with_the_same_gpu_are_on_the_shipped_cluster_with_it(monkeypatch, there, cluster):
+    """By whose links and rates the schedule's limits are chosen, the same on every rank."""
+    run, world = resolve(Run()), types.SimpleNamespace(local_size=1, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    other = {"folder": "x", "text": "same", "local_size": 1, "cluster": auto.shipped_cluster_with(there),
+             "settings": setup._same_everywhere(run)}
+    ranks = types.SimpleNamespace(gather_objects=lambda mine: [mine, other])
+    monkeypatch.setattr(setup, "fingerprint", lambda data: "same")
+    assert setup.agree_on_run(run, "x", None, ranks, world).launch.cluster == cluster
 
 
 def test_requests_that_have_no_answer(tmp_path, monkeypatch):

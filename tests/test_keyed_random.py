@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ranvier import keyed_random
 from ranvier.block import Initial, initialise
+from tests.covering import examples
 from tests.fake_cuda import FakeCuda
 
 KEY = keyed_random.key("initial", 0, "a.weight")
@@ -40,7 +41,7 @@ def test_several_keys_at_once():
     assert torch.equal(found[1], keyed_random.bits(4, index))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
 def test_global_index_of_a_box(shape, data):
     box = [tuple(sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))) for size in shape]

@@ -4,7 +4,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.layout import (
@@ -21,6 +21,7 @@ from ranvier.layout import (
     whole,
 )
 from ranvier.mesh import Mesh
+from tests.covering import examples
 from tests.errors import raises
 
 
@@ -40,7 +41,7 @@ shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 # ---------------------------------------------------------------------- boxes
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(shapes, st.data())
 def test_intervals_are_boxes(shape, data):
     box = data.draw(boxes(shape))
@@ -55,7 +56,7 @@ def test_intervals_are_boxes(shape, data):
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(shapes, st.data())
 def test_intersections(shape, data):
     first, second = data.draw(boxes(shape)), data.draw(boxes(shape))
@@ -163,7 +164,7 @@ def memories(one, of, values):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(24)
 @given(layouts())
 def test_every_element_has_one_owner_and_holders_of_its_stage(one):
     one.check()
@@ -180,7 +181,7 @@ def test_every_element_has_one_owner_and_holders_of_its_stage(one):
         assert (counts[parameter.name] == (1 if parameter.is_owner else 0)).all(), parameter.name
 
 
-@settings(max_examples=80, deadline=None)
+@examples(32)
 @given(layouts(), layouts(), st.booleans())
 def test_moves_arrive_at_the_new_layout(old, new, state):
     """Applied to simulated memories, they give every rank exactly what it needs, each element once, and from the rank

@@ -42,10 +42,10 @@ def test_the_wheel_has_all_files_of_the_package() -> None:
 
 def test_every_dependency_and_extra_is_in_its_document() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
-    table = page[page.index("## What is installed"):page.index("## What each extra brings")]
+    table = page[page.index("## What is installed"):page.index("## Extras")]
     named = {re.split(r"[><=\[ ]", text)[0] for text in PROJECT["project"]["dependencies"]}
     assert named == set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE))))
-    extras = page[page.index("## What each extra brings"):page.index("## Written by hand")]
+    extras = page[page.index("## Extras"):page.index("## Own code")]
     assert set(PROJECT["project"]["optional-dependencies"]) == set(
         re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (.+?) \|", extras, flags=re.MULTILINE))))
 

@@ -48,23 +48,32 @@ def opener(kind: Kind):
             return open_times
 
 
-def main(port: int, prefix: str, rank: int | None) -> None:
+def enter(port: int, prefix: str, rank: int | None) -> tuple[PrefixStore, dict, int]:
+    """The driver's store for this team, the job in it, and the rank, which ends with the driver and has its core."""
     parent_death.signal_on_parent_death(os.getppid(), signal.SIGKILL)
     control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
     job = json.loads(control.get("job"))
-    workload, contender = Workload(**job["workload"]), Contender(**job["contender"])
     if rank is None:
         rank = launchers.detect(os.environ, "mpiexec").rank
     if job["pin"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1)
+    return control, job, rank
+
+
+def place_of(port: int, prefix: str, rank: int, size: int) -> Place:
+    """By a second connection: a rank that waits for a command must not keep the contender's threads from the store."""
+    shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
+    return Place(rank=rank, size=size, store=PrefixStore(f"{prefix}/shared", shared))
+
+
+def main(port: int, prefix: str, rank: int | None) -> None:
+    control, job, rank = enter(port, prefix, rank)
+    workload, contender = Workload(**job["workload"]), Contender(**job["contender"])
     open_contender = opener(contender.kind)
     load_libraries()
     imports_bytes = psutil.Process().memory_info().rss
-    # A second connection: a rank that waits for a command must not keep the contender's threads from the store.
-    shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    place = Place(rank=rank, size=contender.ranks, store=PrefixStore(f"{prefix}/shared", shared))
-    with open_contender(workload, contender, place) as stepper:
+    with open_contender(workload, contender, place_of(port, prefix, rank, contender.ranks)) as stepper:
         losses = [stepper.run(number)() for number in range(job["warmup"])]
         control.set(f"ready/{rank}", json.dumps({"losses": losses, "report": stepper.report()}))
         number, command = job["warmup"], 0

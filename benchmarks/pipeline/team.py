@@ -110,9 +110,7 @@ class Team:
 
     def run(self, steps: int) -> Block:
         """Have the team train for `steps` timed steps."""
-        self._store.set(f"command/{self._commands}", json.dumps(steps))
-        answers = self._answers(f"done/{self._commands}")
-        self._commands += 1
+        answers = self._commanded(steps)
         return Block(step_seconds=step_seconds([answer["marks"] for answer in answers], self.contender.kind == "plain"),
                      cpu_seconds=sum(answer["cpu_seconds"] for answer in answers) / steps,
                      peak_bytes=tuple(answer["peak_bytes"] for answer in answers),
@@ -142,6 +140,13 @@ class Team:
         for child in self._children:
             child.terminate()
         self.stop()
+
+    def _commanded(self, steps: int) -> list[dict]:
+        """What each rank says of `steps` timed steps."""
+        self._store.set(f"command/{self._commands}", json.dumps(steps))
+        answers = self._answers(f"done/{self._commands}")
+        self._commands += 1
+        return answers
 
     def _answers(self, what: str) -> list[dict]:
         keys = [f"{what}/{rank}" for rank in range(self.contender.ranks)]

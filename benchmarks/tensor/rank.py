@@ -12,45 +12,25 @@ import contextlib
 import ctypes
 import gc
 import json
-import os
-import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
-import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
 
-from benchmarks.pipeline.contender import Place
-from benchmarks.pipeline.rank import load_libraries, peak_bytes
+from benchmarks.pipeline.rank import enter, load_libraries, peak_bytes, place_of
 from benchmarks.tensor.contender import Contender, Stack, builder
 from benchmarks.tensor.stem import Stem, figures
-from ranvier.launch import launchers
-from ranvier.system import parent_death
-
-_DAY = timedelta(days=1)
 
 
 def main(port: int, prefix: str, rank: int | None) -> None:
-    parent_death.signal_on_parent_death(os.getppid(), signal.SIGKILL)
-    control = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False, timeout=_DAY))
-    job = json.loads(control.get("job"))
+    control, job, rank = enter(port, prefix, rank)
     stem, contender = Stem(**job["workload"]), Contender(**job["contender"])
-    if rank is None:
-        rank = launchers.detect(os.environ, "mpiexec").rank
-    if job["pin"] and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    torch.set_num_threads(1)
     build = builder(contender)
     load_libraries()
     imports_bytes = psutil.Process().memory_info().rss
-    # A second connection: a rank that waits for a command must not keep the contender's threads from the store.
-    shared = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    with build(stem, contender, Place(rank=rank, size=contender.ranks,
-                                      store=PrefixStore(f"{prefix}/shared", shared))) as stack:
+    with build(stem, contender, place_of(port, prefix, rank, contender.ranks)) as stack:
         x, dy = (stack.share(whole) for whole in (stem.inputs(), stem.output_gradients()))
         found = checked(stack, x, dy)  # what a `Team` adds up over the ranks and calls losses
         control.set(f"ready/{rank}", json.dumps({"losses": found if rank == 0 else [None],

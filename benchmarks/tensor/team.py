@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -39,9 +38,7 @@ class StackTeam(Team):
 
     def run(self, steps: int) -> Block:
         """Have the team run `steps` timed steps."""
-        self._store.set(f"command/{self._commands}", json.dumps(steps))
-        answers = self._answers(f"done/{self._commands}")
-        self._commands += 1
+        answers = self._commanded(steps)
         return Block(phase_seconds=phase_seconds([answer["spans"] for answer in answers]),
                      cpu_seconds=sum(answer["cpu_seconds"] for answer in answers) / steps,
                      peak_is_new=all(answer["peak_is_new"] for answer in answers),

@@ -397,7 +397,7 @@ class Checkpoints:
             skipped.append(str(problem))
             self.damaged.add(folder)
         if skipped:
-            raise CheckpointError("has no checkpoint that is whole: " + "; ".join(skipped), code="no-whole-checkpoint",
+            raise CheckpointError("has no complete checkpoint: " + "; ".join(skipped), code="no-whole-checkpoint",
                                   where=str(where),
                                   remedy="Name another one with `--resume`, or start anew with `--resume none` and "
                                          "another `--run-dir`.")
@@ -447,9 +447,9 @@ def _shared_store() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransportError("the store that the ranks share has gone", code="store-gone", where="store",
-                             value=str(error).partition("\n")[0], remedy="The launcher or rank 0's machine has gone: "
-                             "start again with `--resume auto`; older checkpoints are whole.") from error
+        raise TransportError("the store that the ranks share is gone", code="store-gone", where="store",
+                             value=str(error).partition("\n")[0], remedy="The launcher or rank 0's machine is gone: "
+                             "start again with `--resume auto`; older checkpoints are complete.") from error
 
 
 def _said(error: Exception) -> str:
@@ -464,7 +464,8 @@ def _said(error: Exception) -> str:
 def _check_about(about: Mapping[str, object]) -> None:
     if not isinstance(about, Mapping):
         raise CheckpointError("is not a dict", code="about-not-dict", where="Checkpoints.save(about=...)", value=about,
-                              remedy="Call save(): the step is the engine's own. `about` is for notes of yours.")
+                              remedy="Call save() without it: the engine counts the steps. `about` is for your own "
+                                     "notes.")
     try:
         json.dumps(about, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

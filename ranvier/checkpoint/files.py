@@ -81,7 +81,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
                                   where=str(path), remedy="Set `--checkpoint.dir` to a folder that all machines share.")
     for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
         raise CheckpointError(f"would be damaged: {problem}", code="checkpoint-would-be-damaged", where=str(final),
-                              remedy="Report this, with the model and the mesh: it is a fault of Ranvier's.")
+                              remedy="Report this, with the model and the mesh: it is a bug in Ranvier.")
     with new_file(temporary / MANIFEST) as stream:
         stream.write(encode(manifest))
         stream.flush()

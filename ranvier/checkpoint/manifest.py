@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"cannot be read: {MANIFEST}: {error.strerror or error}", code="manifest-unreadable",
                               where=f"checkpoint {folder}",
-                              remedy="Name the folder of a checkpoint that is whole, such as "
+                              remedy="Name the folder of a complete checkpoint, such as "
                                      "checkpoint/step-100.") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
 def damaged(code: str, folder: Path | str, what: str, value: object = None) -> CheckpointError:
     """The error for a checkpoint that cannot be what was written."""
     return CheckpointError(what, code=code, where=f"checkpoint {folder}", value=value,
-                           remedy="Resume from another one: `--resume auto` takes the newest that is whole.")
+                           remedy="Resume from another one: `--resume auto` takes the newest complete one.")
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:

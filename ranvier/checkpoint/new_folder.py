@@ -57,5 +57,5 @@ def check_free(out: Path) -> None:
         raise CheckpointError(f"cannot be looked into: {error.strerror or error}", code="output-unreadable",
                               where=str(out), remedy="Name a folder that can be written.") from error
     if taken:
-        raise CheckpointError("is there already, and is not an empty folder", code="output-exists", where=str(out),
+        raise CheckpointError("exists already, and is not an empty folder", code="output-exists", where=str(out),
                               remedy="Name a new folder, or remove that one.")

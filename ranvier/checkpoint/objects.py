@@ -116,7 +116,7 @@ def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
     if type(value) in _DICTS.values() and isinstance(value, dict):
         return [kind, *([_encoded(key, tensors, where), _encoded(one, tensors, f"{where}[{key!r}]")]
                         for key, one in value.items())]
-    raise CheckpointError("has no place in a checkpoint, in which nothing is pickled", code="object-state-type",
+    raise CheckpointError("cannot be saved in a checkpoint, in which nothing is pickled", code="object-state-type",
                           where=where, value=kind,
                           remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict.")
 

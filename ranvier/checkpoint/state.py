@@ -142,10 +142,10 @@ def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, T
                 states["master"] = updated.detach().reshape(-1)
             for kind, state in states.items():
                 if state.numel() != parameter.numel():
-                    raise CheckpointError("has a shape of its own, so that it cannot be cut for another mesh",
+                    raise CheckpointError("has another shape than its parameter, so it cannot be resharded",
                                           code="state-shape-not-cut", where=f"optimizer state {kind} of {name}",
                                           value=tuple(state.shape),
-                                          remedy="Save this optimizer's state_dict by yourself, or use optim=.")
+                                          remedy="Save this optimizer's state_dict yourself, or use optim=.")
             yield name, 0, parameter.numel(), states
 
 
@@ -172,9 +172,9 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
         return
     for name, buffer in engine.named_buffers().items():
         if not isinstance(buffer, Tensor):
-            raise CheckpointError("is no tensor, so that it has no place in a checkpoint", code="state-not-tensor",
+            raise CheckpointError("is not a tensor, so it cannot be saved in a checkpoint", code="state-not-tensor",
                                   where=f"state {name}", value=type(buffer).__name__,
-                                  remedy="Keep it in a buffer, or save it by yourself.")
+                                  remedy="Keep it in a buffer, or save it yourself.")
         yield Piece(kind="buffer", name=name, shape=tuple(buffer.shape), box=whole(buffer.shape), tensor=buffer)
 
 
@@ -218,7 +218,7 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
                                   "were frozen when it was written", code="checkpoint-untied", where=where,
                                   remedy="Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:
-            raise CheckpointError("is no parameter of the model", code="parameter-not-in-model", where=where,
+            raise CheckpointError("is not a parameter of the model", code="parameter-not-in-model", where=where,
                                   value=name,
                                   remedy="Resume with the model settings that it was written with (its manifest.json "
                                          "has them all).")
@@ -345,11 +345,9 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
             if (found := value(layout[key].owner)) is not None:
                 parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole(found.shape))])
         for name, start, stop, states in _flat_states(engine):
-            if "master" in states and (found := value(layout[name].owner)) is not None:
-                for piece in _pieces(engine, "master", name, start, stop, states["master"]):
-                    piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
-            if EMA in states and (found := value(layout[name].owner)) is not None:
-                for piece in _pieces(engine, EMA, name, start, stop, states[EMA]):
+            copies = [kind for kind in ("master", EMA) if kind in states]
+            if copies and (found := value(layout[name].owner)) is not None:
+                for piece in (one for kind in copies for one in _pieces(engine, kind, name, start, stop, states[kind])):
                     piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps

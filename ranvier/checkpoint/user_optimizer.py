@@ -59,9 +59,9 @@ def _is_number(kind: str, value: object) -> bool:
 
 
 def _error(code: str, what: str, value: str) -> CheckpointError:
-    return CheckpointError(f"{what}, which has no place in a checkpoint", code=code,
+    return CheckpointError(f"{what}, which cannot be saved in a checkpoint", code=code,
                            where="the optimizer", value=value,
-                           remedy="Save its state_dict on each rank by yourself, or use optim=.")
+                           remedy="Save its state_dict on each rank yourself, or use optim=.")
 
 
 def merged(groups: Iterable[OptimizerGroup]) -> tuple[OptimizerGroup, ...]:

@@ -105,7 +105,7 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
     """Ranks may run elsewhere, so this is no problem of the configuration."""
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
-        yield ConfigError(f"would not suffice for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
+        yield ConfigError(f"would be too small for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
                           f"{free:,.0f} are free", code="machine-memory-too-small", where="memory of this machine",
                           remedy="In this order: " + "; ".join(
 remedies(run, shared=run.launch.device != "cuda")) + ".")
@@ -233,10 +233,10 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
             screen.print(str(fact))
     if report.schedule:
         own = report.schedule[0]
-        some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}:"
+        some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
         screen.print(schedule_text(report.schedule) if everything else
-                     f"schedule: at most {own.limits.in_flight} microbatches in flight; bubble of "
-                     f"{own.num_microbatches} simulated microbatches{some} {own.bubble_fraction:.1%}")
+                     f"schedule: at most {own.limits.in_flight} microbatches in flight; simulated bubble with "
+                     f"{own.num_microbatches}{some} microbatches: {own.bubble_fraction:.1%}")
     for name, text in (("learning rate", report.learning_rate), ("padding", report.padding)):
         if text:
             screen.print(f"{name}: {text}")
@@ -250,7 +250,7 @@ def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, ever
         listed = [f"{name} {value}" for name, value, source in values if source == origin]
         screen.print(fields([f"from {origin}:", *listed], terminal_width()))
     left_out = sum(origin == "default" for _, _, origin in values)
-    screen.print(f"{left_out} settings have their defaults: --all shows them, and memory by category")
+    screen.print(f"{left_out} settings have their defaults: --all shows them, and the memory by category")
 
 
 def _stages_and_memory(stages: StageTable, memory: Sequence[RankMemory]) -> TextTable:
@@ -269,5 +269,5 @@ def _stages_and_memory(stages: StageTable, memory: Sequence[RankMemory]) -> Text
                      f"{sum(row.num_parameters for row in here):,}", str(entry.ranks),
                      f"{entry.device_bytes / 2**20:,.0f}", f"{entry.host_bytes / 2**20:,.0f}",
                      f"{name} {size / 2**20:,.0f}"))
-    return TextTable(header=("stage", "blocks", "parameters", "ranks", "device\nMiB", "host\nMiB", "most of it"),
+    return TextTable(header=("stage", "blocks", "parameters", "ranks", "device\nMiB", "host\nMiB", "largest part, MiB"),
                      rows=rows, words=(6,))

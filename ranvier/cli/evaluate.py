@@ -89,8 +89,8 @@ def _named(given: Sequence[str]) -> dict[str, str]:
         name, equals, data = text.partition("=")
         name, data = (name, data) if equals else (Path(text).stem, text)
         if name in found or not name or not data:
-            raise ConfigError("is no NAME=DATA with a name of its own", code="malformed-evaluation-data", where="data",
-                              value=text, remedy="Give each data set another name.")
+            raise ConfigError("is not NAME=DATA with a different name for each", code="malformed-evaluation-data",
+                              where="data", value=text, remedy="Give each data set a different name.")
         found[name] = data
     return found
 

@@ -101,7 +101,7 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
             json.dumps(document, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
             found.append(document if {"tools", "chat_template_kwargs"} & document.keys() else only)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError("is no JSON object with a field prompt or messages", code="prompt-not-json",
+            raise ConfigError("is not a JSON object with a field prompt or messages", code="prompt-not-json",
                               where=f"{file}, line {number}", value=line[:80],
                               remedy='Write {"prompt": "..."} in each line.') from error
     if not found:

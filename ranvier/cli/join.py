@@ -13,11 +13,11 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True,
               help="Number of ranks that this command starts on this machine.")
-@click.option("--data", type=click.IntRange(min=1), help="New number of data parallel replicas; as many as there are "
-                                                         "ranks for without this option.")
-@click.option("--pipe", type=click.IntRange(min=1), help="New number of pipeline stages; as they are without it.")
-@click.option("--row", type=click.IntRange(min=1), help="New number of rows; as they are without it.")
-@click.option("--col", type=click.IntRange(min=1), help="New number of columns; as they are without it.")
+@click.option("--data", type=click.IntRange(min=1), help="New number of data parallel replicas; by default as many as "
+                                                         "there are ranks for.")
+@click.option("--pipe", type=click.IntRange(min=1), help="New number of pipeline stages; by default unchanged.")
+@click.option("--row", type=click.IntRange(min=1), help="New number of rows; by default unchanged.")
+@click.option("--col", type=click.IntRange(min=1), help="New number of columns; by default unchanged.")
 @click.option("--wait", type=click.FloatRange(min=0), default=300.0, show_default=True,
               help="Seconds to wait for the run's answer.")
 def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | None, col: int | None,
@@ -25,8 +25,8 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
     """Start ranks on this machine that join the run in progress in folder RUN, which was started with
     --launch.join-address, and take part in it until it ends.
 
-    The run takes them in between two steps, without a restart, and goes to a mesh with more replicas, or to the one
-    that is given. Ranks that the mesh has no place for idle; `ranvier resize` uses them. Settings are the run's. On
+    The run adds them between two steps, without a restart, and changes to a mesh with more replicas, or to the
+    requested one. Ranks that the mesh does not use are idle; `ranvier resize` can use them. Settings are the run's. On
     another machine, RUN is the run's folder on a file system that both machines share; its path may differ.
     """
     from ranvier.errors import ConfigError

@@ -10,6 +10,16 @@ import click
 
 from ranvier.cli import options
 from ranvier.cli.problems import missing_data, print_warnings
+from ranvier.errors import ConfigError
+
+
+def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+    """The value of an option that holds for all clusters: none of them would have had the first of two."""
+    if len(values) > 1:
+        raise ConfigError("is given more than once, and holds for all clusters", code="repeated-option",
+                          where=f"--{parameter.name}", value=", ".join(map(str, values)),
+                          remedy="Give it once, or `nodes` and `price_per_hour` in a file of each cluster.")
+    return values[0] if values else None
 
 
 @click.command(cls=options.SettingsCommand, short_help="Find the fastest configuration on a cluster.")
@@ -17,34 +27,34 @@ from ranvier.cli.problems import missing_data, print_warnings
 @options.allow_code_option
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
               help="A shipped cluster, or a TOML file; several are compared.")
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Its nodes, instead of the file's.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
-              help="Of a device and hour, instead of the file's.")
+@click.option("--nodes", type=click.IntRange(min=1), multiple=True, callback=_once, metavar="N",
+              help="Number of nodes, instead of the file's.")
+@click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1_000_000_000), multiple=True, callback=_once,
+              metavar="DOLLARS", help="Price of a device-hour.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
-              help="Devices; by default those of the recipe's mesh, or all.")
+              help="Devices; by default the recipe's, or all.")
 @click.option("--search", "searched", metavar="NAMES",
-              help="What may change: mesh, microbatch, in-flight, recompute, offload, shard, chunks, elastic, scheme, "
-                   "stages-per-rank (the default), precision.")
+              help="What may change, by default all but precision: mesh, microbatch, in-flight, recompute, offload, "
+                   "shard, chunks, elastic, scheme, stages-per-rank, precision.")
 @click.option("--measure", type=click.IntRange(min=1), default=None, metavar="N",
-              help="Run the best N here, and rank them by that.")
-@click.option("--tokens", metavar="N", help="Of a training, such as 300B: its steps, days, cost.")
+              help="Run the best N here, rank by measured time.")
+@click.option("--tokens", metavar="N", help="Tokens of the training, as 300B: adds days and cost.")
 @click.option("--deadline", type=click.FloatRange(min=0, min_open=True), metavar="DAYS",
-              help="Fewest devices that are in time for --tokens.")
-@click.option("--budget", type=click.FloatRange(min=0, min_open=True), metavar="DOLLARS",
-              help="For --tokens: the most that it may cost.")
+              help="Fewest devices that finish --tokens in time.")
+@click.option("--budget", metavar="DOLLARS", help="Maximum cost of --tokens, such as 2M.")
 @click.option("--mtbf-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS",
-              help="Between failures of a rank: adds their cost.")
+              help="Mean time between failures of a device.")
 @click.option("--what-if", multiple=True, metavar="KEY=FACTOR",
-              help="Compare with a number of the file multiplied.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the best one as a run file.")
+              help="Compare with a number of the cluster multiplied.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write the best plan as a run file.")
 @click.option("--out-html", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write a page with it, and why the others lost.")
+              help="Write a page with the best plan and the others.")
 @click.option("--launcher", type=click.Choice(["slurm", "torchrun", "kubernetes"]), metavar="NAME",
-              help="With --out: a job's file, slurm, torchrun, kubernetes.")
-@click.option("--explain", is_flag=True, help="More about the bottleneck, and memory against speed.")
+              help="With --out, a job file: slurm, torchrun, kubernetes.")
+@click.option("--explain", is_flag=True, help="More on the bottleneck, and on memory against speed.")
 @options.json_option
 @options.rare_collections()
-def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: float | None,
+def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: str | None,
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **flags: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
     asked = {name: flags.pop(name) for name in (
@@ -52,10 +62,11 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
     measure = flags.pop("measure") or 0
     name, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
     from ranvier.planner import plan as planner
-    from ranvier.planner.training import goal_of
+    from ranvier.planner.training import dollars_of, goal_of
 
+    goal = goal_of(tokens, deadline, None if budget is None else dollars_of(budget), mtbf_hours)
     planner.plan(name, resolved.run, clusters, planner.Request(
-        goal=goal_of(tokens, deadline, budget, mtbf_hours), measure=measure, as_json=as_json,
+        goal=goal, measure=measure, as_json=as_json,
         takes_bf16=resolved.origins["precision"] == "default", origins=resolved.origins, **asked))
     if asked["out"] is not None:
         print_warnings(missing_data(resolved))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ranvier.errors import ConfigError, RanvierError
@@ -36,8 +37,13 @@ def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -
             print_error(str(problem))
         if as_json and (started is None or started.rank == 0):
             print(json.dumps({"errors": [{"code": problem.code, "where": problem.where, "what": problem.what,
-                                          "value": problem.value, "remedy": problem.remedy,
+                                          "value": _json_value(problem.value), "remedy": problem.remedy,
                                           "set": settings_of(problem)} for problem in problems]}, default=str))
+
+
+def _json_value(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def missing_data(resolved: read.Merged) -> list[ConfigError]:

@@ -24,8 +24,8 @@ def resize(run: Path, data: int, pipe: int, row: int | None, col: int | None, wa
            as_json: bool) -> int:
     """Reshard the run in progress in folder RUN to other numbers of replicas, stages, rows and columns.
 
-    The run changes its mesh between two steps, without a restart. The new mesh needs at most the ranks that the run
-    has, with those that have joined; unused ranks are idle, and later requests can use them again.
+    The run changes its mesh between two steps, without a restart. The new mesh may use at most the run's ranks,
+    including those that have joined; unused ranks are idle, and later requests can use them again.
     """
     from ranvier.train.resize import ask_and_wait
 

@@ -38,11 +38,11 @@ _PLANNED = (*(f"mesh.{axis}" for axis in AXES), "batch.microbatch_size")
 @click.pass_context
 def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool, as_json: bool, planned: str,
           **flags: str | None) -> int:
-    """Train RECIPE: the name of a shipped recipe or preset, a folder in Hugging Face format, the folder of a run, which
-    goes on, a TOML file, or module:function. --model.from-transformers FOLDER takes a folder of any other causal
-    language model of transformers.
+    """Train RECIPE: the name of a shipped recipe or preset, a folder in Hugging Face format, the folder of a run to
+    continue, a TOML file, or module:function. In its place, --model.from-transformers FOLDER takes a folder of any
+    other causal language model of transformers.
 
-    Under plain python the local ranks are started for you; under torchrun, mpiexec or srun this process is one of them.
+    Under plain python this command starts the local ranks; under torchrun, mpiexec or srun this process is one of them.
     """
     with options.no_collections():
         from ranvier.launch import start as launch

@@ -43,7 +43,7 @@ def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
     except OSError:
         names = {"unreadable"}
     if names and not names & {_NAME, "run.toml"} and not any(name.startswith(".owner") for name in names):
-        raise RanvierError("is no folder of a run", code="run-without-report", where="RUN", value=str(run),
+        raise RanvierError("is not a run's folder", code="run-without-report", where="RUN", value=str(run),
                            remedy="Name the folder that the run prints, or its `--run-dir`.")
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))

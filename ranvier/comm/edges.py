@@ -26,8 +26,8 @@ def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
     """The error for bytes from a peer that cannot be decoded. purpose: of the transport; cause: what is wrong."""
     return TransportError("sent an invalid message", code="invalid-message", where=f"rank {rank} on {purpose!r}",
                           value=cause,
-                          remedy="Install the same version of Ranvier on all ranks, and look for faults of the network "
-                                 "or the memory between the two.")
+                          remedy="Install the same version of Ranvier on all ranks, and check the network between the "
+                                 "two, and their memory.")
 
 
 class Edges:

@@ -221,7 +221,8 @@ class InProcessTransport:
         self._world.check(self._edges.purpose)
 
     def progress(self) -> None:
-        """Nothing to do: messages move when they are sent."""
+        """Messages move when they are sent. TransportError where a rank has failed: who waits for it here sleeps."""
+        self._world.check(self._edges.purpose)
 
     def flush(self, timeout_seconds: float = math.inf) -> bool:
         """True: messages have left when `send` returns."""

@@ -39,7 +39,7 @@ class MixedBackend:
 
     def __init__(self, messages: MPIBackend, collectives: TorchBackend) -> None:
         if (messages.rank, messages.size) != (collectives.rank, collectives.size):
-            raise LaunchError("numbers its ranks in another way than torch.distributed", code="mpi-numbering",
+            raise LaunchError("numbers the ranks differently from torch.distributed", code="mpi-numbering",
                               where="comm.transport mpi",
                               value=f"rank {messages.rank} of {messages.size} instead of {collectives.rank} of "
                                     f"{collectives.size}",

@@ -284,7 +284,7 @@ class MPIBackend:
         if not self._until(request.Test, self._timeout):
             raise MessageTimeout("was not started by all ranks in time", code="mpi-backend-start-late",
                                  where=f"MPI backend of rank {self.rank}", value=f"{self._timeout:g} s",
-                                 remedy="See what the other ranks do, or raise `--comm.timeout-seconds`.")
+                                 remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
         return bool(least[0])
 
     def _await_all(self, what: str) -> None:
@@ -295,7 +295,7 @@ class MPIBackend:
         if not self._until(self._world.Ibarrier().Test, self._timeout):
             raise MessageTimeout("was not requested by all ranks in time", code="mpi-request-late",
                                  where=f"{what} on rank {self.rank}", value=f"{self._timeout:g} s",
-                                 remedy="See what the other ranks do, or raise `--comm.timeout-seconds`.")
+                                 remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
 
     def abort(self, code: int) -> None:
         """End all ranks of MPI's world at once with exit code `code`. Does not return."""

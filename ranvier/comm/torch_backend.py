@@ -130,7 +130,7 @@ class TorchBackend:
         return TransportError("cannot connect its ranks: one of them is gone or does not answer "
                               f"({error_cause(error)})", code="group-not-connected",
                               where=f"group '{purpose}' of rank {self.rank}",
-                              remedy="See which rank has stopped or is behind, and start again with `--resume auto`.")
+                              remedy="Check which rank has stopped or is behind, and start again with `--resume auto`.")
 
     def _destroy(self, process_group: ProcessGroup | None) -> None:
         if process_group is not None and dist.is_initialized():

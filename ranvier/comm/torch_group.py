@@ -126,7 +126,7 @@ class TorchGroup(CheckedGroup):
         where, cause = self._where, error_cause(error)
         if "timed out" in cause.lower():
             return MessageTimeout("a collective did not end", code="torch-collective-late", where=where, value=cause,
-                                  remedy="See what the other members do, or raise `--comm.timeout-seconds`. "
+                                  remedy="Check what the other members do, or raise `--comm.timeout-seconds`. "
                                          + SAME_CALLS)
         return TransportError("a collective failed: a member is gone, too late, or passed another shape",
                               code="collective-failed", where=where, value=cause,

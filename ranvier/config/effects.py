@@ -123,7 +123,7 @@ _no_copies = _first(_where(lambda run: run.mesh.data == run.mesh.stage_size == 1
                            "no two ranks have the same parameters"),
                     lambda run: _beyond_the_end(run.guard.compare_every, run))
 _one_rank = _where(lambda run: run.mesh.size == 1 and run.launch.join_address is None,
-                   "one rank has nobody beside it to see that it was stopped")
+                   "a single rank has no other rank that would see it stopped")
 _no_state_elsewhere = _where(
     lambda run: run.mesh.data == 1 and run.launch.join_address is None and not run.elastic.auto_dp,
     "mesh.data is 1, so no other rank has the state of a lost one")
@@ -162,7 +162,7 @@ def _tokenizer(run: ResolvedRun) -> str | None:
     if "data.tokenizer" in form.unused or is_decoders:
         return form.unused.get("data.tokenizer")
     if run.model.pretrained is not None:
-        return "the tokenizer of model.pretrained is taken"
+        return "the tokenizer of model.pretrained is used"
     wrong = form.takes_wordpiece and run.data.tokenizer in ("bpe", "gpt2")
     return f"the task {run.data.task} takes a WordPiece tokenizer" if wrong else None
 
@@ -181,11 +181,18 @@ def _preference(*losses: str) -> Reason:
 
 def _nothing_is_planned(asked: Run) -> str | None:
     is_open = (isinstance(asked.mesh, MeshSettings) and asked.mesh.open_axes) or asked.batch.microbatch_size == "auto"
-    return None if is_open else "nothing of the mesh or batch is auto"
+    return None if is_open else "neither the mesh nor the batch is auto"
+
+
+def _cluster_decides_nothing(asked: Run) -> str | None:
+    pipeline = asked.pipeline
+    limits_follow = asked.mesh.pipe != 1 and pipeline.memory is not None and (
+        pipeline.in_flight == "auto" or (pipeline.deferred is None and pipeline.defer_bytes == "auto"))
+    return None if limits_follow else _nothing_is_planned(asked)
 
 
 ASKED: Mapping[str, Callable[[Run], str | None]] = {
-    "launch.cluster": _nothing_is_planned, "launch.trial": _nothing_is_planned}
+    "launch.cluster": _cluster_decides_nothing, "launch.trial": _nothing_is_planned}
 """Like `CONDITIONS`, for settings that depend on what was asked, before `auto` was planned."""
 
 CONDITIONS: Mapping[str, Reason] = {
@@ -243,7 +250,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "comm.collectives": _first(_one_rank, _unless("comm.transport", "torch")),
     "launch.stopped_seconds": _one_rank,
     "launch.survive_losses": _no_state_elsewhere,
-    "deterministic": _on_cpu("on a CPU the same run gives the same bits"),
+    "deterministic": _on_cpu("on a CPU runs are bit-identical without it"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
     "model.compile": _where(
         lambda run: run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout

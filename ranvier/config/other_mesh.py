@@ -46,7 +46,7 @@ def refit(run: ResolvedRun, num_ranks: int, launcher: str, problems: Callable[[R
     return refitted, ConfigError(
         f"does not fit the {num_ranks} ranks that {launcher} started: the run resumes with {refitted.mesh} "
         f"({difference(run.mesh, refitted.mesh)}{smaller})", code="mesh-refitted", where="mesh", value=str(run.mesh),
-        remedy="Set another mesh to choose for yourself.")
+        remedy="Set another mesh to choose it yourself.")
 
 
 def has_same_replicas(mesh: Mesh, other: Mesh) -> bool:
@@ -81,7 +81,7 @@ def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[Ran
         tried.append(f"{candidate} ({found[0].where}: {found[0].what})")
     more = f"; {len(tried) - _MOST_TOLD} more" if len(tried) > _MOST_TOLD else ""
     raise ConfigError(f"does not fit the {num_ranks} ranks that were started, and the run cannot resume on any other "
-                      f"mesh of so many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", code="no-mesh-for-ranks",
+                      f"mesh with that many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", code="no-mesh-for-ranks",
                       where="mesh", value=str(mesh),
                       remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these.")
 

@@ -121,6 +121,6 @@ PRESETS: Mapping[str, _Settings] = MappingProxyType({
 def settings_of(name: object) -> dict[str, object]:
     """Dotted settings of a preset, such as model.hidden. ConfigError where there is none of the name."""
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigError("is no preset", code="unknown-preset", where="model.preset", value=name,
+        raise ConfigError("is not a preset", code="unknown-preset", where="model.preset", value=name,
                           remedy=f"Choose one of: {', '.join(PRESETS)}.")
     return {f"model.{setting}": value for setting, value in PRESETS[name].items()}

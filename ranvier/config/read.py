@@ -308,11 +308,11 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
         if isinstance(part, (str, Path)) and not _is_text(part):
-            raise ConfigError("cannot be written down as text", code="value-not-text", where=setting.flag, value=value,
+            raise ConfigError("cannot be written as text", code="value-not-text", where=setting.flag, value=value,
                               remedy=_remedy(setting, layer.origin, setting.default))
         bound = _MAX_INT if isinstance(part, int) else math.inf
         if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
-            raise ConfigError("is larger than anything here can be", code="value-too-large", where=setting.flag,
+            raise ConfigError("is too large for any setting", code="value-too-large", where=setting.flag,
                               value=value, remedy=_remedy(setting, layer.origin, value))
     return read
 
@@ -615,7 +615,7 @@ def check_out(path: Path) -> None:
         raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
     if path.suffix != ".toml":
-        raise ConfigError("is no .toml file, which is how it would be known", code="recipe-not-named-toml",
+        raise ConfigError("must end in .toml", code="recipe-not-named-toml",
                           where="--out", value=str(path), remedy=f"Name it {path.with_suffix('.toml')}.")
 
 

@@ -107,7 +107,7 @@ def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[in
                           code="deferred-count", where="pipeline.deferred", value=deferred,
                           remedy="Set `--pipeline.deferred none`, or one number for each.")
     if placement.per_rank > 1 and policy == "1f1b":
-        yield ConfigError("is an order for one stage on each rank", code="policy-for-one-stage",
+        yield ConfigError("supports one stage per rank only", code="policy-for-one-stage",
                           where="pipeline.policy", value=policy,
                           remedy="Set `--pipeline.policy message-driven`, or `--pipeline.stages-per-rank 1`.")
 
@@ -269,12 +269,12 @@ def looks_before_update(guard: Guard, optim: Optim) -> bool:
 def guard_problems(guard: Guard, optim: Optim) -> Iterator[ConfigError]:
     """Problems of a guard with these settings."""
     if optim.update_in_backward and guard.bad_step in ("skip", "rollback"):
-        yield ConfigError("cannot look at a step before blocks are updated: `optim.update-in-backward` is set",
+        yield ConfigError("cannot check a step before blocks are updated: `optim.update-in-backward` is set",
                           code="guard-with-in-backward", where="guard.bad-step", value=guard.bad_step,
                           remedy="Set `--guard.bad-step stop`, or leave `--optim.update-in-backward` out.")
     elif guard.loss_spike_factor and not looks_before_update(guard, optim):
         why = "`guard.bad-step` is none" if guard.bad_step == "none" else "`optim.update-in-backward` is set"
-        yield ConfigError(f"has no effect where steps are not judged before they are applied: {why}",
+        yield ConfigError(f"has no effect if steps are not checked before they are applied: {why}",
                           code="spikes-not-judged", where="guard.loss-spike-factor", value=guard.loss_spike_factor,
                           remedy="Set `--guard.loss-spike-factor 0`, or change the other setting.")
 
@@ -322,7 +322,7 @@ def length_warnings(train: Train) -> Iterator[ConfigError]:
     """Warnings about lengths that exceed the number of steps, which must be known."""
     if train.warmup_steps >= train.steps:
         how = "`--train.steps`" if train.epochs is None else "`--train.epochs`"
-        yield ConfigError(f"ends the run of {train.steps} steps before the full learning rate is reached",
+        yield ConfigError(f"is not shorter than the run of {train.steps} steps, so warmup takes all of it",
                           code="warmup-longer-than-run", where="train.warmup-steps", value=train.warmup_steps,
                           remedy=f"Lower `--train.warmup-steps`, or raise {how}.")
 
@@ -335,21 +335,21 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     elastic = run.elastic
     yield from freeze_problems(elastic, run.model.num_layers)
     if elastic.freeze != "none" and elastic.auto_pipe and elastic.cut == "reference" and run.placement.per_rank > 1:
-        yield ConfigError(f"is a rule for one stage on each rank, and there are {run.placement.per_rank}",
+        yield ConfigError(f"supports one stage per rank only, and there are {run.placement.per_rank}",
                           code="elastic-cut-stages", where="elastic.cut", value=elastic.cut,
                           remedy="Set `--elastic.cut exact`, or `--pipeline.stages-per-rank 1`.")
     if elastic.freeze == "gradient-norm" and run.model.num_layers < 2:
-        yield ConfigError("has nothing to compare in a model of one layer", code="freeze-one-layer",
+        yield ConfigError("cannot compare layers in a model with only one", code="freeze-one-layer",
                           where="elastic.freeze", value=elastic.freeze,
                           remedy="Set `--elastic.freeze cap`, or use more layers.")
     dropouts = {"model": run.model.dropout, "lora": run.lora.dropout if run.lora.rank else 0.0}
     active = next((name for name, probability in dropouts.items() if probability), None)
     if elastic.cache and active is not None and elastic.frozen_dropout:
-        yield ConfigError(f"would keep what one epoch's dropout has made ({active}.dropout is {dropouts[active]:g})",
+        yield ConfigError(f"would repeat the dropout masks of one epoch ({active}.dropout is {dropouts[active]:g})",
                           code="cache-with-dropout", where="elastic.cache", value=True,
-                          remedy="Set `--elastic.frozen-dropout false`: frozen layers then drop nothing.")
+                          remedy="Set `--elastic.frozen-dropout false`: frozen layers then have no dropout.")
     if elastic.cache and run.data.augment != "none" and not run.data.augment_repeats:
-        yield ConfigError(f"would keep what one epoch's augmentation has made (`data.augment` is {run.data.augment})",
+        yield ConfigError(f"would repeat the augmentation of one epoch (`data.augment` is {run.data.augment})",
                           code="cache-with-augmentation", where="elastic.cache", value=True,
                           remedy="Set `--data.augment-repeats true`: each epoch then repeats the first one's.")
     if run.optim.ema and elastic.freeze != "none":

@@ -119,8 +119,8 @@ class Pipeline:
     """Pipeline parallelism: schedule, in-flight limit, partition into stages, deferred weight gradients."""
 
     policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
-    """Pipeline schedule: message-driven runs, of the work that has arrived, the part that is due first; 1f1b and gpipe
-    follow a fixed order."""
+    """Pipeline schedule: message-driven runs work whose inputs have arrived, and of it what is due first; 1f1b and
+    gpipe follow a fixed order."""
     in_flight: Positive | Literal["auto"] = "auto"
     """In-flight limit: microbatches of one replica that may be in the pipeline at once. auto: the fastest in a
     simulation of the schedule, within `memory`. Unused with gpipe, which has all of them in flight."""
@@ -133,26 +133,26 @@ class Pipeline:
     """Memory budget of deferred weight gradients on a rank: bytes of the inputs and output gradients that they keep. 0
     computes each weight gradient in its backward. auto: those of `deferred` microbatches."""
     deferred: tuple[Annotated[int, Ge(0)], ...] | None = None
-    """Deferred weight gradients, where `defer_bytes` is auto: for each pipeline rank, the number of microbatches whose
-    weight gradients may wait. none: what the fastest simulated schedule uses, within `memory`."""
+    """Deferred weight gradients, if `defer_bytes` is auto: for each pipeline rank, the number of microbatches whose
+    weight gradients may be deferred. none: what the fastest simulated schedule uses, within `memory`."""
     defer_last: Positive | None = None
-    """Deferred weight gradients, where `defer_bytes` is auto: only those of the last so many microbatches of a step.
-    Others are computed in their backward, which is faster on CPUs, whose caches still have their operands then. none:
-    with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
+    """Deferred weight gradients, if `defer_bytes` is auto: only those of this many last microbatches of a step are
+    deferred. Others are computed in their backward, which is faster on CPUs, where the operands are still in the cache.
+    none: with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight`, `deferred` and `defer_last`: this multiple of what the largest stage
-    needs under 1f1b (of interleaved stages: under interleaved 1F1B). If no limits within it are predicted to be as fast
-    as those of none, the limits of none are used, although they may need more.
-    The simulation has counted times; after the first steps on each mesh it is repeated once with measured times (not
-    with `memory_report`). Where the limits do not fit the memory of the ranks, those within 1 are taken, and else the
-    schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation, and as many microbatches
-    in flight as stages, plus the number of stages without trainable parameters."""
+    needs under 1f1b (with interleaved stages: under interleaved 1F1B). If no limits within it are predicted to be as
+    fast as those of none, the limits of none are used, although they may need more.
+    The simulation uses counted costs; after the first steps on each mesh it is repeated once with measured times (not
+    with `memory_report`). If the ranks have too little memory for the limits, those for 1 are used, or else the
+    schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation; as many microbatches
+    are in flight as there are stages, plus the number of stages without trainable parameters."""
     stages_per_rank: Positive = 1
-    """Virtual stages: how many stages (model chunks) each rank of the pipeline has. More make the bubble smaller where
-    microbatches are few, for more messages. Needs the message-driven or gpipe schedule."""
+    """Virtual stages: number of stages (model chunks) on each rank of the pipeline. More stages make the bubble smaller
+    if there are few microbatches, but send more messages. Needs the message-driven or gpipe schedule."""
     placement: Literal["v-shape", "interleaved"] = "v-shape"
-    """With several stages per rank: which rank has which. v-shape: forwards go to the last rank and back again (as
-    ZB-V), so that the first rank also has the model's end; interleaved: round after round (as in Megatron-LM)."""
+    """Assignment of stages to ranks, with several stages per rank. v-shape: forwards go to the last rank and back (as
+    in ZB-V), so the first rank also has the model's end; interleaved: round after round (as in Megatron-LM)."""
     look_ahead: Annotated[int, Ge(0)] | Literal["auto"] = "auto"
     """On CUDA: actions that the host may enqueue ahead of the device when it chooses the next one. A small number
     lets it choose from more messages; 0 waits for each action. auto: 1 with several stages, no limit with one."""
@@ -179,9 +179,9 @@ class TensorParallel:
     half takes half the bytes, and rounds each column's part before the sum, with an error as large as the product's
     own; NCCL rounds after each addition, too. Gradients are always summed over rows and columns in fp32."""
     panel_bytes: Positive | Literal["auto"] = "auto"
-    """Not with summa: activations are gathered and reduced along columns in panels of at most so many bytes, one of
-    which travels while another is multiplied. On CUDA there are more of them where that hides more than their products
-    lose. auto: 4 MiB on CPU, 64 MiB on CUDA."""
+    """Not with summa: activations are gathered and reduced along columns in panels of at most this many bytes; one is
+    sent while another is multiplied. On CUDA there are more panels if they hide more time than smaller products lose.
+    auto: 4 MiB on CPU, 64 MiB on CUDA."""
 
     @property
     def shards_sequence(self) -> bool:
@@ -241,7 +241,7 @@ class Optim:
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
     reduce_dtype: Literal["auto", "fp32", "half"] = "auto"
     """Number format of the gradient all-reduce between data parallel replicas; auto is the format of the parameters.
-    Gradients of which rows or columns have a part each, such as those of norms, always travel in fp32."""
+    Gradients that are also summed over rows or columns, such as those of norms, are always sent in fp32."""
     offload: Literal["none", "stream", "host", "hybrid", "auto"] = "auto"
     """CPU offload of optimizer states. none: states on the device; stream: states in host memory, streamed through the
     device bucket by bucket for the update; host: states in host memory, updated by the CPU; hybrid: a part of the
@@ -368,8 +368,9 @@ class Launch:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; auto is CUDA when each rank of a machine can have a device of its own."""
     cluster: str | None = None
-    """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned: a shipped cluster or a
-    TOML file (`ranvier doctor --measure`); none uses nominal figures of the devices here."""
+    """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned, and a pipeline's limits
+    that are `auto` are chosen: a shipped cluster or a TOML file (`ranvier doctor --measure`); none uses nominal figures
+    of the devices here."""
     trial: Annotated[int, Ge(0)] = 0
     """Number of best predicted plans for `auto` that are run for a few steps each before the run starts; the fastest is
     taken. On CPUs one rank with all cores is tried, too. 0: the best prediction is taken. No trial where it would take
@@ -383,13 +384,13 @@ class Launch:
     Waits for other ranks and time in a debugger do not count."""
     join_address: str | None = None
     """Address of this machine on which ranks may join the run later (`ranvier join`): 127.0.0.1 for ranks on this
-    machine only, or an address by which other machines reach this one; none lets no rank join. Under plain python, with
-    comm.transport torch, which auto then is."""
+    machine only, or an address by which other machines reach this one; none lets no rank join. Needs plain python as
+    the launcher, and comm.transport torch, which auto then chooses."""
     survive_losses: bool = False
     """Continue without killed ranks, if other replicas have all of their state: the survivors return to the last
-    finished step, on the largest mesh that is legal for them. Each rank keeps copies of its state after the last
-    two steps in host memory, with optim.shard also of the share of the replica before. Rank 0 must survive. Under plain
-    python, on CPUs, with comm.transport torch, which auto then is; other losses end the run, or restart it
+    finished step, on their largest valid mesh. Each rank keeps copies of its state after the last two steps in host
+    memory, with optim.shard also of the previous replica's share. Rank 0 must survive. Needs plain python as the
+    launcher, CPUs, and comm.transport torch, which auto then chooses; other losses end the run, or restart it
     (max-restarts)."""
 
 
@@ -432,8 +433,8 @@ class Transformer:
     heads: Positive = 4
     """Attention heads; divides `hidden`."""
     vocab: Annotated[int, Ge(2)] = 2048
-    """Size of the vocabulary; the byte-level tokenizer needs at least 257. More than model.pretrained has gives it rows
-    for further tokens, which begin at the mean of the others."""
+    """Size of the vocabulary; the byte-level tokenizer needs at least 257. If it is larger than that of
+    model.pretrained, embeddings are added, which start from the mean of the others."""
     sequence: Positive = 128
     """Tokens in one training sequence."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
@@ -524,7 +525,7 @@ class Lora:
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout probability of the adapters' inputs."""
     method: Literal["lora", "dora"] = "lora"
-    """lora (Hu et al., 2021); dora: magnitude and direction of each row apart (Liu et al., 2024)."""
+    """lora (Hu et al., 2021); dora: with a separate magnitude for each row (Liu et al., 2024)."""
     train_head: bool | Literal["auto"] = "auto"
     """Whether the linear layers of the model's head train beside the adapters. auto: those of classifiers and of
     question answering, not of language models."""
@@ -565,10 +566,11 @@ class Data:
     """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
     is evaluated separately, and its metrics have its name, such as eval_wiki_loss."""
     train_samples: Positive | None = None
-    """Number of training samples to use, the first in the order of the seed; none is all. A recipe's holds for its own
-    data."""
+    """Number of training samples to use, the first in the order of the seed; none is all. A recipe's value applies only
+    to its own data."""
     eval_samples: Positive | None = None
-    """Number of evaluation samples to use, likewise."""
+    """Number of evaluation samples to use, the first in the order of the seed; none is all. A recipe's value applies
+    only to its own data."""
     text_column: str | None = None
     """Column of the text. none: `text`, or the only column of text (lm); `sentence`, else `text`
     (classification)."""
@@ -714,7 +716,7 @@ class Run:
     memory_report: bool = False
     """Print predicted and measured memory by category, side by side, at the end of the run."""
     verbose: bool = False
-    """Print more: all settings and stages at the start, and what the schedule's limits are chosen from."""
+    """Print more: all settings and stages at the start, and how the schedule's limits are chosen."""
     resume: str = "none"
     """Checkpoint to resume from: the newest complete one in the run's folder (auto; without one the run starts from the
     beginning), a checkpoint or a folder of checkpoints (a path), or none. auto reshards to another mesh if another

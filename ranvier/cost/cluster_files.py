@@ -26,7 +26,7 @@ _MOST_FAULTS = 12
 _BANDWIDTH = (1e5, inf, "bytes a second", "400 GB/s are 400e9")
 _UNITS = {"memory_bytes": (1e7, inf, "bytes", "80 GB are 80e9"), "bandwidth": _BANDWIDTH, "single": _BANDWIDTH,
           "memory_bandwidth": _BANDWIDTH, "update_bandwidth": _BANDWIDTH,
-          "peak_flops": (1e6, inf, "FLOP/s", "989 TFLOP/s are 989e12"),
+          "watts": (1.0, 1e5, "watts", "0.7 kW are 700"), "peak_flops": (1e6, inf, "FLOP/s", "989 TFLOP/s are 989e12"),
           **dict.fromkeys(("latency_seconds", "operation_seconds", "collective_seconds", "chunk_seconds"),
                           (0.0, 1.0, "seconds", "6 us are 6e-6"))}
 """Name in a file -> the least and the most that a machine has, the unit, and an example."""

@@ -1,4 +1,4 @@
-"""Bytes on each rank, by category, from counted blocks and closed numbers; and what to do where they do not suffice.
+"""Bytes on each rank, by category, from counted blocks and closed numbers; and what to do where they do not fit.
 
     device   parameters   2 or 4 (8) bytes each        host   master      where states are offloaded
              gradients    in the format they add up in        moments
@@ -188,7 +188,7 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
     if total <= available_bytes:
         return None
     who = f"{processes} ranks here need" if processes > 1 else f"a rank of stage {worst.pipeline_rank} needs"
-    return ConfigError(f"does not suffice: {who} {total / 2**20:,.0f} MiB, and there are "
+    return ConfigError(f"is too small: {who} {total / 2**20:,.0f} MiB, and there are "
                        f"{available_bytes / 2**20:,.0f}; of stage {worst.pipeline_rank}: {_table_line(worst, place)}",
                        code="memory-too-small", where=f"memory of the {'device' if place == 'device' else 'machine'}",
                        remedy="In this order: " + "; ".join(remedies(
@@ -203,7 +203,7 @@ def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> 
 
 def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
     """Remedies that reduce memory, the least costly first. shared: device and host are the same memory. on_host: it is
-    the host's memory that does not suffice."""
+    the host's memory that is too small."""
     found = [] if on_host else _smaller_activations(run)
     if run.mesh.num_replicas > 1 and not run.optim.shard:
         found.append("set `--optim.shard true`")
@@ -237,7 +237,7 @@ def _smaller_activations(run: ResolvedRun) -> list[str]:
         found.append(f"lower `--batch.microbatch-size` (it is {run.batch.microbatch_size})")
     if run.memory.recompute == "none" and not any(recompute_problems(
             Memory(recompute="selective"), run.mesh, compile=run.model.compile, float8=run.model.float8)):
-        found.append("set `--memory.recompute selective`, or to auto if that does not suffice")
+        found.append("set `--memory.recompute selective`, or to auto if that is not enough")
     elif run.memory.recompute in ("none", "selective", "alternate"):
         found.append("set `--memory.recompute auto`")
     return found

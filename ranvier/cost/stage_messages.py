@@ -93,14 +93,9 @@ def edge_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]])
     return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.num_ranks - 1)]
 
 
-def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None) -> Conditions:
-    """The conditions of a run's pipeline on a cluster, with messages as its slowest edge takes them. Those of an
-    unknown one where there is no cluster, or its file does not say how fast it computes in the run's number format.
-
-    stages: the blocks of each, with their kernels.
-    """
-    if cluster is None or run.mesh.pipeline_size == 1 or run.precision not in cluster.device.rates:
-        return Conditions()
+def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster) -> Conditions:
+    """The conditions of a run's pipeline on a cluster, with messages as its slowest edge takes them. stages: the blocks
+    of each, with their kernels."""
     device, threads = cluster.device, rank_threads(cluster, run.mesh)
     kernels = {id(block.kernels): block.kernels for blocks in stages for block in blocks}  # alike blocks share them
     seconds = {key: device.seconds(each, run.precision, threads) for key, each in kernels.items()}

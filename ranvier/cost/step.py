@@ -52,6 +52,7 @@ from ranvier.cost.volume import (
     volume_scheme,
 )
 from ranvier.schedule.closed_form import DIRECT, Way, passage
+from ranvier.schedule.conditions import Deferral
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import PRODUCTS, StageTimes
@@ -244,6 +245,16 @@ def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -
                            max_stored=step.limits.max_stored, alternating=step.limits.alternating)
 
 
+def deferral_costs(step: Step, cluster: Cluster) -> tuple[Deferral, ...]:
+    """What it costs to let weight gradients wait, of each stage; empty where that is nothing. To two digits: limits are
+    simulated anew for others, and a search has very many alike pipelines."""
+    made, found = _StepCost(step, cluster), list[Deferral]()
+    for stage in range(len(step.stages)):
+        longer, weight = made.waiting(stage), made.weight_seconds(stage)
+        found.append(Deferral(*(round(seconds / weight, 2) for seconds in longer)) if weight else Deferral())
+    return tuple(found) if any(map(any, found)) else ()
+
+
 def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
                    crowded: float = 1.0) -> float:
     """Seconds in which one rank updates `count` parameters: what moves through the device's memory, over the link to
@@ -307,6 +318,19 @@ def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], p
     return _NO_SECONDS._replace(forward=device.it.seconds(kernels.it[:num_repeated], precision, threads))
 
 
+class _Apart(NamedTuple):
+    """Seconds for which messages hold up a block whose weight gradients wait."""
+
+    backward: float
+    """Of the backward, those of one in which nothing waits subtracted."""
+    weight: float
+    """Of the gradients that wait."""
+    weight_alone: float
+    """The same without sums over rows."""
+    sums: list[tuple[float, float]]
+    """Of each product that waits, in their order, seconds of its sum over rows, and its own."""
+
+
 _Products = tuple[float, float, float]
 """Seconds of a layer's products: y, dX and dW."""
 
@@ -366,7 +390,7 @@ class _StepCost:
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
         self._volumes: dict[tuple[int, bool], Volume] = {}
         self._sent_seconds: dict[object, tuple[float, float]] = {}
-        self._sent_apart_seconds: dict[object, tuple[float, float]] = {}
+        self._sent_apart_seconds: dict[object, _Apart] = {}
         self.held = [self.placement.stages_of(rank) for rank in range(mesh.pipeline_size)]
         """The stages of each rank of a pipeline."""
         self.trained = [sum(block.num_owned for stage in held for block in self.stages[stage]) for held in self.held]
@@ -460,7 +484,7 @@ class _StepCost:
         if self.as_published and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
             held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
-        waiting = [self._waiting(row.stage) for row in rows]
+        waiting = [self.waiting(row.stage) for row in rows]
         return [StageTimes(forward=row.forward_seconds + behind, backward=row.backward_seconds + before,
                            weight=row.weight_seconds, products=PRODUCTS, longer_backward=longer,
                            deferred_factor=1.0 + (later / row.weight_seconds if row.weight_seconds else 0.0),
@@ -478,7 +502,7 @@ class _StepCost:
         forward = sum([each.forward for each in seconds])
         ends = set(self.step.stages[stage].ends)
         recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
-        weight = sum(self._seconds(cost).weight for cost in self._deferring(stage))
+        weight = self.weight_seconds(stage)
         both = sum([each.backward + each.weight for each in seconds[first:]])
         backward = both - weight + recomputed
         sent_forward, sent_backward = self._exchanged(stage)
@@ -490,6 +514,10 @@ class _StepCost:
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
                          exchange_seconds=sent_forward + sent_backward, reduction_seconds=sums + gathers,
                          update_seconds=update, after_seconds=self._after(sums, gathers, update, rank, beside))
+
+    def weight_seconds(self, stage: int) -> float:
+        """Seconds of one microbatch's weight gradients that may wait."""
+        return sum(self._seconds(cost).weight for cost in self._deferring(stage))
 
     def _first(self, stage: int) -> int:
         """The place of the stage's first block that has a backward."""
@@ -579,15 +607,24 @@ class _StepCost:
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
-    def _waiting(self, stage: int) -> tuple[float, float]:
+    def waiting(self, stage: int) -> tuple[float, float]:
         """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
         longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
         less."""
-        found = [self._sent_apart(block) for block in self._deferring(stage)] if self.size > 1 and self._hides else []
-        longer = sum(backward for backward, _ in found)
-        return longer, max(sum(weight for _, weight in found), -longer)
+        blocks = self._deferring(stage) if self.size > 1 and self._hides else []
+        found = [self._sent_apart(block) for block in blocks]
+        longer = sum(each.backward for each in found)
+        weight = max(sum(each.weight for each in found),
+                     sum(each.weight_alone for each in found) + self._late_sums(blocks))
+        return longer, max(weight, -longer)
 
-    def _sent_apart(self, block: BlockCost) -> tuple[float, float]:
+    def _late_sums(self, blocks: Sequence[BlockCost]) -> float:
+        """Seconds for which sums of deferred weight gradients over rows are later than the product that follows each:
+        the next but one takes its memory. The last one travels beside what comes after all of them."""
+        queue = [pair for block in reversed(blocks) for pair in self._sent_apart(block).sums]
+        return sum(max(0.0, seconds - product) for (seconds, _), (_, product) in pairwise(queue))
+
+    def _sent_apart(self, block: BlockCost) -> _Apart:
         """The same of one block."""
         key = id(self.step.split_layers[block.name]), id(block.kernels)
         if key not in self._sent_apart_seconds:
@@ -598,9 +635,15 @@ class _StepCost:
             first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
             backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
                                      own.backward)
-            weight = self._held_up(later, layers, 1, [(each.weight, seconds) for each, seconds in trips], own.weight)
-            self._sent_apart_seconds[key] = (backward - self._sent(block, False, has_backward=True)[1],
-                                             weight - self._norms(layers))
+            gathers = [(each.weight, seconds) for each, seconds in trips]
+            weight, alone = (self._held_up(some, layers, 1, gathers, own.weight) - self._norms(layers)
+                             for some in (later, replace(later, weights=0.0)))
+            summed = self._received(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
+            sizes = [layer.inputs * layer.outputs for layer in self.step.split_layers[block.name]]
+            self._sent_apart_seconds[key] = _Apart(
+                backward - self._sent(block, False, has_backward=True)[1], weight, alone,
+                [(summed * size / sum(sizes), products[2]) for size, (_, products) in reversed(
+                    list(zip(sizes, trips, strict=True)))] if summed else [])
         return self._sent_apart_seconds[key]
 
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False

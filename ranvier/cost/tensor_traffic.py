@@ -31,7 +31,7 @@ class TensorMeshFacts:
 
     def __str__(self) -> str:
         text = (f"tensor mesh {self.row} x {self.col}, {self.scheme}: a rank receives {self.layer_bytes / 2**20:,.2f} "
-                f"MiB a layer and microbatch, forward and backward")
+                f"MiB per layer and microbatch, forward and backward")
         if self.exposed_bytes is not None:
             text += f", of which {self.exposed_bytes / 2**20:,.2f} MiB while no product is computed"
         if self.tile is None or self.node_bytes is None or self.node_bytes_row_by_row is None:

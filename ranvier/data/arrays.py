@@ -11,9 +11,10 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +40,19 @@ class Form:
 
     dtype: str
     shape: tuple[int, ...]
-    digest: str = ""
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and facts."""
+    """arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and facts. folder, forms:
+    where and in which forms the arrays are, if they are in the cache."""
 
     arrays: Mapping[str, np.ndarray]
     facts: Mapping[str, object]
     digest: str
+    folder: Path = Path()
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     def names(self, fact: str) -> list[str]:
         """A fact that is a list of texts."""
@@ -67,29 +71,43 @@ def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tup
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, object]) -> None:
     """Write all of them at once. DataError when that cannot be."""
-    forms = {name: Form(dtype=array.dtype.name, shape=array.shape) for name, array in arrays.items()}
-    write_in_pieces(folder, forms, [arrays], facts)
+    kinds = {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
+    with array_writer(folder, kinds, facts) as append:
+        append(arrays)
 
 
-def write_in_pieces(folder: Path, forms: Mapping[str, Form], pieces: Iterable[Mapping[str, np.ndarray]],
-                    facts: Mapping[str, object]) -> None:
-    """Write arrays of known shapes from pieces of consecutive samples, of which only one is in memory."""
-    digests = {name: hashlib.blake2b(digest_size=16) for name in forms}
+@contextmanager
+def array_writer(folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+                 facts: Mapping[str, object]) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
+    """A context with a function that appends further samples of each array; the files appear when it ends without an
+    exception. kinds: name -> number format, and shape of a sample. facts: as they are at the end. DataError when the
+    files cannot be written."""
+    counts, digests = dict.fromkeys(kinds, 0), {name: hashlib.blake2b(digest_size=16) for name in kinds}
     with ExitStack() as stack:
-        files = {name: stack.enter_context(published(folder / f"{name}.npy")) for name in forms}
-        for name, form in forms.items():
-            np.lib.format.write_array_header_1_0(files[name], {
-                "descr": np.dtype(form.dtype).newbyteorder("<").str, "fortran_order": False,
-                "shape": tuple(form.shape)})
-        for piece in pieces:
-            for name, form in forms.items():
+        files = {name: stack.enter_context(published(folder / f"{name}.npy")) for name in kinds}
+
+        def write_headers() -> None:
+            """NumPy leaves room in them for any number of samples, so that their length does not change."""
+            for name, (dtype, shape) in kinds.items():
+                files[name].seek(0)
+                np.lib.format.write_array_header_1_0(files[name], {
+                    "descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False,
+                    "shape": (counts[name], *shape)})
+
+        def append(piece: Mapping[str, np.ndarray]) -> None:
+            for name, (dtype, shape) in kinds.items():
                 array = piece[name]
-                assert array.dtype == form.dtype and array.shape[1:] == tuple(form.shape[1:])
+                assert array.dtype == dtype and array.shape[1:] == shape
                 data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
                 files[name].write(data)
                 digests[name].update(data)
-    about = {"arrays": {name: asdict(form) | {"digest": digests[name].hexdigest()} for name, form in forms.items()},
-             "facts": dict(facts)}
+                counts[name] += len(array)
+
+        write_headers()
+        yield append
+        write_headers()
+    about = {"arrays": {name: {"dtype": dtype, "shape": (counts[name], *shape), "digest": digests[name].hexdigest()}
+                        for name, (dtype, shape) in kinds.items()}, "facts": dict(facts)}
     with published(folder / _ABOUT) as file:
         file.write(json.dumps({"digest": _digest(about), **about}).encode())
 
@@ -107,10 +125,10 @@ def open_arrays(folder: Path) -> Arrays:
                  for name, form in about["arrays"].items()}
         arrays = {name: _open(folder / f"{name}.npy", form) for name, form in forms.items()}
     except Exception as error:  # NumPy's reader of headers raises many kinds
-        raise DataError("is not what was written there", code="cached-arrays-changed", where=str(folder),
+        raise DataError("was changed after it was written", code="cached-arrays-changed", where=str(folder),
                         value=f"{type(error).__name__}: {error}",
-                        remedy="Delete this folder; it is then made again.") from error
-    return Arrays(arrays=arrays, facts=about["facts"], digest=digest)
+                        remedy="Delete this folder; it is then written again.") from error
+    return Arrays(folder=folder, arrays=arrays, forms=forms, facts=about["facts"], digest=digest)
 
 
 def _digest(about: object) -> str:
@@ -133,6 +151,9 @@ def _open(path: Path, form: Form) -> np.ndarray:
             shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
         if (dtype, shape, is_fortran) != (wanted, form.shape, False) or not shape:
             raise ValueError(f"{path.name} has {dtype} {shape} instead of {form.dtype} {form.shape}")
+        size, whole = os.fstat(file.fileno()).st_size, file.tell() + prod(shape) * wanted.itemsize
+        if size != whole:
+            raise ValueError(f"{path.name} has {size} bytes and should have {whole} bytes")
         array: np.ndarray = np.empty(shape, wanted) if 0 in shape else np.memmap(
             file, wanted, mode="r", offset=file.tell(), shape=shape)
     if array.nbytes <= MOST_READ_BYTES:
@@ -144,47 +165,34 @@ def _open(path: Path, form: Form) -> np.ndarray:
     return array
 
 
-# --- token files ------------------------------------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
-# Token files: a corpus as one long sequence of token numbers, memory-mapped.
-#
-# NAME.bin     the numbers, little-endian uint16 (vocabularies up to 65,536) or uint32
-# NAME.json    describes them; written last, so a .bin without it is unfinished
-
-
-_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _SCAN = 1 << 22
+_TOKENS = "tokens"
 Ids = Sequence[int] | npt.NDArray[Any]
 """Token numbers."""
-_MOST_TOKENS_ABOUT_BYTES = 1 << 16
-"""A larger NAME.json was not written by us."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """The content of NAME.json. tokenizer, corpus: fingerprints; digest: hash of the bytes of NAME.bin; cut: whether
-    the corpus has more text than these tokens."""
-
-    dtype: str
-    count: int
-    vocab: int
-    tokenizer: str
-    corpus: str
-    digest: str
-    cut: bool = False
 
 
 class Tokens:
-    """A checked token file; sequence i of length s covers the tokens [i s, i s + s], the last one only as a target.
+    """A corpus as one long sequence of token numbers: the array `tokens`, uint16 (vocabularies up to 65,536) or uint32.
 
-    mapped: what `numbers` are read from, if it is a file.
+    Sequence i of length s covers the tokens [i s, i s + s], the last one only as a target. Up to MOST_READ_BYTES all
+    numbers are looked at here. DataError if one is outside the vocabulary.
     """
 
-    def __init__(self, path: Path, about: About, numbers: npt.NDArray[Any], mapped: mmap.mmap | None = None) -> None:
-        self.path, self.about, self._numbers, self._mapped = path, about, numbers, mapped
+    def __init__(self, found: Arrays) -> None:
+        self.folder, self.digest = found.folder, found.forms[_TOKENS].digest
+        self.vocab: int = int(str(found.facts["vocab"]))
+        self.cut = bool(found.facts["cut"])
+        """Whether the corpus has more text than these tokens."""
+        self._array = found.arrays[_TOKENS]
+        self._numbers = np.asarray(self._array)
+        if self._numbers.nbytes <= MOST_READ_BYTES:
+            for _ in self.check_numbers():
+                pass
 
     def __len__(self) -> int:
-        return self.about.count
+        return len(self._numbers)
 
     def num_sequences(self, length: int) -> int:
         """The number of whole sequences of `length` tokens, each with a target for its last token."""
@@ -213,14 +221,19 @@ class Tokens:
 
     def _require_whole(self) -> None:
         """A read beyond the end of a mapped file ends the process by SIGBUS."""
-        if self._mapped is not None and self._mapped.size() < self._numbers.nbytes:
-            raise _damaged("token-file-size", self.path.with_suffix(".bin"),
-                           f"should have {self._numbers.nbytes} bytes", self._mapped.size())
+        if isinstance(self._array, np.memmap) and isinstance(mapped := self._array.base, mmap.mmap):
+            whole = self._array.offset + self._array.nbytes
+            if mapped.size() < whole:
+                raise self._damaged("token-file-size", f"should have {whole} bytes", mapped.size())
 
     def _require_known(self, numbers: npt.NDArray[Any]) -> None:
-        if numbers.size and int(numbers.max()) >= self.about.vocab:
-            raise _damaged("token-file-beyond-vocabulary", self.path.with_suffix(".bin"),
-                           f"has a token beyond its vocabulary of {self.about.vocab}", int(numbers.max()))
+        if numbers.size and int(numbers.max()) >= self.vocab:
+            raise self._damaged("token-file-beyond-vocabulary", f"has a token beyond its vocabulary of {self.vocab}",
+                                int(numbers.max()))
+
+    def _damaged(self, code: str, what: str, value: object) -> DataError:
+        return DataError(what, code=code, where=str(self.folder / f"{_TOKENS}.npy"), value=value,
+                         remedy="Delete its folder; it is then made again.")
 
     def documents(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """First token of each document, and the one after its last, which is the separator `end`."""
@@ -235,75 +248,17 @@ class Tokens:
 
 
 @contextmanager
-def write_tokens(path: Path, *, vocab: int, tokenizer: str, corpus: str,
+def write_tokens(folder: Path, *, vocab: int, tokenizer: str, corpus: str,
                  cut: Callable[[], bool] = lambda: False) -> Iterator[Callable[[Ids], None]]:
-    """A context with a function that appends token numbers; path.bin and path.json appear when it ends without an
-    exception. tokenizer, corpus: fingerprints; cut: called at the end, as `About.cut`. DataError if they cannot be
-    written."""
-    name = "uint16" if vocab <= 1 << 16 else "uint32"
-    count, digest = 0, hashlib.blake2b(digest_size=16)
-    with published(path.with_suffix(".bin")) as file:
-        def append(ids: Ids) -> None:
-            nonlocal count
-            data = np.asarray(ids, dtype=_DTYPES[name]).tobytes()
-            file.write(data)
-            digest.update(data)
-            count += len(ids)
-
-        yield append
-    about = About(dtype=name, count=count, vocab=vocab, tokenizer=tokenizer, corpus=corpus, digest=digest.hexdigest(),
-                  cut=cut())
-    with published(path.with_suffix(".json")) as file:
-        file.write(json.dumps(asdict(about), indent=2).encode())
+    """A context with a function that appends token numbers, as `array_writer`. tokenizer, corpus: fingerprints; cut:
+    called at the end, as `Tokens.cut`."""
+    dtype = "uint16" if vocab <= 1 << 16 else "uint32"
+    facts: dict[str, object] = {"vocab": vocab, "tokenizer": tokenizer, "corpus": corpus}
+    with array_writer(folder, {_TOKENS: (dtype, ())}, facts) as append:
+        yield lambda ids: append({_TOKENS: np.asarray(ids, dtype=dtype)})
+        facts["cut"] = cut()
 
 
-def open_tokens(path: Path) -> Tokens:
-    """The token file path.bin with path.json; up to MOST_READ_BYTES it is read once to check it. DataError if it is
-    missing, was changed after it was written, or has a number outside the vocabulary."""
-    binary = path.with_suffix(".bin")
-    about = _about(path.with_suffix(".json"))
-    dtype = _DTYPES[about.dtype]
-    try:
-        with open_regular_file(binary, unshared=True) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != about.count * dtype.itemsize:
-                raise _damaged("token-file-size", binary, f"should have {about.count * dtype.itemsize} bytes", size)
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
-    except OSError as error:
-        raise _damaged("token-file-unreadable", binary, "cannot be read", error.strerror or str(error)) from error
-    tokens = Tokens(path, about, np.frombuffer(mapped or b"", dtype), mapped)
-    if size <= MOST_READ_BYTES:
-        digest = hashlib.blake2b(digest_size=16)
-        for part in tokens.check_numbers():
-            digest.update(part.tobytes())
-        if digest.hexdigest() != about.digest:
-            raise _damaged("token-file-changed", binary,
-                           f"has been changed: {path.with_suffix('.json').name} has another digest", digest.hexdigest())
-    return tokens
-
-
-def exists(path: Path) -> bool:
-    """Whether this token file is finished."""
-    return path.with_suffix(".json").exists()
-
-
-def _about(path: Path) -> About:
-    try:
-        found = read_json(path, _MOST_TOKENS_ABOUT_BYTES, unshared=True)
-        if not isinstance(found, dict):
-            raise ValueError("is no object")
-        about = About(**found)
-        texts = (about.dtype, about.tokenizer, about.corpus, about.digest)
-        if not all(type(part) is int and part >= 0 for part in (about.count, about.vocab)) or not all(
-                isinstance(part, str) for part in texts) or about.dtype not in _DTYPES or type(about.cut) is not bool:
-            raise ValueError(f"unknown content {about}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise _damaged("token-file-description", path, "does not describe a token file", reason) from error
-    return about
-
-
-def _damaged(code: str, path: Path, what: str, value: object) -> DataError:
-    return DataError(what, code=code, where=str(path), value=value,
-                     remedy=f"Delete {path.with_suffix('.json').name} and {path.with_suffix('.bin').name} there; they "
-                            "are then written again.")
+def open_tokens(folder: Path) -> Tokens:
+    """The tokens that `write_tokens` has left. DataError as `open_arrays` and `Tokens`."""
+    return Tokens(open_arrays(folder))

@@ -124,7 +124,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
             raise DataError(f"is being prepared by {_in_words(holder)}, which has shown no life for "
                             f"{error.seconds:.0f} s", code="data-preparation-stalled", where=str(path),
                             value=None if holder is None else str(holder),
-                            remedy=f"Let that process go on, or end it{kill}, or choose another folder with "
+                            remedy=f"Let that process continue, or end it{kill}, or choose another folder with "
                                    "`--data.cache-dir`.") from error
         yield
 

@@ -100,7 +100,7 @@ class ChatTokenizer:
         template_text = self._inner.chat_template
         self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
         if len(self._source) > _MOST_TEMPLATE or not _is_text(self._source):
-            raise DataError(f"has a chat template that is no text of at most {_MOST_TEMPLATE:,} characters",
+            raise DataError(f"has a chat template that is not a text of at most {_MOST_TEMPLATE:,} characters",
                             code="chat-template-too-long", where=str(template or folder),
                             value=f"{len(self._source):,} characters", remedy="Name another `--data.chat-template`.")
         self._words = frozenset(re.findall(r"\w+", self._source))

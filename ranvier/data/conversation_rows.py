@@ -67,11 +67,11 @@ def _is_learnt(message: Message, place: str) -> bool:
         if not isinstance(value, (bool, int, float)) or value not in values:
             raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}",
                             code="message-weight", where=place, value=value,
-                            remedy="A turn is learnt or not: there are no weights between.")
+                            remedy="A turn is learned or not; there are no weights in between.")
         if value and key in message and message["role"] != "assistant":
             raise DataError(f"has a message with `{key}` {value} which is not the assistant's",
                             code="weight-of-other-role", where=place, value=message["role"],
-                            remedy="Leave it out: only what the assistant writes is learnt.")
+                            remedy="Leave it out: only the assistant's turns are learned.")
         if not value:
             return False
     return True
@@ -83,7 +83,7 @@ def _messages(row: Row, column: str) -> list[Message]:
     value = row.values[column]
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
-        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+        raise DataError("is not a conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
                         remedy=remedy)
     found: list[Message] = []
     for message in value:
@@ -183,7 +183,7 @@ def _margin_in(row: Row) -> float | None:
     with suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(found := float(value)):
             return found
-    raise DataError("has a margin that is no finite number", code="margin-not-number", where=row.place,
+    raise DataError("has a margin that is not a finite number", code="margin-not-number", where=row.place,
                     value=repr(value)[:80], remedy="Give a number, or leave the column out of the data set.")
 
 

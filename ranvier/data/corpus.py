@@ -187,7 +187,7 @@ def own_corpus(name: str) -> OpenCorpus:
             for document in found.read(max_bytes):
                 if not isinstance(document, Document):
                     raise DataError(
-                        "has a `read` that gives something else than documents", code="corpus-read-result",
+                        "has a `read` that yields something other than documents", code="corpus-read-result",
                         where=f"data.corpus {name}", value=type(document).__name__,
                         remedy="Give ranvier.data.corpus.Document objects.")
                 yield document
@@ -219,7 +219,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         return replace(_files(name, path, names, progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
-                        remedy="Give a file or folder of plain text; write what comes out of a pipe to a file.")
+                        remedy="Give a file or folder of plain text; write the output of a pipe to a file.")
     if path.suffix.lower() in _FORMATTED and not is_rows(path, column):
         progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
                  "file, or into the field `text` of rows in a .jsonl or .json file")

@@ -28,7 +28,7 @@ from torch.nn import functional
 from ranvier import keyed_random
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data.arrays import Arrays, Form, made_once, write_arrays, write_in_pieces
+from ranvier.data.arrays import Arrays, array_writer, made_once, write_arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import Accuracy, with_labels_of_model
 from ranvier.data.named_files import first_looks, name_problems, training_name
@@ -394,7 +394,7 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 
 def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
     if run.data.eval is not None:
-        raise DataError(f"is not used: {cifar.name} has a held-out part of its own", code="eval-with-cifar",
+        raise DataError(f"is not used: {cifar.name} has its own held-out part", code="eval-with-cifar",
                         where="data.eval", value=run.data.eval, remedy="Leave `--data.eval` out.")
 
     def make() -> None:
@@ -428,10 +428,10 @@ def _files(run: Run, progress: Progress) -> Parts:
 
     def make() -> None:
         for name, part in (("eval", held), ("train", train)):
-            count = len(part.labels)
-            forms = {"images": Form(dtype="uint8", shape=(count, size, size, 3)),
-                     "labels": Form(dtype="int64", shape=(count,))}
-            write_in_pieces(folder / name, forms, _pieces(part, size, progress), {"classes": list(part.classes)})
+            with array_writer(folder / name, {"images": ("uint8", (size, size, 3)), "labels": ("int64", ())},
+                              {"classes": list(part.classes)}) as append:
+                for piece in _pieces(part, size, progress):
+                    append(piece)
 
     folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright")
     stored = made_once(folder, make, progress)

@@ -16,7 +16,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.arrays import Ids, Tokens, exists, open_tokens, write_tokens
+from ranvier.data.arrays import Ids, Tokens, made_once, write_tokens
 from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
@@ -106,8 +106,7 @@ class LanguageModelling(Task):
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
         corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
         tokenizer = text_tokenizer(run, lambda: _trained(run, corpora, cache, progress), progress)
-        folders = [_token_folder(run, corpus, tokenizer, progress) for corpus in corpora]
-        files = [(open_tokens(folder / "train"), open_tokens(folder / "eval")) for folder in folders]
+        files = [_tokens(run, corpus, tokenizer, progress) for corpus in corpora]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
         if run.data.eval is not None:
             return _with_held_out(run, self._prepared(run, tokenizer, corpora, files, parts), tokenizer, progress)
@@ -131,7 +130,7 @@ class LanguageModelling(Task):
         if packed:
             weight = sum(one.samples.num_targets() for one in packed) / sum(map(len, packed))
             padding = padding_text(np.concatenate([one.samples.sample_lengths for one in packed]), run, can_pack=True)
-        digests = [digest for train, held in files for digest in (train.about.digest, held.about.digest)]
+        digests = [digest for train, held in files for digest in (train.digest, held.digest)]
         more = (run.data.packing, run.data.mixture) if run.data.packing or run.data.mixture else ()
         return Prepared(tokenizer=tokenizer, train=join(train_parts), weight=weight,
                         eval=spread(held_parts) if run.data.eval is None else held_parts[0],
@@ -151,7 +150,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
     name = run.data.eval
     assert name is not None
     corpus = open_corpus(name, cache_folder(run), progress, run.data.text_column)
-    tokens = open_tokens(_token_folder(run, corpus, tokenizer, progress, whole=True) / "eval")
+    _, tokens = _tokens(run, corpus, tokenizer, progress, whole=True)
     samples = _samples(tokens, run, tokenizer.end)
     if len(samples) < 1:
         raise DataError(f"has too little text for one sequence of {run.model.sequence} + 1 tokens",
@@ -159,7 +158,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
                         remedy="Give more text, or a shorter `--model.sequence`.")
     return replace(prepared, eval=samples, about=f"{prepared.about}; held out is {name}: {len(tokens):,} tokens",
                    first_tokens=tokens.head(HEAD_TOKENS),
-                   fingerprint=fingerprint(prepared.fingerprint, tokens.about.digest))
+                   fingerprint=fingerprint(prepared.fingerprint, tokens.digest))
 
 
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
@@ -171,15 +170,15 @@ def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierErro
     return found
 
 
-def _token_folder(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False
-                  ) -> Path:
-    """The folder in the cache with the training and held-out tokens of a corpus. whole: all of it is held out."""
+def _tokens(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False
+            ) -> tuple[Tokens, Tokens]:
+    """The training and held-out tokens of a corpus, from the cache. whole: all of it is held out."""
     limit = _limit(run, corpus)
     text = fingerprint(corpus.fingerprint, limit, "whole" if whole else HELD_OUT_EVERY)
     folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, tokenizer.end)
-    make_once(folder / "train", lambda: exists(folder / "train") and exists(folder / "eval"),
-              lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole), progress)
-    return folder
+    train, held = made_once(folder, lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole),
+                            progress)
+    return Tokens(train), Tokens(held)
 
 
 def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
@@ -192,7 +191,7 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
 
 def _about(run: Run, name: str, corpus: OpenCorpus, train: Tokens, held: Tokens) -> str:
     limit = _limit(run, corpus)
-    of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.about.cut else ""
+    of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.cut else ""
     return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
 
 

@@ -56,7 +56,7 @@ class PreferenceTask(Task):
         """Problems of the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.form != "auto" and not is_object_name(run.data.form):
-            found.append(DataError("is a form of conversations, and not of pairs of answers", code="form-of-other-task",
+            found.append(DataError("is a format for conversations, not for pairs of answers", code="form-of-other-task",
                                    where="data.form", value=run.data.form,
                                    remedy="Set `--data.form auto`, or `--data.task chat`."))
             return found

@@ -81,7 +81,7 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     count, size = prepared.epoch_samples, run.batch.global_size
     unit = "packed sequences" if run.data.packing else "samples"
     few = () if count >= size else (DataError(
-        f"takes more than the training data has, {count:,} {unit}: on average {size / count:.1f} times the same ones",
+        f"is larger than the training data, {count:,} {unit}: on average {size / count:.1f} times the same ones",
         code="batch-beyond-data", where="batch.global-size", value=size,
         remedy=f"Set `--batch.global-size {count}` or less, or give more data."),)
     return replace(prepared, eval_sets=sets, warnings=(*prepared.warnings, *few))

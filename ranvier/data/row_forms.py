@@ -101,7 +101,7 @@ def _unknown(table: Table) -> DataError:
               "Give texts to the task lm, as `--data.corpus`." if columns == {"text"} else
               "Set `--data.messages-column` to its column of messages, or `--data.form` to a function that makes "
               "messages of a row: module:function.")
-    return DataError("has columns of no form of conversations that is known: messages, conversations (ShareGPT), "
+    return DataError("has the columns of no known format of conversations: messages, conversations (ShareGPT), "
                      "instruction and output (Alpaca), or prompt and completion", code="form-unknown",
                      where=table.name, value=", ".join(sorted(columns)), remedy=remedy)
 
@@ -120,7 +120,7 @@ def _sharegpt(row: Row, column: str) -> Conversation:
     value = row.values.get(column)
     remedy = 'Give a list of turns, for example [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}].'
     if not isinstance(value, list) or not value:
-        raise DataError("is no conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
+        raise DataError("is not a conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
                         remedy=remedy)
     messages = _system(row)
     for turn in value:
@@ -143,7 +143,7 @@ def _call(row: Row, text: str) -> Mapping[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not {"name", "arguments"} <= found.keys():
-        raise DataError("has a call of a function that is no JSON object with a name and arguments",
+        raise DataError("has a call of a function that is not a JSON object with a name and arguments",
                         code="not-a-function-call", where=row.place, value=text[:80],
                         remedy='Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
     return found

@@ -113,7 +113,7 @@ def _of_model(run: Run, folder: Path) -> WordPiece:
 def _load(run: Run) -> WordPiece:
     path = Path(run.data.tokenizer).expanduser()
     if not path.is_file():
-        raise DataError("is no tokenizer.json that exists", code="tokenizer-file-missing", where="data.tokenizer",
+        raise DataError("is not an existing tokenizer.json", code="tokenizer-file-missing", where="data.tokenizer",
                         value=run.data.tokenizer,
                         remedy="Name the tokenizer.json of the model that training starts from, or leave it out.")
     return wordpiece.load(path)

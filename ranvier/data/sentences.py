@@ -99,8 +99,9 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     text = text_of(row, columns.text, "data.text-column").strip()
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()
     if isinstance(label, (float, list, tuple, dict)):
-        raise DataError("has a label that is no name and no number of a class: scores (regression) and several labels "
-                        "of one text are not learnt", code="label-not-class", where=row.place, value=repr(label)[:80],
+        raise DataError("has a label that is neither the name nor the number of a class: regression and several labels "
+                        "for one text are not supported", code="label-not-class", where=row.place,
+                        value=repr(label)[:80],
                         remedy="Give each text one class, or name another column in `--data.label-column`.")
     if not isinstance(label, (str, int)) or not str(label).strip() or not text or pair == "":
         empty = "label" if text and pair != "" else "text"

@@ -86,7 +86,7 @@ class ShardedLoader:
         wrong = next((number for batch in found for number in batch if not isinstance(number, Integral)), None)
         sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong and repr(wrong)])
         if wrong is not None:
-            raise DataError("gives something that is no sample's number", code="sampler-not-numbers",
+            raise DataError("returns something other than sample numbers", code="sampler-not-numbers",
                             where="the sampler of the DataLoader", value=wrong,
                             remedy="Give a sampler of whole numbers.")
         flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
@@ -116,7 +116,7 @@ class ShardedLoader:
 
     def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:
         if not isinstance(loaded, (tuple, list)) or len(loaded) != 2:
-            raise DataError("gives batches that are no (inputs, targets) pairs", code="loader-not-pairs",
+            raise DataError("gives batches that are not (inputs, targets) pairs", code="loader-not-pairs",
                             where="shard_loader(loader)", value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
         edges = [0, *accumulate(map(len, self._parts(share)))]

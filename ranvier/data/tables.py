@@ -90,7 +90,7 @@ class Table:
         if found is None:
             raise no_column(self.name, wanted[0], self.columns, setting)
         if self.columns.count(found) > 1:
-            raise DataError("has two columns of one name", code="column-twice", where=self.name, value=found,
+            raise DataError("has two columns with the same name", code="column-twice", where=self.name, value=found,
                             remedy=f"Rename one of them, or set --{setting} to another.")
         return found
 
@@ -173,7 +173,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         with gzip.open(path, "rb") as unpacked:
             yield cast(IO[bytes], unpacked)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError("is not what gzip has written", code="gzip-damaged", where=str(path), value=str(error),
+        raise DataError("is not valid gzip", code="gzip-damaged", where=str(path), value=str(error),
                         remedy="Write it again, or give another file.") from error
 
 
@@ -197,9 +197,10 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
     try:
         found = parse_json(text)
     except ValueError as error:
-        raise DataError("is no JSON", code="row-not-json", where=name, value=str(error)[:80], remedy=remedy) from error
+        raise DataError("is not JSON", code="row-not-json", where=name, value=str(error)[:80], remedy=remedy) from error
     if not isinstance(found, list):
-        raise DataError("is no JSON array", code="not-an-array", where=name, value=type(found).__name__, remedy=remedy)
+        raise DataError("is not a JSON array", code="not-an-array", where=name, value=type(found).__name__,
+                        remedy=remedy)
     escaped = "\\ud" in text.lower()
     for number, values in enumerate(found):
         yield _object(values, f"{name} row {number}", None, escaped, remedy)
@@ -228,7 +229,7 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
             try:
                 values = parse_json(line)
             except ValueError as error:
-                raise DataError("is no JSON", code="row-not-json", where=where, value=line.strip()[:80],
+                raise DataError("is not JSON", code="row-not-json", where=where, value=line.strip()[:80],
                                 remedy=remedy) from error
             yield _object(values, where, line.strip(), "\\ud" in line.lower(), remedy)
 
@@ -237,14 +238,14 @@ def _object(values: object, where: str, text: str | None, escaped: bool, remedy:
     """The row of a JSON object. DataError for what is none, and for half of a surrogate pair, which no tokenizer takes
     and no file can hold. text: of the row, where it has one. escaped: whether there may be such a half."""
     if not isinstance(values, dict):
-        raise DataError("is no JSON object", code="row-not-object", where=where, value=(text or repr(values))[:80],
+        raise DataError("is not a JSON object", code="row-not-object", where=where, value=(text or repr(values))[:80],
                         remedy=remedy)
     try:
         if escaped:
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", code="row-half-surrogate", where=where,
-                        value=ascii(error.object[error.start:error.end])[1:-1],
+        raise DataError("has half of a surrogate pair, which is not a character", code="row-half-surrogate",
+                        where=where, value=ascii(error.object[error.start:error.end])[1:-1],
                         remedy="Write the whole character, or U+FFFD in its place.") from error
     return Row(where, values)
 
@@ -367,7 +368,7 @@ def read_known(name: str, splits: Sequence[str], progress: Progress, instead: st
         try:
             found.append(read(split, rows))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise DataError("has rows that are not as expected", code="hub-rows", where=f"data.train {name}",
+            raise DataError("has rows in an unexpected format", code="hub-rows", where=f"data.train {name}",
                             value=f"{type(error).__name__}: {error}",
                             remedy="The dataset on the hub has changed: give a file in its format.") from error
     return found
@@ -417,6 +418,6 @@ def text_of(row: Row, column: str, setting: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError("has half of a surrogate pair, which is no character", code="text-half-surrogate",
+        raise DataError("has half of a surrogate pair, which is not a character", code="text-half-surrogate",
                         where=row.place, remedy="Give Unicode text.") from error
     return text

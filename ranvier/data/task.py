@@ -225,8 +225,8 @@ def eval_set_runs(run: _AnyRun) -> dict[str, _AnyRun]:
     for entry in run.data.eval_sets:
         name, _, source = entry.partition("=")
         if not _NAME.fullmatch(name) or not source or name in found:
-            raise DataError("is no NAME=DATA with a name of its own", code="malformed-eval-set", where="data.eval-sets",
-                            value=entry,
+            raise DataError("is not NAME=DATA with a different name for each", code="malformed-eval-set",
+                            where="data.eval-sets", value=entry,
                             remedy="Give for example wiki=wiki.jsonl,code=code.jsonl; names have letters, digits and "
                                    "underscores.")
         found[name] = replace(run, data=replace(run.data, eval=source, eval_sets=()))

@@ -76,7 +76,7 @@ def numbers_in(folder: Path) -> dict[str, int] | None:
     except Exception as error:  # the library raises nothing more precise
         raise DataError("is not a tokenizer", code="tokenizer-file-unreadable", where=str(path),
                         value=str(error).partition("\n")[0],
-                        remedy="Take it from where the model comes from.") from error
+                        remedy="Fetch it again from the model's source.") from error
     return found
 
 

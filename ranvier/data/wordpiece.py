@@ -191,4 +191,5 @@ def _text(path: Path) -> str:
 
 def _damaged(path: Path, reason: object) -> DataError:
     return DataError("is not a WordPiece tokenizer as expected", code="not-wordpiece", where=str(path),
-                     value=str(reason), remedy="Take the model's folder anew, or choose another `--model.pretrained`.")
+                     value=str(reason),
+                     remedy="Fetch the model's folder again, or choose another `--model.pretrained`.")

@@ -201,7 +201,7 @@ def decide(policy: FreezePolicy, facts: Facts) -> FrozenLayers:
                       f"from 0 to {facts.num_layers - 1}", code="freeze-policy-result",
                       where=f"answer of the freeze policy {type(policy).__name__} at step {facts.step}",
                       value="None" if answer is None else answer,
-                      remedy="Let frozen_layers return facts.frozen where nothing is to change.")
+                      remedy="Return facts.frozen from frozen_layers to change nothing.")
 
 
 def _is_whole(answer: object) -> TypeGuard[int]:

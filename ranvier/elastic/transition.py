@@ -59,7 +59,7 @@ def take(engine: Engine, host_buffers: Held | None = None) -> Held:
     pieces, buffers = [], [] if host_buffers is None else [piece.tensor for piece in host_buffers.pieces]
     for number, piece in enumerate(state.pieces_held(engine)):
         if state.dtype_name(piece.tensor) not in ITEM_BYTES:
-            raise CheckpointError("has a number format that cannot travel", code="number-format-not-sent",
+            raise CheckpointError("has a number format that cannot be sent", code="number-format-not-sent",
                                   where=f"{piece.kind} {piece.name}", value=state.dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
         source, copy = piece.tensor.detach(), buffers[number] if number < len(buffers) else None
@@ -236,7 +236,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
             if not transport.flush(timeout_seconds):
                 raise MessageTimeout("not all that this rank sends has left it", code="transition-send-late",
                                      where="transition", value=f"{timeout_seconds:g} s",
-                                     remedy="See what the others do, or raise `--comm.timeout-seconds`.")
+                                     remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
     transport.close()
 
 
@@ -273,7 +273,7 @@ def _next(transport: Transport, moves: Sequence[Move], missing: set[int], timeou
     kind, name = json.loads(late.parameter)
     raise MessageTimeout(f"the {kind} of {name} has not come from rank {late.source}", code="transition-receive-late",
                          where="transition", value=f"{timeout_seconds:g} s",
-                         remedy="See what that rank does, or raise `--comm.timeout-seconds`.")
+                         remedy="Check what that rank does, or raise `--comm.timeout-seconds`.")
 
 
 # --- copies of a neighbour's states -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from ranvier.tensor.split.loss import IGNORED
 
 SAMPLES_AT_ONCE = 256
 """Samples of a replica that are in memory at once in an evaluation."""
+_TELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,13 @@ class Evaluated:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[], Scoring] | None) -> Evaluated:
+def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[], Scoring] | None,
+             tell: Callable[[str], None] = lambda line: None) -> Evaluated:
     """Go through the samples of `loader` once, without dropout. Collective over `ranks`, those of the engine.
 
-    scoring: makes the scoring of one evaluation; None for the loss alone.
+    scoring: makes the scoring of one evaluation; None for the loss alone. tell: takes a line every ten seconds.
     """
-    began = time.monotonic()
+    began = told = time.monotonic()
     mine = scoring() if scoring is not None and engine.is_last_stage else None
     assert loader.total is not None  # held-out samples are gone through once
     total = weight = 0.0
@@ -65,6 +67,9 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
         result = engine.evaluate(batch, observe if mine is not None else None)
         if result.weight:
             total, weight = total + result.loss * result.weight, weight + result.weight
+        if time.monotonic() - told > _TELL_SECONDS:
+            told = time.monotonic()
+            tell(f"{min(loader.total, (number + 1) * loader.global_size):,} of {loader.total:,} samples evaluated")
     scores: dict[str, float] = {}
     if scoring is not None:
         # of the columns of a row, which have the same outputs, the first counts

@@ -108,7 +108,7 @@ def results_of(shared: SharedEngine, names: Sequence[str], *, path: Path | None,
     manager = TaskManager(include_path=None if path is None else str(path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise ConfigError("is no task of lm-evaluation-harness", code="unknown-lm-eval-task", where="lm-eval",
+        raise ConfigError("is not a task of lm-evaluation-harness", code="unknown-lm-eval-task", where="lm-eval",
                           value=unknown[0],
                           remedy="`lm_eval ls tasks` lists them; `--lm-eval-path` names a folder with more.")
     found = lm_eval.simple_evaluate(model=HarnessModel(shared), tasks=list(names), task_manager=manager, limit=limit,

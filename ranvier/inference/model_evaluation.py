@@ -54,7 +54,7 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
     for name, data in prepared.items():
         total = len(data.eval) if data.scoring else min(run.train.eval_sequences, len(data.eval))
         loader = evaluation_loader(run, engine, data.eval, total, at_once=SAMPLES_AT_ONCE * run.mesh.num_replicas)
-        results[name] = _scores(run, evaluate_samples(engine, ranks, loader, data.scoring))
+        results[name] = _scores(run, evaluate_samples(engine, ranks, loader, data.scoring, line))
     if tasks is not None:
         results |= tasks.run(engine, ranks, _tokenizer(trained, run, prepared),
                              longest=run.model.max_positions or run.model.sequence,

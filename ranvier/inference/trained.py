@@ -75,7 +75,7 @@ class Trained:
 
     def check_places(self, flags: Collection[str]) -> list[ConfigError]:
         """Paths of data that a checkpoint alone names, and no flag: they may be any, so they are not read."""
-        return [ConfigError("is a path that the checkpoint names, and no run.toml of yours",
+        return [ConfigError("is a path that only the checkpoint names, and not your run.toml",
                             code="path-named-by-checkpoint", where=read.flag(name), value=read.as_text(value),
                             remedy=f"Name it yourself if it is meant: `--{read.flag(name)} {read.as_text(value)}`.")
                 for name, value in self.unnamed.items() if name not in flags]
@@ -254,7 +254,7 @@ def no_averages(path: Path) -> CheckpointError:
 
 def _of_decoder(head: str, model: LanguageModel) -> LanguageModel:
     if head != "tokens":
-        raise CheckpointError("is no language model", code="not-a-language-model", where=str(model.origin),
+        raise CheckpointError("is not a language model", code="not-a-language-model", where=str(model.origin),
                               value=f"head {head!r}",
                               remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
     return model

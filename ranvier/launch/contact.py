@@ -45,12 +45,12 @@ def remove_contact(run_dir: Path) -> None:
 def check_under_way(run_dir: Path) -> None:
     """RanvierError for a folder that is none of a run, and for a run that has ended."""
     if not (run_dir / "run.toml").is_file():
-        raise RanvierError("is no run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
+        raise RanvierError("is not a run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
                            value=str(run_dir),
                            remedy="Name the folder that the run has printed as its own (`--run-dir`).")
     if has_ended(run_dir):
         raise RanvierError("has ended", code="run-has-ended", where=f"run {run_dir}",
-                           remedy="Name a run that is under way, or go on with this one: `ranvier train RUN`.")
+                           remedy="Name a run in progress, or continue this one: `ranvier train RUN`.")
 
 
 def has_ended(run_dir: Path) -> bool:

@@ -82,7 +82,8 @@ def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevic
         except (RuntimeError, ValueError) as error:
             raise LaunchError("did not say in time which devices it has", code="devices-not-reported",
                               where=f"rank {rank}", value=str(error).partition("\n")[0],
-                              remedy="See why that rank has not started, or raise `--comm.timeout-seconds`.") from error
+                              remedy="Check why that rank has not started, or raise `--comm.timeout-seconds`."
+                              ) from error
         ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
     return ranks
 

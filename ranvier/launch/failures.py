@@ -156,7 +156,7 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
         fail(MessageTimeout(
             f"a collective did not end{''.join(lines)}", code="collective-late", where=where,
             value=f"more than {timeout_seconds:g} s",
-            remedy="See what the other members do, or raise `--comm.timeout-seconds`."))
+            remedy="Check what the other members do, or raise `--comm.timeout-seconds`."))
 
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(lambda rank: _describe_now(world, mesh, rank))
@@ -230,7 +230,7 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
                 if seconds >= heartbeat.timeout_seconds:
                     raise MessageTimeout("sends no heartbeat, and the run waits for it to end",
                                          code="heartbeat-missing", where=f"rank {rank}", value=f"{seconds:.0f} s",
-                                         remedy="See what that rank does, and start again with `--resume auto`.")
+                                         remedy="Check what that rank does, and start again with `--resume auto`.")
     except RuntimeError:
         pass  # rank 0, which hosts the store, has seen that all ranks finished, and has exited
 

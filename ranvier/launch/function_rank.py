@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         try:
             result = cloudpickle_module().dumps(found)
         except Exception as error:  # whatever an object's own pickling raises
-            raise LaunchError(f"returned what cannot be sent back: {type(error).__name__}: {error}",
+            raise LaunchError(f"returned a value that cannot be sent back: {type(error).__name__}: {error}",
                               code="result-not-picklable", where="ranvier.run", value=type(found).__name__,
                               remedy="Return numbers, tensors or texts.") from error
         temporary = folder / f"{world.rank}.unfinished"

@@ -266,5 +266,5 @@ def _error(stopped: Mapping[int, Process], late: bool, timeout_seconds: float) -
         return None
     return LaunchError("has not started on all ranks", code="mpi-start-late", where="MPI",
                        value=f"more than {timeout_seconds:g} s",
-                       remedy="See whether the launcher started every rank and whether the machines reach each other, "
+                       remedy="Check that the launcher started every rank and whether the machines reach each other, "
                               "or raise `--comm.timeout-seconds`.")

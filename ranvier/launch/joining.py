@@ -183,7 +183,7 @@ class Newcomer:
         problem = json.loads(self._await("verdict", seconds, "the run has not said whether it takes this rank"))
         if problem is not None:
             raise LaunchError(f"is refused: {problem}", code="join-refused", where=f"joining rank {self._number}",
-                              remedy="Look at the run's output, and join again.")
+                              remedy="Check the run's output, and join again.")
 
     def _refused(self) -> bool:
         return self._world.store.check([f"{_KEYS}{self._wish}/verdict"])
@@ -206,5 +206,5 @@ class Newcomer:
                 time.sleep(_POLL_SECONDS)
             return store.get(key).decode()
         except RuntimeError as error:
-            raise LaunchError("has ended, or starts again", code="join-run-gone", where="the run",
-                              value=str(error).partition("\n")[0], remedy="Join a run that is under way.") from error
+            raise LaunchError("has ended or is restarting", code="join-run-gone", where="the run",
+                              value=str(error).partition("\n")[0], remedy="Join a run that is in progress.") from error

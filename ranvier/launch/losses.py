@@ -115,7 +115,7 @@ class Losses:
     def end(self) -> None:
         """On rank 0: have a loss end the run from now on. TransportError where one has just been reported."""
         if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
-            raise TransportError("was lost", code="rank-lost", where="a rank", remedy="See which rank has stopped.")
+            raise TransportError("was lost", code="rank-lost", where="a rank", remedy="Check which rank has stopped.")
 
     def close(self) -> None:
         """Stop watching. A thread inside a store call while the interpreter shuts down would crash the process."""
@@ -153,7 +153,7 @@ class Losses:
         with self._lock:
             if self._known > agreement.number:
                 raise TransportError("was lost", code="rank-lost", where="another rank",
-                                     remedy="See which rank has stopped.")
+                                     remedy="Check which rank has stopped.")
             if before is not None:
                 before.sockets.severed = False
         made = torch_generation(f"losses/{agreement.number}", members.index(world.members[world.rank]), len(members),

@@ -113,7 +113,7 @@ def _failure(folder: Path, code: int) -> LaunchError:
     if not errors:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return LaunchError(f"ended {how} before they had a result", code="function-ranks-ended", where="the ranks",
-                           remedy="See their output above.")
+                           remedy="Read their output above.")
     who, _, what = errors[0].read_text().partition("\n")
     return LaunchError(f"failed: {what.rstrip('.')}", code="function-failed", where=who,
                        remedy="Its traceback is in the output above.")

@@ -111,7 +111,7 @@ def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: fl
 def _missing(rank: int, value: object) -> LaunchError:
     return LaunchError("did not start in time", code="rank-start-late", where=f"rank {rank}",
                        value=str(value).partition("\n")[0],
-                       remedy="See why that rank has not started, or raise `--comm.timeout-seconds`.")
+                       remedy="Check why that rank has not started, or raise `--comm.timeout-seconds`.")
 
 
 def _await_launchers_store(started: Started, host: str, port: int, timeout_seconds: float) -> None:

@@ -179,7 +179,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
                                                   else f"{comm.transport}, collectives {comm.collectives}", stores)
     transport = choose_transport(comm.transport, started, device.value)
     if place.type == "cuda" and launch.survive_losses:
-        raise ConfigError("works between host memories only: a wait inside NCCL for a lost rank cannot be ended",
+        raise ConfigError("works on CPUs only: a wait inside NCCL for a lost rank cannot be interrupted",
                           code="survive-losses-on-device", where="launch.survive-losses", value=str(place),
                           remedy="Set `--launch.device cpu`, or use `--max-restarts` instead.")
     if place.type == "cuda":

@@ -186,7 +186,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     end, lost = children.named_now(end), len(children.lost)
     outcome = _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
     if (why := why_given_up(children.store)) is not None:
-        tell(f"ranvier: the run cannot go on without it: {why}")
+        tell(f"ranvier: the run cannot continue without it: {why}")
     return replace(outcome, num_lost=outcome.num_lost + lost, retryable=outcome.retryable and not received)
 
 
@@ -372,9 +372,9 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
         return False
     if wish is None:
         mesh = read_mesh(children.store, mesh)
-        tell(children.named_now(end).describe(mesh, "; the others try to go on without it"))
+        tell(children.named_now(end).describe(mesh, "; the others try to continue without it"))
     else:
-        tell(f"ranvier: joining rank {end.rank} {end.how}; the run tries to go on without it")
+        tell(f"ranvier: joining rank {end.rank} {end.how}; the run tries to continue without it")
     children.let_go(end)
     return True
 

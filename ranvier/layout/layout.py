@@ -115,7 +115,7 @@ class Layout:
                               remedy="Give the first block of each stage after the first, rising.")
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
-            raise ModelError("two parameters have one name", code="parameter-names-repeat", where="model",
+            raise ModelError("two parameters have the same name", code="parameter-names-repeat", where="model",
                              value=sorted({name for name in names if names.count(name) > 1})[0],
                              remedy="Give each block its own name.")
 
@@ -200,11 +200,6 @@ class Layout:
             place = self.pipe_of(parameter.block), self.key(parameter)
             found.setdefault(parameter.owner, {}).setdefault(place, parameter)
         return found
-
-    @cached_property
-    def has_separate_ends(self) -> bool:
-        """Whether ends of a tie are parameters of their own, on one rank or several."""
-        return any(len(ends) > 1 for ends in self.ends.values())
 
     def ends_on(self, pipe: int) -> dict[str, Parameter]:
         """Key -> an end on the ranks at that place in the pipeline. Ends of one key are cut alike; the owner, whose

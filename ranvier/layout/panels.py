@@ -1,7 +1,8 @@
 """The panels in which the activations of a product travel, one while another one is multiplied.
 
 A panel costs a start of its collective and a product with fewer full tiles, so there are only as many as hide more than
-they cost. They are equal, and their number doubles: sizes that are powers of two are cut into whole tiles.
+they cost. They are equal, and of whole sequences or of a power of two: sequences whose length is a power of two are cut
+into whole tiles, and equal panels need no copies.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ def panel_count(size: int, panel_bytes: int, *, hides: bool) -> int:
 
 
 def panels_on_gpu(size: int, panel_bytes: int | Literal["auto"], *, hides: bool) -> int:
-    """`panel_count` on a GPU. panel_bytes: as `tensor.panel_bytes`."""
-    return panel_count(size, PANEL_BYTES["cuda"] if panel_bytes == "auto" else panel_bytes, hides=hides)
+    """`panel_count` on a GPU, as a power of two. panel_bytes: as `tensor.panel_bytes`."""
+    return power_of_two(panel_count(size, PANEL_BYTES["cuda"] if panel_bytes == "auto" else panel_bytes, hides=hides))
+
+
+def power_of_two(count: int) -> int:
+    """The least one that is no smaller."""
+    return 1 << (count - 1).bit_length()
 
 
 @lru_cache(maxsize=256)  # each product asks, and sizes are few

@@ -73,7 +73,7 @@ def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
             if names := sorted(map(str, found[kind])):
                 raise ModelError(f"is not what the folder has: {kind.replace('_', ' ')} {', '.join(names[:3])}",
                                  code="transformers-tensors-differ", where=f"{type(model).__name__} in {folder}",
-                                 value=len(names), remedy="Name a folder that `save_pretrained` has written whole.")
+                                 value=len(names), remedy="Name a complete folder written by `save_pretrained`.")
         cut = from_transformers(model.train(), loss=NextTokenLoss(int(model.config.get_text_config().vocab_size)))
     modules = {name: build() for name, build in cut.blocks.items()}
     there = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,7 +143,7 @@ def _config(folder: str) -> Any:
     except Exception as error:  # whatever transformers raises
         raise _not_built(folder, error) from error
     if getattr(config, "quantization_config", None):
-        raise ModelError("has quantized weights, which do not train", code="transformers-model-quantized",
+        raise ModelError("has quantized weights, which cannot be trained", code="transformers-model-quantized",
                          where=f"config.json in {folder}", remedy="Name a folder of its weights in bf16 or fp32.")
     return config.get_text_config()
 
@@ -157,7 +157,7 @@ def _check_files(folder: Path) -> None:
         document = read_json(folder / "config.json", CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be read: {error}", code="transformers-folder-unreadable", where=f"model in {folder}",
-                         remedy="Name a folder that `save_pretrained` has written whole.") from error
+                         remedy="Name a complete folder written by `save_pretrained`.") from error
     for key, value in _items(document):
         if key.lstrip("_") in ("attn_implementation", "experts_implementation") and value not in _OWN_KERNELS:
             raise ModelError("names kernels that are not transformers' own", code="transformers-kernels",
@@ -200,8 +200,8 @@ def _path(folder: str) -> Path:
 def _not_built(folder: str, error: Exception) -> RanvierError:
     if isinstance(error, RanvierError):
         return error
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return ModelError(f"is no causal language model that transformers builds: {reason}",
+    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+    return ModelError(f"is not a causal language model that transformers can build: {reason}",
                       code="transformers-model-not-built", where=f"model in {folder}",
                       remedy="Install the transformers that it was made for (`pip install -U transformers`), or name "
                              "another model. Code in a folder is not run.")
@@ -213,13 +213,13 @@ class _Transformers:
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
         folder = settings.pretrained
         if folder is None or not (_path(folder) / "config.json").is_file():
-            return [ConfigError("is no folder with config.json, which the family transformers needs",
+            return [ConfigError("is not a folder with config.json, which the family transformers needs",
                                 code="transformers-needs-folder", where="model.pretrained", value=folder,
                                 remedy="Fetch the model first (`hf download OWNER/NAME --local-dir FOLDER`), and name "
                                        "its folder.")]
         own = next((name for name in _OWN if getattr(settings, name) != getattr(Transformer, name)), None)
         return [*wrong_head("transformers", head, ("tokens",)), *([] if own is None else [ConfigError(
-            "is that of the folder, whose modules the family transformers trains as they are",
+            "is set by the folder: the family transformers trains its modules unmodified",
             code="setting-of-transformers-folder", where=f"model.{own.replace('_', '-')}", value=getattr(settings, own),
             remedy="Leave it out, and change config.json in a copy of the folder.")])]
 

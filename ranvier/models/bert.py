@@ -66,7 +66,7 @@ class Embedding(nn.Module):
         if length > self.longest:
             raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
                              where="sequence of the inputs", value=length,
-                             remedy=f"Feed at most {self.longest} tokens, or set `--model.sequence {length}`.")
+                             remedy=f"Pass at most {self.longest} tokens, or set `--model.sequence {length}`.")
         x_BSH = self.token(ids_BS) + self.position(length) + self.token_type(inputs["types"])
         is_first_S = torch.arange(length, device=mask_BS.device) == 0
         return {"hidden": self.dropout(self.norm(x_BSH)), "mask": mask_BS | is_first_S}

@@ -70,13 +70,13 @@ def _model_problems(run: Run) -> list[RanvierError]:
     form = form_of(run.data)
     family, name = family_of(run), family_name(run)
     if not is_object_name(name) and not is_object_name(run.data.task) and name not in (form.family, *form.others):
-        return [ConfigError(f"does not do the task {run.data.task}, which "
+        return [ConfigError(f"does not support the task {run.data.task}, which "
                             f"{' and '.join((form.family, *form.others))} {'do' if form.others else 'does'}",
                             code="family-without-task", where=_SETTING, value=name,
                             remedy="Name a model of that family in `--model.pretrained`, or another `--data.task`."
                             if run.model.pretrained else "Set `--model.family auto`, or another `--data.task`.")]
     if name == "transformers" and run.data.packing:
-        return [ConfigError("packs samples, whose borders transformers' modules do not see",
+        return [ConfigError("packs samples, which transformers' modules cannot keep apart",
                             code="packing-without-segments", where="data.packing", value=True,
                             remedy="Leave it out, or choose a model of another `--model.family`.")]
     with blamed(name, _SETTING, "`problems`"):
@@ -142,7 +142,7 @@ def _freezing_problems(run: Run) -> list[RanvierError]:
                             where="elastic.freeze", value=run.elastic.freeze,
                             remedy="Set `--elastic.freeze none`, or declare them: Model(layers=...).")]
     if run.elastic.freeze == "untrained" and not untrained_layers(model):
-        return [ConfigError("freezes no layer: the first one has something to train", code="nothing-to-freeze",
+        return [ConfigError("freezes no layer: the first one has trainable parameters", code="nothing-to-freeze",
                             where="elastic.freeze", value="untrained",
                             remedy="Give adapters to upper layers only, for example "
                                    f"`--lora.targets 'layer{len(model.layers) - 1}.*'`, or choose another policy.")]

@@ -198,7 +198,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     for name, one in traced:
         one.training = training
         if any(getattr(one, hooks) for hooks in HOOKS):
-            raise ModelError("has hooks, which its blocks would not run", code="cut-module-with-hooks",
+            raise ModelError("has hooks, which its blocks would not call", code="cut-module-with-hooks",
                              where=name or type(module).__name__,
                              remedy="Remove them, or register them on submodules without a cut inside.")
     for _ in range(_DRAWING_TRACES):
@@ -217,7 +217,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     else:
         raise ModelError("draws random numbers of Python or NumPy, which would be constants in its blocks",
                          code="forward-draws-numbers", where=f"forward of {type(module).__name__}",
-                         remedy=f"Draw by torch.rand and its like. Or m{REMEDY[1:]}")
+                         remedy=f"Draw them with torch.rand or similar. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
         return Trace(graph=graph, starts=tracer.starts, reads=reads)

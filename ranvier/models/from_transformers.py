@@ -328,7 +328,7 @@ class _First(WholeTexts):
                                      remedy="Give from_transformers a sample with the inputs that microbatches have.")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     if state.setdefault(slot.name, leaf) is not leaf:
-                        raise ModelError("is called with two tensors that are one for the sample",
+                        raise ModelError("is called with two tensors, which were the same one for the sample",
                                          code="layer-tensors-one-for-sample", where=f"layer{index}", value=slot.name,
                                          remedy="Give from_transformers a sample for which they differ.")
                 elif leaf is not slot and leaf != slot:

@@ -46,7 +46,7 @@ class Embedding(nn.Module):
         if length > self.longest:
             raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
                              where="sequence of the inputs", value=length,
-                             remedy=f"Feed at most {self.longest} tokens, or set `--model.sequence {length}`.")
+                             remedy=f"Pass at most {self.longest} tokens, or set `--model.sequence {length}`.")
         positions: int | Tensor = length if segments_BS is None else positions_of(segments_BS)
         if before:
             positions = torch.arange(before, length, device=ids_BS.device).expand_as(ids_BS)

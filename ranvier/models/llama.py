@@ -313,7 +313,7 @@ def problems(config: Transformer) -> list[ConfigError]:
                                  code="rope-positions-missing", where="model.rope-positions", value=None,
                                  remedy="Set it to the positions that the model had before the scaling."))
     if config.rope_limits is not None and config.rope_limits[0] >= config.rope_limits[1]:
-        found.append(ConfigError("must rise", code="rope-limits-order", where="model.rope-limits",
+        found.append(ConfigError("must be in rising order", code="rope-limits-order", where="model.rope-limits",
                                  value=config.rope_limits, remedy="Give the lower limit first, for example 1,4."))
     return found
 

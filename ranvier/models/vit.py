@@ -68,7 +68,7 @@ class Embedding(nn.Module):
         if images_BCII.shape[1:] != (CHANNELS, self.image_size, self.image_size):
             raise ModelError(f"must be [batch, {CHANNELS}, {self.image_size}, {self.image_size}]",
                              code="image-shape", where="shape of the images", value=tuple(images_BCII.shape),
-                             remedy="Feed images of model.image_size, or set `--model.image-size`.")
+                             remedy="Pass images of model.image_size, or set `--model.image-size`.")
         patches = patches_of(images_BCII, self.patch_size)
         patch_BSH = self.patch(patches.to(self.patch.weight.dtype))
         x_BSH: Tensor = self.dropout(patch_BSH + self.position(patches.shape[1] + 1))

@@ -45,7 +45,7 @@ from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.optim.touched_rows import TouchedRows
 
 _MAKER = "ranvier_gradients"
-"""Attribute of a gradient that is a place in a buffer: the `Gradients` with that buffer, as a weak reference."""
+"""Attribute of a buffer's storage, which is not saved with tensors: its `Gradients`, as a weak reference."""
 
 
 class Gradients:
@@ -125,8 +125,10 @@ class Gradients:
         """Make the buffer, and the parameters' `.grad` views of it."""
         self.flat = torch.zeros(self.length, dtype=self.dtype, device=self._device)
         """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
+        setattr(self.flat.untyped_storage(), _MAKER, ref(self))
         self.reductions.flat = self.flat
         self._attach()
+        self.note_left()
 
     def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
@@ -145,14 +147,8 @@ class Gradients:
                     place.copy_(grad.reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                grad = spec.parameter.grad = self._in_place(place, spec)
+                grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
                 self._versions[spec.name] = -1 if early else grad._version
-
-    def _in_place(self, place: Tensor, spec: GradientSpec) -> Tensor:
-        """The gradient that a part of the buffer is, with a version count of its own."""
-        grad = place.view(spec.parameter.shape).data
-        setattr(grad, _MAKER, ref(self))
-        return grad
 
     # ------------------------------------------------------------------ counting
 
@@ -188,9 +184,9 @@ class Gradients:
 
     def warn_of_lost(self) -> None:
         """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
-        for spec in self.owned() if self._left else ():
+        for spec in self.owned():
             grad = spec.parameter.grad
-            maker = getattr(grad, _MAKER, None)
+            maker = _maker_of(grad)
             is_left = maker is not None and (maker() is not self or (
                 grad is not None and grad._version == self._left.get(spec.name)))
             if grad is None or is_left or not (grad.is_sparse or grad.any()):
@@ -398,7 +394,7 @@ class Gradients:
                 self._removed.add(spec.name)
             elif grad.data_ptr() != place.data_ptr():
                 place.copy_(grad.to_dense().reshape(-1))
-                spec.parameter.grad = self._in_place(place, spec)
+                spec.parameter.grad = place.view(spec.parameter.shape).data
                 self._frozen.discard(spec.name)
 
     def let_go(self) -> None:
@@ -461,16 +457,23 @@ class Gradients:
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
+def _maker_of(grad: Tensor | None) -> ref[Gradients] | None:
+    """Whose buffer a gradient is a part of; None for others."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided:
+        return None
+    return getattr(grad.untyped_storage(), _MAKER, None)
+
+
 def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradients | None, *, applied: bool) -> None:
     """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
     `applied`, in any."""
     for name, parameter in parameters:
-        maker = getattr(parameter.grad, _MAKER, None)
+        maker = _maker_of(parameter.grad)
         other = None if maker is None else maker()
         if other is not None and other is not mine and parameter in other.places and (
                 applied or (other.unapplied and not other.were_zeroed())):
             raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
                               where=f"parameter {name}",
-                              remedy="Engines of one module take turns: call step or zero_grad of the one whose "
-                                     "forward_backward came first, or close it, before another one computes gradients. "
-                                     "Two losses of one step are one loss, their sum.")
+                              remedy="Use engines of one module in turn: call step or zero_grad of the first one, or "
+                                     "close it, before another one computes gradients. Two losses of one step are one "
+                                     "loss, their sum.")

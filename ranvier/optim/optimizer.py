@@ -33,6 +33,7 @@ from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streame
 from ranvier.optim.reduction import MAX_COLLECTIVES
 from ranvier.optim.rules import Rules, check_state_name, rules_of
 from ranvier.optim.state_places import StateOwner, StatePlaces
+from ranvier.originals.same_memory import ViewsOfParameters, mark_as_engines
 from ranvier.system.memory_tracker import free_bytes
 from ranvier.tensor.quantized_weight import stored_tensors
 
@@ -66,8 +67,12 @@ class FlatOptimizer:
 
     def __init__(self, optim: Optim, gradients: Gradients, *, offload: Offload, bucket_size: int) -> None:
         self._optim, self._gradients = optim, gradients
+        views = ViewsOfParameters(gradients.places)
         self.weights = _flatten(gradients)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
+        views.follow()
+        self.left_behind = views.left
+        """Tensors that had values of parameters in common with them, and have none of the new memory."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
         self.offload, self.offload_share = offload, optim.offload_share
         self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)
@@ -164,7 +169,10 @@ class FlatOptimizer:
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
+        views = ViewsOfParameters(replaced)
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
+        if not views.left:  # else they are views of one tensor that the program writes into
+            views.follow()
         for spec, segment in self._groups:
             parameter = spec.parameter
             if parameter in replaced or parameter._version != self._versions[parameter]:
@@ -354,6 +362,7 @@ def _flatten(gradients: Gradients) -> Tensor:
     if first is None:
         return torch.empty(0)
     weights = torch.zeros(gradients.size, dtype=first.dtype, device=first.device)
+    mark_as_engines(weights)
     _move_into(weights, gradients.places)
     return weights
 

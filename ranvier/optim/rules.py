@@ -189,7 +189,7 @@ def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
     if lacks(found, tensors) is None:
         return Rules(elementwise=AdamW(optim), tensors=cast(TensorRule, found))
     if (missing := lacks(found, elementwise)) is not None:
-        raise ConfigError(f"is no update rule: it gives a {type(found).__name__}, which has no {missing}",
+        raise ConfigError(f"is not an update rule: it gives a {type(found).__name__}, which has no {missing}",
                           code="update-rule-lacks-method", where="optim.algorithm", value=text,
                           remedy="Give it `states` and `update`, or `applies_to`, `state_shapes` and `update_tensors` "
                                  "(docs/optimizers.md).")

@@ -135,6 +135,16 @@ def _takes_names(optimizer: OptimizerFactory) -> bool:
         return False
 
 
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """ConfigError for an optimizer whose `step` must be given a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would run "
+                          "again, and decides by the parameters of this rank", code="optimizer-needs-closure",
+                          where="optimizer", value=type(optimizer).__name__,
+                          remedy="Use an optimizer that takes one gradient.")
+
+
 def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None, norm: float) -> Judged:
     """Judge a step whose loss is good by its norm, and inform the guard and the loss scale. kept: of the batches before
     it in the same step, of whose overflow the scale knows."""
@@ -199,11 +209,7 @@ class Updater:
         if optimizer is not None and owned:
             self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
                                    if _takes_names(optimizer) else owned)
-            closure = inspect.signature(self.users.step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would "
-                                  "run again", code="optimizer-needs-closure", where="optimizer",
-                                  value=type(self.users).__name__, remedy="Use an optimizer that takes one gradient.")
+            refuse_closures(self.users)
             in_groups = {id(one) for group in getattr(self.users, "param_groups", ()) for one in group["params"]}
             if in_groups and in_groups.isdisjoint(id(one) for one in owned):
                 warnings.warn(f"optimizer: {type(self.users).__name__} has none of the parameters that it was given: "

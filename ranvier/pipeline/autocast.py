@@ -64,7 +64,7 @@ def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
     refuse_default_device()
     if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-        raise ConfigError("is on around a call that trains, and gradients need it off", code="no-grad-around-engine",
+        raise ConfigError("is active around a call that trains, and disables gradients", code="no-grad-around-engine",
                           where=f"{mode}()", value=True,
                           remedy="Call train_batch and forward_backward outside of it; evaluate and predict need no "
                                  "gradients, whatever is around them.")
@@ -72,9 +72,9 @@ def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
         raise ConfigError("is on around a call that trains, and each microbatch has a backward of its own, after which "
                           "the graph of what is cached is gone", code="parametrizations-cached-around-engine",
                           where="torch.nn.utils.parametrize.cached()", value=True,
-                          remedy="Leave it out, or switch it on within a block's forward.")
+                          remedy="Leave it out, or use it within a block's forward.")
     if torch.is_autocast_enabled(device.type):
-        raise ConfigError("is on around a call of the engine, so that backward and update would be inside",
+        raise ConfigError("is active around a call of the engine, so it would also include backward and update",
                           code="autocast-around-engine", where=f"torch.autocast({device.type!r})",
                           value=torch.get_autocast_dtype(device.type),
                           remedy="Leave it out and give Engine(autocast=torch.bfloat16), or switch it on within a "

@@ -6,13 +6,13 @@
 One batch on one rank:
 
     1. messages that have arrived are reported to the schedule                           pipeline/batch
-    2. the schedule names the next action; the leader of a row x col stage announces it to its peers
-    3. the stage runs it, and what it produced is sent
+    2. the schedule chooses the next action; the leader of a row x col stage announces it to its peers
+    3. the stage runs it and sends the result
     4. complete chunks of gradients are averaged over `data` meanwhile                   optim/gradients
-    5. when all is done: ties, the global weight, the optimizer, new values of tied parameters
+    5. at the end: ties, the global weight, the optimizer, new values of tied parameters
 
-Nothing waits for a number that only people want: losses and norms are reduced asynchronously and waited for when read,
-so a rank that has finished a batch starts the next one while others still work on this one.
+Losses and norms are reduced asynchronously and waited for only when they are read, so a rank that has finished a batch
+starts the next one while others still work on this one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
-from ranvier.pipeline.held_parameters import HeldParameters, RankParameters
+from ranvier.pipeline.held_parameters import HeldParameters, RankParameters, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
@@ -103,63 +103,62 @@ class Engine:
 
     Args:
         model: a `Model`, a list or dict of modules, or a plain container of them (`nn.Sequential`, `nn.ModuleList`,
-            `nn.ModuleDict`) without anything of its own; every rank gives the same one and keeps only its stage's
-            blocks, which are moved to the device and `dtype` in place. Training changes no module's mode, evaluation
-            puts all in `eval()` and each one back afterwards.
+            `nn.ModuleDict`) without its own parameters, hooks or forward. Every rank passes the same model and keeps
+            only its stage's blocks, which are moved to the device and `dtype` in place. Training does not change any
+            module's mode; evaluation switches all modules to `eval()` and then back.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
-        plan: what `ranvier.plan.make.make` has decided for this model, in place of mesh, pipeline, tensor, memory,
-            optim and sample; without it the engine makes its own (`engine.plan`).
-        loss: (output, targets) -> (sum of losses, weight), for models that do not bring theirs. A module with
-            parameters trains, as a last block named loss; on several rows or columns it is refused.
-        optimizer: from this rank's parameters to a torch optimizer; None with no `optim` for gradients only. One whose
-            first parameter is called `named_parameters` gets (name, parameter) pairs. Not called
-            on a rank that owns no trainable parameter. With a `dtype` of half precision it updates fp32 master copies,
-            which take the parameters' places in its groups once it is built.
+        plan: the result of `ranvier.plan.make.make` for this model, in place of mesh, pipeline, tensor, memory,
+            optim and sample; without it the engine makes its own plan (`engine.plan`).
+        loss: (output, targets) -> (sum of losses, weight), for models without one. A module with
+            parameters is trained as a last block named loss; on several rows or columns it is refused.
+        optimizer: function from this rank's parameters to a torch optimizer; None without `optim` computes gradients
+            only. If its first parameter is called `named_parameters`, it gets (name, parameter) pairs. It is not called
+            on a rank that owns no trainable parameter. With a half-precision `dtype` the optimizer updates fp32 master
+            copies, which replace the parameters in its groups once it is built.
         optim: train with Ranvier's own optimizers, as these settings say: in buckets, offloaded, sharded, with fp32
-            master copies for half-precision parameters. Also how gradients add up, travel and are clipped, beside
-            `optimizer` too.
+            master copies for half-precision parameters. Its settings for accumulating, reducing and clipping gradients
+            also apply with `optimizer`.
         learning_rate: of the optimizer that `optim` describes; `engine.learning_rate` may be set before any step.
-        pipeline: stages, their cut, and the order of their work. Without `sample` blocks cost their numbers of
+        pipeline: stages, their cut, and their schedule. Without `sample` the cost of a block is its number of
             parameters.
-        policy: which ready action a stage runs next, where it is a `Policy` of your own and none of `pipeline.policy`.
+        policy: your own `Policy`, which chooses among ready actions, in place of `pipeline.policy`.
         tensor: how blocks are split over the row x col ranks of a stage, which must be written with the layers of
             `ranvier.tensor`.
-        memory: which activations are computed again; auto needs `sample`.
-        guard: when a step is bad, so that nothing is updated from it (`BatchResult.bad`); stop, skip and rollback
-            act alike here, and the mode none applies every step. Without a guard, a loss that is NaN or infinite
-            (in fp16: that is NaN) is an error, with the block and microbatch that it began with, and nothing is updated
-            from it.
+        memory: which activations are recomputed; auto needs `sample`.
+        guard: decides when a step is bad and must not be applied (`BatchResult.bad`); stop, skip and rollback
+            have the same effect here, and none applies every step. Without a guard, a NaN or infinite loss
+            (in fp16: a NaN loss) is an error that names the block and microbatch of its origin, and nothing is updated.
         sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
-            from the user's, others, and other rows, from one forked within each batch, so that masks differ.
+            from the user's, other replicas and rows from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
             without autocast and float8, else fp32. float16 scales the loss, and skips steps whose gradients overflow.
-        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 beside a
-            `dtype` of half precision. They begin with the block's name. What a model of transformers keeps in fp32
-            stays so by itself (`plan/formats`); a warning tells which buffers have been cast.
+        keep_fp32: names of modules, parameters and buffers, or patterns of them ("*.norm"), that stay in fp32 with a
+            half-precision `dtype`. They begin with the block's name. Parameters that a transformers model keeps in fp32
+            stay in fp32 without being named (`plan/formats`); a warning names buffers that have been cast.
         autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
             parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
             for fp32. Not beside another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
-            and a value that is far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and a value
-            changes rounding and what hooks on gradients see.
-        frozen: layers that are not trained, from the first on, with whatever comes before them. A parameter that is
-            tied to one of theirs trains on by itself (`ranvier.block.freeze`). frozen_above: layers above the first
-            one that trains, whose weights are not trained; gradients pass through them. frozen_dropout: whether the
-            first `frozen` layers drop out as others do, or compute as in evaluation.
-        buffers: what replicas do about buffers that a forward changes, such as BatchNorm's running statistics, after
+            and a value far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and other values
+            change only rounding and the gradients that hooks see.
+        frozen: number of frozen layers, counted from the first, with all blocks before them. A parameter tied to one
+            of theirs continues to train separately (`ranvier.block.freeze`). frozen_above: layers above the first
+            trainable one whose weights are frozen; gradients pass through them. frozen_dropout: whether dropout is
+            active in the first `frozen` layers.
+        buffers: how replicas synchronise buffers that a forward changes, such as BatchNorm's running statistics, after
             each training batch: all take the first replica's (as DistributedDataParallel does), their average, or each
-            keeps its own (local), of which checkpoints and exports have the first replica's.
-        timeout_seconds: longest wait for one message before MessageTimeout, with a report of who waits for what.
+            keeps its own (local); then checkpoints and exports have the first replica's.
+        timeout_seconds: longest wait for one message before MessageTimeout, with a report of which rank waits for what.
         check_order: compare the order of actions among the ranks of a stage before each action, and of layers among its
             rows before each layer (slow; for debugging).
-        flags: whether errors name the command's flags, rather than arguments.
+        flags: whether errors name the command's flags instead of Python arguments.
         compile, float8: as `model.compile` and `model.float8` in a run: whether blocks are compiled, and whether their
             linear layers multiply in float8.
 
-    Raises ModelError or ConfigError for what does not fit, on every rank alike.
+    Raises ModelError or ConfigError for invalid arguments, on every rank.
     """
 
     @of_engine
@@ -240,6 +239,10 @@ class Engine:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in blocks)
         self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
+        masters = self._updater.masters
+        self._elsewhere.note_optimizer(self._updater.users, masters.of.values() if masters is not None else ())
+        if (flat := self._updater.flat) is not None:
+            refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
         self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
         self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
                                           frozen_dropout=frozen_dropout, tables=tables, left=left)
@@ -247,7 +250,7 @@ class Engine:
         self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
 
     def __reduce__(self) -> NoReturn:
-        raise RanvierError("belongs to ranks that run now, and can be neither copied nor saved", code="engine-copied",
+        raise RanvierError("is connected to running ranks, and can be neither copied nor saved", code="engine-copied",
                            where="engine", remedy="Copy or save engine.blocks or engine.state_dict(), or write a "
                                                   "checkpoint (ranvier.Checkpoints).")
 
@@ -261,7 +264,7 @@ class Engine:
                               where="mesh", value=str(mesh),
                               remedy="Make data x pipe x row x col equal to the number of ranks.")
         if optim is not None and optim.ema and not own_optimizer:
-            raise ConfigError("is kept by Ranvier's own optimizer only", code="ema-with-own-optimizer",
+            raise ConfigError("is supported only by Ranvier's own optimizers", code="ema-with-own-optimizer",
                               where="optim.ema", value=optim.ema,
                               remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
         if optim is not None and not own_optimizer and self.world.rank == 0 and (
@@ -345,12 +348,17 @@ class Engine:
 
     def _others_parameters(self, blocks: Blocks) -> dict[int, OthersParameters]:
         """Of each stage of this rank whose code reaches parameters of other stages."""
-        return {stage: OthersParameters(self._elsewhere.others, self.names_in_whole, {
-            name: one for number, block, module in blocks if number not in self.layout.blocks(stage)
-            for path, one in module.named_parameters()
-            if self.layout[name := f"{block}.{path}"].block not in self.layout.blocks(stage)})
-            for stage in self.layout.stages.stages_of(self.coordinates.pipeline_rank)
-            if stage in self.stages.with_others_parameters}
+        placement, found = self.layout.stages, dict[int, OthersParameters]()
+        for stage in placement.stages_of(self.coordinates.pipeline_rank):
+            numbers = self.layout.blocks(stage)
+            code = {block for number, block, _ in blocks if number in numbers} | (
+                {"loss"} if stage == placement.num_stages - 1 else set())
+            if code := code & self.stages.with_others_parameters:
+                found[stage] = OthersParameters(self._elsewhere.others, self.names_in_whole, {
+                    name: one for number, block, module in blocks if number not in numbers
+                    for path, one in module.named_parameters()
+                    if self.layout[name := f"{block}.{path}"].block not in numbers}, code)
+        return found
 
     def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
         placement, pipeline = self.layout.stages, self.plan.pipeline
@@ -418,7 +426,7 @@ class Engine:
 
     @property
     def in_flight(self) -> int:
-        """Most microbatches of a replica between the first stage's forward and their return."""
+        """Maximum number of microbatches of a replica between the first stage's forward and their return."""
         return self.limits.in_flight
 
     def use_limits(self, limits: Limits) -> None:
@@ -462,7 +470,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's own, where one was given and this rank owns something trainable."""
+        """The user's torch optimizer, if one was given and this rank owns trainable parameters."""
         return self._updater.users
 
     @property
@@ -480,7 +488,7 @@ class Engine:
 
     @property
     def flat_optimizer(self) -> FlatOptimizer | None:
-        """Ranvier's, where `optim` was given and `optimizer` was not."""
+        """Ranvier's own optimizer, if `optim` was given and `optimizer` was not."""
         return self._updater.flat
 
     @property
@@ -494,8 +502,8 @@ class Engine:
         return self._updater.bad_steps
 
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters that this rank owns and an optimizer of it updates, up to date. Where other ranks
-        have others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
+        """The trainable parameters that this rank owns and its optimizer updates, up to date. If other ranks own
+        others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned()]
         return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
@@ -669,6 +677,8 @@ class Engine:
         with self._keeping_outputs(keep_outputs) as kept:
             self._accumulate(batch, updates=True)
         with self._working():
+            if self._updater.users is not None:
+                self._buffers.finish()  # its hooks may change them
             status = self._updater.finish()
         self._statistics.forget()
         self._statistics.num_updates += status.may_update
@@ -678,14 +688,14 @@ class Engine:
     def forward_backward(self, microbatches: Batch) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`.
 
-        Several calls before a `step` add up, as if their microbatches were one batch: gradients, loss and norm are of
-        the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end that; so does
-        setting all gradients to None or zero.
+        Several calls before a `step` accumulate, as if their microbatches were one batch: gradients, loss and norm are
+        those of the sum of all losses over the sum of all weights. `step`, `train_batch` and `zero_grad` end the
+        accumulation; so does setting all gradients to None or zero.
         """
         self.check_usable("forward_backward")
         self.refuse_in_averages("forward_backward")
         if self._updater.in_backward:
-            raise ConfigError("keeps no gradients", code="in-backward-keeps-no-gradients",
+            raise ConfigError("leaves no gradients", code="in-backward-keeps-no-gradients",
                               where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(self._checked(microbatches), updates=False)
@@ -714,7 +724,7 @@ class Engine:
             raise ConfigError("is of an evaluation, which has no gradients", code="step-after-evaluation",
                               where="Engine.step(result)", remedy="Give the result of forward_backward.")
         if not self._updater.has_averaged:
-            raise ConfigError("has no gradients that have not been applied", code="step-without-gradients",
+            raise ConfigError("has no gradients to apply", code="step-without-gradients",
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
         self._refuse_others(applied=True)
@@ -731,14 +741,14 @@ class Engine:
     @of_engine
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
-        most `max_norm`; the norm before, zero-dimensional. All ranks call it.
+        most `max_norm`. Returns the norm before, a zero-dimensional tensor. All ranks call it.
 
         `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
         `optim.clip_norm` does the same in every step by itself.
         """
         self.check_usable("clip_grad_norm_")
         if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
-            raise ConfigError("is no norm: a number of at least 0", code="clip-norm-range",
+            raise ConfigError("is not a number of at least 0", code="clip-norm-range",
                               where="Engine.clip_grad_norm_(max_norm)", value=max_norm,
                               remedy="Give the largest norm that gradients may have, or leave out the call.")
         if not self._updater.has_averaged:
@@ -750,8 +760,8 @@ class Engine:
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
-        """Parameters have no gradients, and the next `forward_backward` begins anew; for those who update by themselves
-        or leave out a step. A `step` before it changes nothing, as after `zero_grad` in a plain loop."""
+        """Discard all gradients, so that the next `forward_backward` starts from zero; for programs that update
+        parameters themselves or skip a step. A `step` before the next `forward_backward` changes nothing."""
         self._statistics.forget()
         self._updater.gradients.let_go()
 
@@ -773,6 +783,7 @@ class Engine:
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         self._buffer_changes.begin()
         self._elsewhere.begin()
+        self._held.begin()
         self._let_others_be_old()
         try:
             self._run(batch, training=True)
@@ -802,6 +813,7 @@ class Engine:
         """ModelError where the batch has given a parameter a gradient that is in no sum."""
         for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
             raise used_from_outside(self.names_in_whole.get(name, (name,))[0])
+        self._elsewhere.check_of_no_block()
 
     def _name_evaluation_mode(self) -> None:
         """Warn, once, where a whole model came in evaluation mode and trains so."""
@@ -982,15 +994,15 @@ class Engine:
             self._run(batch, training=False, keep_outputs=True)
         finally:
             self._stages.observe(None)
-        if self._has_trained and self.is_last_stage and self.layout.has_separate_ends:
+        if self._has_trained and self.is_last_stage and self._ties.names:
             self._statistics.work.wait()  # which compares them
         return self._stages.outputs if self.is_last_stage else None
 
     @of_engine
     def close(self) -> None:
-        """Give the communicators back; the modules are plain modules again, without gradients (parameters remain views
-        of one buffer where `optim` was given). Idempotent; all ranks call it. After an error it waits for no other
-        rank. TransportError where others train on."""
+        """Release the communicators; the modules become plain modules without gradients (with `optim`, parameters
+        remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other
+        ranks. TransportError if others continue to train."""
         if self._closed:
             return
         self._closed = True

@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.errors import ModelError
+from ranvier.optim.step import refuse_closures
 from ranvier.originals.stand_in_tensors import StandInTensors
+from ranvier.plan.reached_objects import CodeReach
+
+_BATCHES_BY_VALUE = 2
+_WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 class HeldParameters:
@@ -42,11 +47,27 @@ class HeldParameters:
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
         self._after_forwards: list[int] = []
         """The same when the last forward of the batch has run."""
+        self._trains: list[bool] = []
+        """Which of them train, at the last `adopt`."""
+        self._norms: list[Tensor] | None = None
+        """Of the held parameters that several replicas compute with, while the first batches run: writes through
+        `parameter.data` leave the version counters as they are."""
+        self._batches = 0
         self._warned = False
         for _, block, module in blocks if replicas > 1 else ():
             _refuse_renormalised(block, module, replicas)
         self._formats = [(block, name, held, (held.shape, held.dtype, held.device))
                          for (block, name), held in self._held.items()]
+
+    def begin(self) -> None:
+        """A training batch begins, after `adopt`."""
+        self._batches += 1
+        self._norms = self._norms_now() if self._replicas > 1 and self._batches <= _BATCHES_BY_VALUE else None
+
+    def _norms_now(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [torch.linalg.vector_norm(held, dtype=torch.float64) if type(held) is nn.Parameter
+                    and held.dtype in _WITH_NORM else torch.zeros(()) for held in self._held.values()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -97,6 +118,7 @@ class HeldParameters:
                              f"has become {_described(*now)}; the engine was built with {_described(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
         self._versions, self._after_forwards = [held._version for held in self._held.values()], []
+        self._trains = [held.requires_grad for held in self._held.values()]
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
@@ -136,23 +158,14 @@ class HeldParameters:
             self._after_forwards = [held._version for held in self._held.values()]
 
     def check_kept(self) -> None:
-        """ModelError where a parameter has been replaced since `adopt`: during the batch, in a forward. With several
-        replicas also where one has been written to in a backward, by a hook that knows this replica's gradient alone,
-        and a warning, once, where it was written to before, as by a forward that may know nothing but the parameter."""
+        """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch, in a
+        forward. With several replicas also for one that was written to."""
+        if self._trains != [held.requires_grad for held in self._held.values()]:
+            for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
+                if held.requires_grad != trained:
+                    raise _frozen_during_batch(f"{block}.{name}", held)
         if self._replicas > 1:
-            written = zip(self._held.items(), self._versions, self._after_forwards or self._versions, strict=True)
-            for ((block, name), held), before, after_forwards in written:
-                if held._version != after_forwards:
-                    raise _error("parameter-changed-in-backward", block, name,
-                                 f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
-                                 "Give the engine the optimizer, which updates from the gradients of all replicas: "
-                                 "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
-                if before != after_forwards and not self._warned:
-                    self._warned = True
-                    warnings.warn(
-                        f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
-                        "replicas for itself: they diverge unless the change depends on nothing else than the "
-                        "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=5)
+            self._check_written()
         if self._as_they_were():
             return
         for block, name, parameter, _ in self._in_blocks():
@@ -161,16 +174,109 @@ class HeldParameters:
                              "was replaced during the batch, whose gradients it does not have",
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
+    def _check_written(self) -> None:
+        """ModelError where a parameter has been written to in a backward, by a hook that knows this replica's gradient
+        alone, and a warning, once, where it was written to before, as by a forward that may know nothing but the
+        parameter."""
+        now = self._norms and self._norms_now()
+        for number, ((block, name), held) in enumerate(self._held.items()):
+            before = self._versions[number]
+            after_forwards = self._after_forwards[number] if self._after_forwards else before
+            if held._version != after_forwards:
+                raise _error("parameter-changed-in-backward", block, name,
+                             f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
+                             "Give the engine the optimizer, which updates from the gradients of all replicas: "
+                             "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
+            is_written = before != after_forwards
+            if now and self._norms and not is_written:
+                norm = self._norms[number]
+                is_written = bool((norm != now[number]) & (norm == norm))
+            if is_written and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
+                    "replicas for itself: they diverge unless the change depends on nothing else than the "
+                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=6)
+
+
+class SteadyParameters:
+    """The parameters of one stage in the first batches: a forward changes no gradient of them, and freezes none.
+
+        call `note` before each forward of a training batch, and `check` when it has ended
+
+    sums_arrive: whether sums of earlier backwards may arrive in a forward, so that gradients are not compared.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, sums_arrive: bool) -> None:
+        self._sums_arrive = sums_arrive
+        self._named = {one: f"{block}.{name}" for _, block, module in reversed(blocks)
+                       for name, one in module.named_parameters()}
+        self._before: list[tuple[bool, int, int]] = []
+        self._gradients: list[Tensor | None] = []
+        """So that no other tensor gets the identity of one of them."""
+
+    def note(self) -> None:
+        self._before, self._gradients = self._now(), [one.grad for one in self._named]
+
+    def check(self) -> None:
+        now = self._now()
+        self._gradients = []
+        if now == self._before:
+            return
+        for (one, name), was, found in zip(self._named.items(), self._before, now, strict=True):
+            if was[0] != found[0]:
+                raise _frozen_during_batch(name, one)
+            if was != found:
+                raise ModelError("has got or lost a gradient in a forward: by backward() or zero_grad() of a block or "
+                                 "the loss, whose part of it the engine cannot tell from that of the batch",
+                                 code="gradient-changed-in-forward", where=f"parameter {name}",
+                                 remedy="Compute gradients inside a forward by torch.autograd.grad, and add what is "
+                                        "to train to the loss.")
+
+    def _now(self) -> list[tuple[bool, int, int]]:
+        if self._sums_arrive:
+            return [(one.requires_grad, 0, 0) for one in self._named]
+        return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+
+
+def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:
+    done = "unfrozen" if parameter.requires_grad else "frozen"
+    return ModelError(f"was {done} by a forward or a backward, while other microbatches are under way",
+                      code="parameter-frozen-during-batch", where=f"parameter {name}",
+                      value=f"requires_grad={parameter.requires_grad}",
+                      remedy="Freeze and unfreeze parameters between batches.")
+
 
 def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
     """Such a table is changed by a forward, in the rows that this replica looks up."""
     for path, one in module.named_modules():
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None:
-            raise ModelError(f"renormalises the rows that each of {replicas} replicas looks up for itself, so that "
+            raise ModelError(f"renormalizes the rows that each of {replicas} replicas looks up for itself, so that "
                              "their tables would differ", code="embedding-max-norm",
                              where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
                              remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
                                     "weight.copy_(weight.renorm(2, 0, max_norm)).")
+
+
+def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
+    """ModelError where code of these blocks, or of the loss, has a tensor that has lost the parameters in its memory:
+    an optimizer has moved them (`ViewsOfParameters.left`)."""
+    tensors = {id(one): one for one in (found() for found in left) if one is not None}
+    if not tensors:
+        return
+    reach = CodeReach()
+    buffers = dict[str, Tensor]()
+    for _, block, module in blocks:
+        reach.add(block, module)
+        buffers |= {f"{block}.{name}": one for name, one in module.named_buffers()}
+    reach.add("loss", loss)
+    for name, one in (*buffers.items(), *((found.name, found.value) for found in reach.found.values())):
+        if id(one) in tensors:
+            raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
+                             "order: Ranvier's optimizer, which moves parameters, would leave it with their old values",
+                             code="tensor-over-parameters", where=f"tensor {name}", value=tuple(one.shape),
+                             remedy="Compute it from the parameters in the forward, or give the engine a torch "
+                                    "optimizer, which leaves them where they are: Engine(optimizer=...).")
 
 
 def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -192,7 +298,8 @@ def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelErr
 
 
 class RankParameters(list[nn.Parameter]):
-    """Warns when `torch.nn.utils.clip_grad_norm_` reads it, which knows the gradients of this rank only."""
+    """Warns when `torch.nn.utils.clip_grad_norm_` reads it, which knows the gradients of this rank only. An optimizer
+    that calls for gradients itself, such as LBFGS, is refused."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         caller = sys._getframe(1)
@@ -200,4 +307,6 @@ class RankParameters(list[nn.Parameter]):
         if name == ("torch.nn.utils.clip_grad", "clip_grad_norm_"):
             warnings.warn("torch.nn.utils.clip_grad_norm_ clips the parameters of this rank by their own norm, not by "
                           "that of the whole model. Call engine.clip_grad_norm_(max_norm) on all ranks.", stacklevel=5)
+        if name == ("torch.optim.optimizer", "__init__"):
+            refuse_closures(caller.f_locals["self"])
         return super().__iter__()

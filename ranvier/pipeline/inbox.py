@@ -94,8 +94,8 @@ class Inbox:
                 raise TransportError(f"the {_NAMES[way]} of microbatch {expected} is lost: that of "
                                      f"{message.microbatch} came first", code="message-lost",
                                      where=f"messages from {self._board.name(message.source)}",
-                                     remedy="Go on with `--resume auto`; if it comes again, look for faults of the "
-                                            "network or the memory between the two.")
+                                     remedy="Resume with `--resume auto`; if it happens again, check the network "
+                                            "between the two, and their memory.")
             self._next[edge] = expected + 1
             self._arrived[way, message.stage, expected] = message
             self._on_arrival(way, expected, message.stage)
@@ -124,7 +124,7 @@ class Inbox:
             seconds = (time.monotonic_ns() - started) * 1e-9
             raise MessageTimeout("a message did not come\n" + self._board.report(what, source, seconds),
                                  code="message-late", where="comm.timeout-seconds", value=self._timeout,
-                                 remedy="See which rank is behind, or raise `--comm.timeout-seconds`.")
+                                 remedy="Check which rank is behind, or raise `--comm.timeout-seconds`.")
         self._timeline.add("wait", what, self._step, started)
         self._receive(message)
 

@@ -78,7 +78,7 @@ def _batch_size(*trees: object) -> int:
              if isinstance(tree, (list, tuple)) and tree and not found]
     for one in (*lists, *(leaf for of_tree in leaves for leaf in of_tree if not isinstance(leaf, Tensor))):
         if isinstance(one, (list, tuple)) or getattr(one, "shape", None):
-            raise ModelError("is no tensor, and would not be cut", code="batch-of-arrays",
+            raise ModelError("is not a tensor, and cannot be cut into microbatches", code="batch-of-arrays",
                              where="microbatches(inputs, targets)", value=type(one).__name__,
                              remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
     sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}

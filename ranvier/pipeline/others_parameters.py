@@ -12,20 +12,23 @@ the operations show: forwards and backwards of stages that may reach such parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
-from ranvier.plan.shared_places import storage_of
+from ranvier.originals.same_memory import overlaps, storage_of
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
 """Operations that take a tensor's form alone."""
+_Named = dict[int, list[tuple[str, nn.Parameter]]]
+"""Names and parameters by their storage, of which views and memory-mapped files have several in one."""
 
 
 class OthersParameters(TorchDispatchMode):
@@ -33,39 +36,73 @@ class OthersParameters(TorchDispatchMode):
     of another stage.
 
     elsewhere: names and parameters of other ranks. names_in_whole: name -> those in the user's module. here: name ->
-    those of other stages of this rank. is_old: whether other
-    ranks may have values by now that this one has not.
+    those of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these. is_old: whether
+    other ranks may have values by now that this one has not.
     """
 
     def __init__(self, elsewhere: Iterable[tuple[str, ref[nn.Parameter]]], names_in_whole: Mapping[str, Sequence[str]],
-                 here: Mapping[str, nn.Parameter]) -> None:
+                 here: Mapping[str, nn.Parameter], code: Collection[str]) -> None:
         TorchDispatchMode.__init__(self)
+        self.code = code
         self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
-        self._read: dict[int, str] = {}
-        self._written: dict[int, str] = {}
+        self._read: _Named = {}
+        self._written: _Named = {}
+        self._before: list[tuple[str, nn.Parameter, tuple[int, bool]]] = []
         self.is_old = False
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
-        self._written = {storage_of(one): name for name, one in (*elsewhere, *self._here.items())}
-        self._read = {storage_of(one): name for name, one in elsewhere if self.is_old and one.requires_grad}
-        for found in (self._written, self._read):
-            found.pop(0, None)
+        self._before = [(name, one, _form(one)) for name, one in (*elsewhere, *self._here.items())]
+        self._written = _by_storage((*elsewhere, *self._here.items()))
+        self._read = _by_storage((name, one) for name, one in elsewhere if self.is_old and one.requires_grad)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        before, self._before = self._before, []
+        for name, one, form in before if error is None else ():  # what no operation shows: one.data = other
+            if _form(one) != form:
+                raise self._error(name)
+
+    def around(self, name: str) -> AbstractContextManager[object]:
+        """The surroundings of a block, or of the loss: this mode for those that need it, and for others none, since
+        torch.compile takes no code under a mode. Forwards that run again do so inside of the mode of a backward."""
+        is_inside = _get_current_dispatch_mode() is self
+        if (name in self.code) == is_inside:
+            return nullcontext()
+        return _pop_mode_temporarily() if is_inside else self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ not in _NO_VALUES:
             self._look(self._read, (args, kwargs))
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
-            self._look(self._written, [value for value, one in zip(args, func._schema.arguments, strict=False)
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            self._look(self._written, [given.get(one.name) for one in func._schema.arguments
                                        if one.alias_info is not None and one.alias_info.is_write])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
-    def _look(self, names: Mapping[int, str], values: object) -> None:
-        for one in tree_leaves(values) if names else ():
-            if isinstance(one, Tensor) and (name := names.get(storage_of(one))) is not None:
-                raise used_from_outside(self._names_in_whole.get(name, (name,))[0])
+    def _look(self, named: _Named, values: object) -> None:
+        for one in tree_leaves(values) if named else ():
+            for name, parameter in named.get(storage_of(one), ()) if isinstance(one, Tensor) else ():
+                if overlaps(one, parameter):
+                    raise self._error(name)
+
+    def _error(self, name: str) -> ModelError:
+        return used_from_outside(self._names_in_whole.get(name, (name,))[0])
+
+
+def _by_storage(named: Iterable[tuple[str, nn.Parameter]]) -> _Named:
+    found: _Named = {}
+    for name, one in named:
+        found.setdefault(storage_of(one), []).append((name, one))
+    found.pop(0, None)
+    return found
+
+
+def _form(parameter: nn.Parameter) -> tuple[int, bool]:
+    return storage_of(parameter), parameter.requires_grad
 
 
 def used_from_outside(name: str) -> ModelError:
@@ -77,4 +114,3 @@ def used_from_outside(name: str) -> ModelError:
                              "no list, closure or bound method), or of a loss that is a module: Ranvier ties "
                              "parameters that several blocks have. Or put the blocks on one stage "
                              "(Pipeline(boundaries=...)).")
-

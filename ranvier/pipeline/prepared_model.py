@@ -70,7 +70,7 @@ def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,
                               code="argument-of-other-type", where=f"Engine({name}=...)", value=repr(value),
                               remedy=f"Pass {name}={example}, or leave it out.")
     if isinstance(policy, str):
-        raise ConfigError("is no policy of your own", code="policy-object-is-a-name", where="Engine(policy=...)",
+        raise ConfigError("is not a policy object", code="policy-object-is-a-name", where="Engine(policy=...)",
                           value=policy, remedy="Name a policy in Pipeline(policy=...).")
     if policy is not None:
         check_policy_object(policy)

@@ -68,8 +68,8 @@ class Replicas:
         (name, what), *others = [one for each in texts for one in each]
         more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
         raise RanvierError(f"{what}{more if others else ''}", code="replicas-differ", where=f"parameter {name}",
-                           remedy="Go on from the last checkpoint (`--resume auto`), or by its path from one older "
-                                  "than the last good comparison; where a rank is named again, replace its device.")
+                           remedy="Resume from the last checkpoint (`--resume auto`), or by its path from one before "
+                                  "the last good comparison; if the same rank is named again, replace its device.")
 
     def close(self) -> None:
         """Close the group of the stage."""

@@ -230,4 +230,4 @@ def check_same(of_ranks: Sequence[Mapping[str, str]], rank: int) -> None:
             raise ConfigError(f"is not the same on all ranks: {first} on rank 0, and {of_ranks[others[0]].get(name)} "
                               f"on rank {others[0]}", code="settings-differ", where=name,
                               value=of_ranks[rank].get(name),
-                              remedy="Give all ranks the same value; world.broadcast gives them that of one rank.")
+                              remedy="Use the same value on all ranks; world.broadcast sends one rank's value to all.")

@@ -67,14 +67,14 @@ class Sequencer:
             raise MessageTimeout(
                 "an announcement did not come\n" + self._board.report("the next action", self._leader, self._timeout),
                 code="announcement-late", where="comm.timeout-seconds", value=self._timeout,
-                remedy="See which rank is behind, or raise `--comm.timeout-seconds`.")
+                remedy="Check which rank is behind, or raise `--comm.timeout-seconds`.")
         self._announced += 1
         kind, defer, product, turn, number = message.tensors["action"].tolist()
         if number != self._announced:  # what ranks of a stage do in another order than each other is silently wrong
             raise TransportError(f"announcement {self._announced} is lost: that of {number} came first",
                                  code="announcement-lost", where=f"messages from {self._board.name(self._leader)}",
-                                 remedy="Go on with `--resume auto`; if it comes again, look for faults of the network "
-                                        "or the memory between the two.")
+                                 remedy="Resume with `--resume auto`; if it happens again, check the network between "
+                                        "the two, and their memory.")
         assert message.step == call, f"an action of batch {message.step} came in batch {call}"
         action = None if kind == _DONE else Action(_KINDS[kind], message.microbatch, bool(defer), product, turn)
         self._check(action)
@@ -87,7 +87,7 @@ class Sequencer:
             if any(word != said[0] for word in said):
                 raise TransportError("the ranks of a stage run different actions", code="stage-order-differs",
                                      where="stage order", value=said,
-                                     remedy="This is a fault of Ranvier: report it with this text.")
+                                     remedy="This is a bug in Ranvier: please report it with this text.")
 
     def close(self) -> None:
         """Give the communicators back. Idempotent."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ConfigError, ModelError
+from ranvier.originals.same_memory import overlaps, storage_of
 from ranvier.precision import wide
 
 BufferSync = Literal["broadcast", "average", "local"]
@@ -46,6 +47,14 @@ class SharedBuffers:
                               remedy="Leave it out for broadcast, which is what DistributedDataParallel does.")
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
+        parameters: dict[int, list[nn.Parameter]] = {}
+        for one in (one for _, _, module in blocks for one in module.parameters()):
+            parameters.setdefault(storage_of(one), []).append(one)
+        parameters.pop(0, None)
+        self._values_of_parameters = {
+            f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
+            if any(overlaps(buffer, one) for one in parameters.get(storage_of(buffer), ()))}
+        """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
         self._shapes = {name: buffer.shape for name, buffer in self._named().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []
 
@@ -54,7 +63,7 @@ class SharedBuffers:
 
     def _named(self) -> dict[str, Tensor]:
         return {f"{block}.{name}": buffer for _, block, module in self._blocks
-                for name, buffer in module.named_buffers()}
+                for name, buffer in module.named_buffers() if f"{block}.{name}" not in self._values_of_parameters}
 
     def start(self) -> None:
         """A training batch has run on this replica. ModelError where a buffer has become another size."""

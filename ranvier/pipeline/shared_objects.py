@@ -17,10 +17,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
+from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.plan.reached_objects import reached_from
 from ranvier.plan.shared_buffers import shared_buffer_error
+
+_BATCHES_BY_VALUE = 2
 
 
 class StageCopies:
@@ -57,14 +62,17 @@ class StageCopies:
         inside = set(module.modules())
         self._copies |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self._copies |= {id(other): other for other in self._earlier if other not in inside}
+        problem = "a tensor lies over the memory of one of its parameters" if _has_views(block, module) else None
         try:
-            return copy.deepcopy(module, self._copies)
+            if problem is None:
+                return copy.deepcopy(module, self._copies)
         except Exception as error:
-            raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
-                             f"rank, and it cannot be copied: {type(error).__name__}: {error}",
-                             code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
-                             remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
-                                    "tie their parameters: one.weight = other.weight.") from error
+            problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
+                         f"rank, and it cannot be copied: {problem}",
+                         code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
+                         remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
+                                "tie their parameters: one.weight = other.weight.")
 
     def replace(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
         """Put `value` in the place of the child or parameter `name` of `module`, until `restore`."""
@@ -76,6 +84,14 @@ class StageCopies:
         while self._replaced:
             module, name, value = self._replaced.pop()
             setattr(module, name, value)
+
+
+def _has_views(block: str, module: nn.Module) -> bool:
+    """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
+    tensors = [*module.buffers(), *(one.value for one in reached_from(block, module) if isinstance(one.value, Tensor))]
+    return any(storage and storage_of(one) == storage and overlaps(one, parameter)
+               for parameter in module.parameters() if parameter.requires_grad
+               for storage in (storage_of(parameter),) for one in tensors)
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -97,6 +113,9 @@ class SharedBufferChanges:
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
         self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._values: dict[str, Tensor] = {}
+        """In the first batches: kernels of running statistics leave no trace of a change but the values."""
+        self._batches = 0
 
     def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
         for _, block, module in self._blocks:
@@ -107,10 +126,15 @@ class SharedBufferChanges:
     def begin(self) -> None:
         """A training batch begins."""
         self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
+        self._batches += 1
+        self._values = {name: buffer.clone() for name, (buffer, _) in self._buffers.items()
+                        } if self._batches <= _BATCHES_BY_VALUE else {}
 
     def check(self) -> None:
         """The batch has run. ModelError for a buffer that it has changed."""
         for name, buffer in self._buffers_now():
             before, version = self._buffers.get(name, (None, 0))
-            if buffer is not before or buffer._version != version:
+            known = self._values.get(name)
+            if buffer is not before or buffer._version != version or (
+                    known is not None and not torch.equal(known, buffer)):
                 raise shared_buffer_error(name, self._shared[name], None)

@@ -26,6 +26,7 @@ from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
+from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
@@ -84,6 +85,8 @@ _enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
 _IN_CACHE = "state"
 """Begins the names of a state in a cache: those of a single tensor or of a packed value cannot be a dict's own."""
+_WATCHED_BATCHES = 2
+"""In so many training batches each forward is looked at."""
 _NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
@@ -112,7 +115,8 @@ class Stage:
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
             one is a single operation.
         left: looks for what a forward leaves outside of the carried state; None for one stage alone.
-        others: looks for parameters of other stages; None where the stage's code reaches none.
+        others: looks for parameters of other stages; None where the stage's code reaches none. A block whose code
+            does is not compiled.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -125,6 +129,8 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
+        self._steady = SteadyParameters(blocks, sums_arrive=mesh is not None)
+        self._looked_at, self._is_watched = 0, False
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -165,7 +171,7 @@ class Stage:
         whole = compile if mesh is None and not selective else False
         self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
-                                          [modules[place] for place in at_once])
+                                          [modules[place] for place in at_once], () if others is None else others.code)
         self._fused = Fused(False if mesh is None else compile)
 
     @property
@@ -186,7 +192,9 @@ class Stage:
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
         self.outputs = []
         self.forget_weights()
+        self._is_watched = training and self._looked_at < _WATCHED_BATCHES
         if training:
+            self._looked_at += 1
             for segment in self._recomputed.values():
                 segment.begin()
             self._forwards.install()
@@ -231,6 +239,8 @@ class Stage:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
+        if self._is_watched:
+            self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
@@ -256,6 +266,8 @@ class Stage:
                          carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
                 outputs = carried_tensors.with_notes(outputs, notes, self._device)
         self._shared.check()
+        if self._is_watched:
+            self._steady.check()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
@@ -272,15 +284,16 @@ class Stage:
 
     def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
         """Contexts in which forwards or backwards run, beside a mode of autograd."""
-        if self._mesh is None and self._others is None:
-            return _AS_THEY_ARE if self._autocast is None or way == "backward" else casting(
-                self._autocast, self._device)
-        return self._within(way)
+        if self._mesh is not None:
+            return self._on_mesh(self._mesh, way)
+        if way == "backward":
+            return self._others or _AS_THEY_ARE
+        return _AS_THEY_ARE if self._autocast is None else casting(self._autocast, self._device)
 
     @contextmanager
-    def _within(self, way: Literal["forward", "backward"]) -> Iterator[None]:
-        with (_AS_THEY_ARE if self._mesh is None else self._mesh.one_pass(self._uses[way]),
-              casting(self._autocast if way == "forward" else None, self._device), self._others or _AS_THEY_ARE):
+    def _on_mesh(self, mesh: TensorMesh, way: Literal["forward", "backward"]) -> Iterator[None]:
+        with mesh.one_pass(self._uses[way]), casting(self._autocast if way == "forward" else None, self._device), (
+                self._others if way == "backward" and self._others is not None else _AS_THEY_ARE):
             yield
 
     def _show(self, state: State, number: int, *, keep: bool) -> None:
@@ -348,14 +361,16 @@ class Stage:
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
                 return self._run_some(run, step, samples, number, state)
+        is_compiled = self._compiled is not None and self.training
         with keyed_random.Scope(self._seed, step, samples) as scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:
-                    if self._compiled is None or not self.training:
-                        state = module(state)
+                    if self._others is None:  # a context would be a third of the host's time for a block
+                        state = self._through(name, module, state, scope) if is_compiled else module(state)
                     else:
-                        state = self._compiled(module, name, state, scope)
+                        with self._others.around(name):
+                            state = self._through(name, module, state, scope)
                 except RanvierError:
                     raise
                 except SystemExit as error:
@@ -378,6 +393,12 @@ class Stage:
                 if self._progress is not None:
                     self._progress()
         return state
+
+    def _through(self, name: str, module: nn.Module, state: State, scope: keyed_random.Scope) -> State:
+        if self._compiled is None or not self.training:
+            found: State = module(state)
+            return found
+        return self._compiled(module, name, state, scope)
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
@@ -424,7 +445,11 @@ class Stage:
         targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
             lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
         try:
-            total, weight = loss_parts(self._loss(state, targets))
+            if self._others is None:
+                total, weight = loss_parts(self._loss(state, targets))
+            else:
+                with self._others.around("loss"):
+                    total, weight = loss_parts(self._loss(state, targets))
         except SystemExit as error:
             raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
@@ -499,12 +524,12 @@ def _zero(device: torch.device) -> Tensor:
 
 
 def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
-                     recomputed: Sequence[nn.Module]) -> CompiledBlocks | None:
+                     recomputed: Sequence[nn.Module], watched: Collection[str]) -> CompiledBlocks | None:
     if how is False:
         return None
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
-    return CompiledBlocks(how, gradients, forwards, recomputed)
+    return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
 def _has_gradient(state: State) -> bool:

@@ -49,8 +49,8 @@ def calls_differ(what: str) -> ModelError:
     """Ranks are in different calls of the engine with one batch. what: who does what."""
     return ModelError(f"are different on different ranks: {what}; nothing was updated", code="calls-differ",
                       where="calls of the engine",
-                      remedy="Call train_batch, forward_backward, evaluate and predict on all ranks alike. Only "
-                             "printing and saving are rank 0's alone.")
+                      remedy="Call train_batch, forward_backward, evaluate and predict on all ranks. Only printing and "
+                             "saving may be done on rank 0 alone.")
 
 
 class BatchStatistics:
@@ -135,7 +135,7 @@ class BatchStatistics:
             same_left.check(left)
             ties.check(of_ties)
             if weight < 0 or math.isinf(weight):
-                raise ModelError("has a weight by which its gradient would be turned around, or lost",
+                raise ModelError("has a negative or infinite weight, which would reverse its gradient or lose it",
                                  code="loss-weight-range", where="loss", value=f"{weight:.4g} in the batch",
                                  remedy="Return the number of valid targets beside the sum of losses.")
             if earlier is not None and not zeroed:  # unless somebody has set gradients to zero, on any rank

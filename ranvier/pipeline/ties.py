@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -199,7 +200,7 @@ class TiedParameters:
 
     def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None], names: Sequence[str] = ()) -> None:
-        self.ties, self._arrived, self._send, self._wait, self._names = tuple(ties), arrived, send, wait, names
+        self.ties, self._arrived, self._send, self._wait, self.names = tuple(ties), arrived, send, wait, names
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
@@ -296,16 +297,17 @@ class TiedParameters:
     # ------------------------------------------------------------------ whether all ends were written alike
 
     def number(self) -> float:
-        """The number that this rank adds to the sums of a batch, made of the values of ends that somebody has written
-        since they were exchanged, in this batch's forwards, too. An owner adds it once for each other end, which take
-        it away again if they have the same values."""
+        """The number that this rank adds to the sums of a batch, made of the values of ends of ties that somebody has
+        written here since they were exchanged, in this batch's forwards, too. An owner adds it once for each other end,
+        which take it away again if they have the same values."""
+        written = {tie.text for tie in self.ties if self._is_written(tie)}
         return float(sum((tie.ends if tie.owns else -1) * _number_of(tie) for tie in self.ties
-                         if tie.is_compared and self._is_written(tie)))
+                         if tie.is_compared and tie.text in written))
 
     def check(self, total: float) -> None:
         """ModelError where the sum over all ranks shows that ends have different values."""
         if int(total) % (1 << _NUMBER_BITS):
-            places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self._names)
+            places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self.names)
             raise ModelError("was written at one end of its tie, and has other values at another",
                              code="tied-end-written", where=" or ".join(places),
                              remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
@@ -313,9 +315,14 @@ class TiedParameters:
                                     "step().")
 
 
-def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes `tensor`, or gives it other memory."""
-    return tensor.data_ptr(), tensor._version
+def _memory_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Changes when somebody writes `tensor`, or gives it other memory. Of writes into `tensor.data`, which leave no
+    trace, a sample of the values tells; not on a device, for which the host would have to wait."""
+    sample = 0
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) in (Tensor, nn.Parameter):
+        values = tensor.detach().view(-1)[::max(tensor.numel() // _SAMPLED, 1)].contiguous()
+        sample = crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
+    return tensor.data_ptr(), tensor._version, sample
 
 
 # --- a number of a parameter's values ---------------------------------------------------------------------------------
@@ -326,6 +333,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
 _ELEMENTS = 1 << 20
 """Of a large parameter so many elements are looked at at once: each takes eight bytes, several times."""
+_SAMPLED = 4096
+"""About so many elements tell whether a parameter has been written."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By the bytes of an element: what its bits are read as."""
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 
@@ -85,10 +86,10 @@ def _notes(module: nn.Module) -> list[_OldValues]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
-def _gradient(parameter: nn.Parameter | None) -> tuple[int, int] | None:
-    """Changes whenever something is added to the gradient of a parameter."""
-    grad = None if parameter is None else parameter.grad
-    return None if grad is None else (id(grad), grad._version)
+def _use(parameter: nn.Parameter) -> tuple[bool, int, int]:
+    """Changes whenever something is added to the gradient of a parameter, or it is frozen or unfrozen."""
+    grad = parameter.grad
+    return parameter.requires_grad, id(grad), 0 if grad is None else grad._version
 
 
 class TrainedElsewhere:
@@ -106,17 +107,39 @@ class TrainedElsewhere:
         self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         """Name and parameter of each that this rank does not hold."""
-        self._gradients: list[tuple[int, int] | None] = []
-        """`_gradient` of each of these when the batch began."""
+        self._used: list[tuple[bool, int, int] | None] = []
+        """`_use` of each of these when the batch began; None of what is no more."""
+        self._of_no_block: list[nn.Parameter] = []
+        """Parameters that the user's optimizer has, and no block."""
+        self._used_of_no_block: list[tuple[bool, int, int]] = []
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer | None, masters: Iterable[Tensor]) -> None:
+        """What the user's optimizer updates, when it is made. masters: copies of parameters, in their place."""
+        known = self._here.union((id(one()) for _, one in self.others), map(id, masters))
+        self._of_no_block = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]
+                             if id(one) not in known]
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._gradients = [_gradient(one()) for _, one in self.others]
+        self._used = [None if (held := one()) is None else _use(held) for _, one in self.others]
+        self._used_of_no_block = [_use(one) for one in self._of_no_block]
+
+    def check_of_no_block(self) -> None:
+        """ModelError where the batch has given a gradient to a parameter that the optimizer updates and no block has:
+        it is of the sum of this rank's losses."""
+        for one, before in zip(self._of_no_block, self._used_of_no_block, strict=True):
+            if _use(one) != before:
+                raise ModelError("has a parameter that no block has, and the batch gives it a gradient, which is "
+                                 "neither summed over replicas nor divided by the weight of the batch",
+                                 code="parameter-of-no-block", where="optimizer", value=tuple(one.shape),
+                                 remedy="Make it an attribute of a block, or of a loss that is a module, and give the "
+                                        "optimizer its argument alone: optimizer=lambda parameters: "
+                                        "torch.optim.AdamW(parameters).")
 
     def reached(self) -> list[str]:
-        """The parameters of other ranks that have got a gradient from the batch on this one."""
-        return [name for (name, one), before in zip(self.others, self._gradients, strict=True)
-                if _gradient(one()) != before]
+        """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here."""
+        return [name for (name, one), before in zip(self.others, self._used, strict=True)
+                if (held := one()) is not None and _use(held) != before]
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""

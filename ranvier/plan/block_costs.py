@@ -299,12 +299,13 @@ def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
     total, weight = result
     of_tensor = weight if isinstance(weight, Tensor) else None
     if total.dtype.is_complex or (of_tensor is not None and of_tensor.dtype.is_complex):
-        raise ModelError("is complex, and has no least value", code="loss-complex", where="loss",
+        raise ModelError("is complex, and cannot be minimised", code="loss-complex", where="loss",
                          value=f"({', '.join(map(_kind, result))})",
                          remedy="Return a real sum of losses, such as outputs.abs().square().sum(), and a real weight.")
     if of_tensor is not None and of_tensor.requires_grad:
-        raise ModelError("depends on what trains, and counts as a constant in the gradient", code="loss-weight-trains",
-                         where="loss", value=_kind(weight), remedy="Return a number of targets, or weight.detach().")
+        raise ModelError("depends on trainable parameters, but counts as a constant in the gradient",
+                         code="loss-weight-trains", where="loss", value=_kind(weight),
+                         remedy="Return a number of targets, or weight.detach().")
     return total, weight
 
 

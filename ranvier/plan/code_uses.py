@@ -11,38 +11,26 @@
 
 What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
 are not told apart here, but for a method's own (`self`). To let another harmless form through, say in `_Function.uses`
-what becomes of a value that is a part of it.
+what becomes of a value that is a part of it, or in `old_values` where an old value makes no difference.
 """
 
 from __future__ import annotations
 
 import ast
 import dis
-import linecache
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any, NamedTuple
 
-_CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
-"""Methods of lists, dicts, sets and deques that return nothing."""
+from ranvier.plan.function_tree import BY_NAME, CHANGES, node_of, source_of
+from ranvier.plan.old_values import OldValues
+
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
                         "astuple", "deepcopy", "__getattribute__"})
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
-_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-_COMPUTING = frozenset({
-    "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
-    "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
-    "square", "sub", "sub_", "sum", "to"})
-"""Methods that leave their object nowhere but in their result and in itself."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
-_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
-_PARSES = threading.Lock()
-"""CPython 3.11 counts the depth of a tree wrongly where threads parse at once, and raises SystemError."""
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 Key = tuple[Any, ...]
@@ -94,11 +82,11 @@ class Uses:
 @lru_cache(maxsize=1 << 14)
 def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
-    return Uses.of(list(_uses_of_all(code, own, _source_of(code))))
+    return Uses.of(list(_uses_of_all(code, own, source_of(code))))
 
 
 def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
-    node = _node_of(code, source)
+    node = node_of(code, source)
     yield _all_names(code) if node is None else _Function(code, node, own).uses()
     for one in code.co_consts:
         if isinstance(one, CodeType) and (node is None or one.co_name not in _INLINE):
@@ -110,110 +98,12 @@ def _all_names(code: CodeType) -> Uses:
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
     return Uses(own=names, others=names, elsewhere=names, whole=names,
-                stores=stores, accumulates=names, reads_any=not (_READS_ANY | _BY_NAME).isdisjoint(
-                    names), stores_any=not (_STORES_ANY | _BY_NAME).isdisjoint(names))
+                stores=stores, accumulates=names, reads_any=not (_READS_ANY | BY_NAME).isdisjoint(
+                    names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
 
 
-def _source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
-    """Functions, lambdas and classes in the source of a function, by name and first line: its own lines, or the whole
-    file for a lambda, which may stand in the midst of anything."""
-    lines, first = linecache.getlines(code.co_filename), code.co_firstlineno - 1
-    codes = list(_codes_in(code))
-    here = "".join(lines[first:max(line or 0 for one in codes for _, line, _, _ in one.co_positions())])
-    names = {name[name.find("__", 1):] if "__" in name[1:] else name for one in codes for name in one.co_names}
-    if not all(part in here or part.startswith(("@", "__")) for name in names for part in name.split(".")):
-        return {}  # the file has changed since
-    if code.co_name == "<lambda>":
-        return _functions_in("".join(lines))
-    is_inside = here[:1].isspace() and first > 0
-    return _functions_in("\n" * (first - is_inside) + "if 1:\n" * is_inside + here)
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes_in(one)
-
-
-@lru_cache(maxsize=1 << 6)
-def _functions_in(source: str) -> Mapping[tuple[str, int], list[Any]]:
-    found: dict[tuple[str, int], list[Any]] = {}
-    try:
-        with _PARSES:
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            first = min(one.lineno for one in (node, *node.decorator_list))
-            found.setdefault((node.name, first), []).append(node)
-        elif isinstance(node, ast.Lambda):
-            found.setdefault(("<lambda>", node.lineno), []).append(node)
-    return found
-
-
-def _node_of(code: CodeType, source: Mapping[tuple[str, int], list[Any]]) -> Any:
-    """The tree of a function; None where there is no source, or it is another one now."""
-    nodes = source.get((code.co_name, code.co_firstlineno), [])
-    if code.co_name == "<lambda>":
-        places = set(code.co_positions())
-        nodes = [one for one in nodes if (one.body.lineno, one.body.end_lineno, one.body.col_offset,
-                                          one.body.end_col_offset) in places]
-    return nodes[0] if len(nodes) == 1 else None
-
-
-class _Store(NamedTuple):
-    """A place gets a value. place, targets: as texts; number: in the order of the function."""
-
-    place: str
-    name: str
-    node: Any
-    statement: Any
-    targets: tuple[str, ...]
-    number: int
-
-
-class _Function:
-    """One function as a tree: what is done with a value is seen by what its node is a part of."""
-
-    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
-        self._code = code
-        self._parents: dict[Any, Any] = {}
-        self._numbers: dict[Any, int] = {}
-        """The order in which nodes run, loops left aside."""
-        for one in node.body if isinstance(node.body, list) else [node.body]:
-            self._add(one, node)
-        nodes = list(self._numbers)
-        self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
-        self._reads: dict[str, list[Any]] = {}
-        for one in self._places:
-            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
-        stored = [one.id for one in self._places if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)]
-        self._once = {one.targets[0].id: one.value for one in nodes if isinstance(one, ast.Assign) and isinstance(
-            one.targets[0], ast.Name) and len(one.targets) == 1 and stored.count(one.targets[0].id) == 1}
-        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
-        self._once = {name: one for name, one in self._once.items() if name not in code.co_varnames[
-            :code.co_argcount + code.co_kwonlyargcount + flags]}
-        """Local variables with one value."""
-        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
-                 if isinstance(one, ast.Name)}
-        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
-        self._own = own if own not in stored else None
-        self._stores = [_Store(_text(place), self._name(place), one, statement := self._statement(one), tuple(
-            map(_text, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])
-            for one in nodes for place in self._stored_by(one)]
-
-    def _add(self, node: Any, parent: Any) -> None:
-        self._parents[node] = parent
-        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
-        if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
-            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr | ast.For):
-            inside.sort(key=lambda one: one in getattr(node, "targets", [getattr(node, "target", None)]))
-        for one in inside:
-            self._add(one, node)
-        self._numbers[node] = len(self._numbers)
+class _Function(OldValues):
+    """One function, with its uses."""
 
     def uses(self) -> Uses:
         found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
@@ -238,16 +128,8 @@ class _Function:
         found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
         for node in self._numbers:
             match node:
-                case ast.Call(func=ast.Name(id=by), args=[value, ast.Constant(value=str(name)), *_]) if by in _BY_NAME:
-                    of_own = isinstance(value, ast.Name) and value.id == self._own
-                    kinds = ["stores"] if by in ("setattr", "delattr") else ["own" if of_own else "others", "whole"]
-                    for kind in kinds:
-                        found[kind].add(name)
-                case ast.Name(id=by) if by in _BY_NAME:
-                    call = self._parents[node]
-                    if not (isinstance(call, ast.Call) and node is call.func and len(call.args) > 1 and isinstance(
-                            call.args[1], ast.Constant)):
-                        found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
+                case ast.Name(id=by) if by in BY_NAME:  # with a name that is computed
+                    found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
                 case ast.ImportFrom():
                     for kind in ("others", "whole", "elsewhere"):
                         found[kind].update(one.name for one in node.names)
@@ -255,49 +137,6 @@ class _Function:
                     found["reads_any"].add(node)
         return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
                        for name, one in found.items()})
-
-    # ------------------------------------------------------------------ what a node is
-
-    def _name(self, node: Any) -> str:
-        """Private ones with their class."""
-        name: str = node.id if isinstance(node, ast.Name) else node.attr
-        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
-
-    def _is_own(self, node: Any) -> bool:
-        """Whether it is an attribute of the method's own object."""
-        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
-
-    def _call(self, node: Any) -> Any:
-        """The call of a method."""
-        call = self._parents[node]
-        return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
-
-    def _call_on(self, node: Any) -> Any:
-        """The call of a method of what a node has."""
-        method = self._parents[node]
-        return self._call(method) if isinstance(method, ast.Attribute) else None
-
-    def _statement(self, node: Any) -> Any:
-        while not isinstance(node, ast.stmt):
-            node = self._parents.get(node)
-            if node is None:
-                break
-        return node
-
-    def _around(self, node: Any) -> Iterator[Any]:
-        """What a node is a part of, inside of the function."""
-        while (node := self._parents.get(node)) in self._parents:
-            yield node
-
-    def _stored_by(self, node: Any) -> Iterator[Any]:
-        """The place that a node stores in, as a variable or attribute, or that has the element."""
-        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            yield node
-        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
-                isinstance(node, ast.Attribute) and node.attr == "setdefault"):
-            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield ast.Name(node.name, ast.Store())
 
     # ------------------------------------------------------------------ what is done with a value
 
@@ -311,80 +150,9 @@ class _Function:
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
-        if not is_dropped or call.func.attr not in _CHANGES:
+        if not is_dropped or call.func.attr not in CHANGES:
             return None
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
-
-    def _flows_back(self, node: Any) -> bool:
-        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
-        at, key, is_computed = node, None, False
-        while True:
-            parent, call = self._parents[at], self._call_on(at)
-            match parent:
-                case ast.BinOp() | ast.UnaryOp(op=ast.USub()):
-                    at, is_computed = parent, True
-                case ast.Subscript() if at is parent.value and at is node:
-                    at, key = parent, parent.slice
-                case ast.Attribute() if call is not None and parent.attr in _COMPUTING:
-                    key = call.args[0] if parent.attr == "get" and call.args else key
-                    at, is_computed = call, True
-                case ast.Expr():
-                    return is_computed
-                case ast.Assign(targets=[ast.Subscript(value=place, slice=other)]) if key is not None:
-                    return is_computed and (_text(place), _text(other)) == (_text(node), _text(key))
-                case ast.Assign(targets=[place]) if key is None:
-                    return is_computed and _text(place) == _text(node)
-                case _:
-                    return False
-
-    def _is_fresh(self, node: Any) -> bool:
-        """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
-        parent = self._parents[node]
-        place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
-        number, text = self._numbers[node], _text(place) if self._stores else ""
-        for store in (one for one in self._stores if one.number < number and text in one.targets):
-            names, around = _names(place), [node, *self._around(node)]
-            loops = {one for one in around if isinstance(one, ast.For | ast.While | ast.AsyncFor)}.difference(
-                self._around(store.node))
-            others = [one for one in self._stores if one.name in names and (
-                one.place != text or one.name in names[:-1])]
-            if self._precedes(store.statement, around) and not any(
-                    store.number < one.number < number or loops.intersection(self._around(one.node))
-                    for one in others) and not any(
-                    self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
-                    for one in self._reads[self._name(node)]):  # the new value may come of the old one
-                return True
-        return False
-
-    def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
-        """Whether it comes before another one, on each way to that: in the same list of statements."""
-        bodies = [body for _, body in ast.iter_fields(self._parents[statement]) if isinstance(body, list)]
-        return any(one in around for body in bodies if statement in body for one in body[body.index(statement) + 1:])
-
-    def _is_stored_later(self, node: Any) -> bool:
-        """Whether the function stores there afterwards, so that an old value is read here: whatever way it takes; on
-        some way where the value is computed with, or where a mark is set by which it goes on in another way."""
-        if not self._stores:
-            return False
-        text, parent = _text(node), self._parents[node]
-        at = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
-        is_used = isinstance(self._parents[at], ast.BinOp) and not self._flows_back(node)
-        for store in self._stores:
-            if store.place != text or store.number <= self._numbers[node] or store.place in self._locals or (
-                    store.node is parent or store.node is node):
-                continue
-            branches = [one for one in self._around(store.node) if isinstance(one, _BRANCHES)]
-            if not branches or is_used or (isinstance(getattr(store.statement, "value", None), ast.Constant)
-                                           and self._has_effects(branches[0])):
-                return True
-        return False
-
-    def _has_effects(self, branch: Any) -> bool:
-        """Whether the function goes on in another way where it has taken one of the branches."""
-        inside = set(ast.walk(branch))
-        stored = {one.id for one in inside if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-        return any(isinstance(one, ast.Return | ast.Yield | ast.Break | ast.Continue) for one in inside) or any(
-            isinstance(one, ast.Name) and one.id in stored and one not in inside for one in self._places)
 
     # ------------------------------------------------------------------ keys
 
@@ -414,19 +182,6 @@ class _Function:
                 kind = "tuple" if isinstance(node, ast.Tuple) else "text"
                 return kind, tuple(self._key(one, depth - 1) for one in parts)
         return ANY
-
-
-def _text(node: Any) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return f"{_text(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
-
-
-def _names(node: Any) -> list[str]:
-    """Names of variables and attributes, the last one of a path last."""
-    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
-             if isinstance(one, ast.Name | ast.Attribute)]
-    return found[::-1]
 
 
 def with_values(key: Key, values: Mapping[str, Any]) -> Key:

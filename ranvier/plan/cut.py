@@ -24,7 +24,7 @@ from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
-from ranvier.plan.shared_places import SharedPlace, code_of_stages, shared_places, stages_with_others_parameters
+from ranvier.plan.shared_places import SharedPlace, code_of_stages, code_with_others_parameters, shared_places
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -63,8 +63,8 @@ class StageTable:
     """Result of `buffers_of_several_stages`."""
     shared_places: tuple[SharedPlace, ...] = ()
     """Places outside of the carried state by which stages may reach each other."""
-    with_others_parameters: frozenset[int] = frozenset()
-    """Result of `stages_with_others_parameters`."""
+    with_others_parameters: frozenset[str] = frozenset()
+    """Result of `code_with_others_parameters`."""
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
         """The costs of each stage's blocks, which must be counted."""
@@ -121,8 +121,9 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
     for group in model.tied:
         for name in group:
             if name not in found:
-                raise ModelError("is declared as tied but is no parameter of the model", code="tied-unknown-parameter",
-                                 where="model.tied", value=name, remedy="Name parameters as 'block.parameter'.")
+                raise ModelError("is declared as tied but is not a parameter of the model",
+                                 code="tied-unknown-parameter", where="model.tied", value=name,
+                                 remedy="Name parameters as 'block.parameter'.")
             if name in grouped:
                 raise ModelError("is in two groups", code="tied-in-two-groups", where="model.tied", value=name,
                                  remedy="Put all names of one parameter into one group, each once.")
@@ -169,7 +170,8 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
     reaches = code_of_stages(of_blocks, parts.modules, model.loss)
     buffers = buffers_of_several_stages(layout, parts.modules)
     return replace(stages, shared_buffers=buffers, shared_places=shared_places(reaches),
-                   with_others_parameters=stages_with_others_parameters(reaches, of_blocks, parts.modules)), layout
+                   with_others_parameters=code_with_others_parameters(
+                       reaches, of_blocks, parts.modules, model.loss)), layout
 
 
 def _check_quantized(layout: Layout) -> None:

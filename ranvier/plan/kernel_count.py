@@ -85,7 +85,7 @@ class KernelCount(TorchDispatchMode):
     """Counts kernels, their operations, and the bytes that operations write, of the latter apart those that are in new
     memory, bare allocations included.
 
-    flops: of products and attention, of which a causal one counts in full here; weight_flops: of products of matrices.
+    flops: of products and attention, of which a causal one counts in full here; weight_flops: of products with weights.
     weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
     operands of 2-D products, such as gathered weights, do. kept_outputs: those that selective recomputation keeps.
     """
@@ -218,7 +218,7 @@ class KernelCount(TorchDispatchMode):
                      or (batch > 1 and plain(second).stride(0) == 0))
         flops = 2 * batch * m * n * k
         self.flops += flops
-        self.weight_flops += flops if is_cut or name in ("mm", "addmm", "addmm_") else 0
+        self.weight_flops += flops if is_weight and name != "convolution" else 0
         return Kernel(kind="product", flops=flops, reads=reads, shape=(batch, m, n, k),
                       writes=tuple(self._access(leaf) for leaf in returned), has_bias=name == "addmm",
                       weight="none" if not is_weight else "trains" if self._trains(second) else "frozen")

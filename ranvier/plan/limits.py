@@ -12,9 +12,7 @@ from typing import Literal
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Optim, Pipeline
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes, segment_bytes
-from ranvier.cost.stage_messages import link_conditions
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
     MAX_SIMULATED_STAGES,
@@ -80,15 +78,14 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
 
 
 def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
-               cluster: Cluster | None = None) -> Limits:
-    """The limits of a run with these blocks on each stage. cluster: whose links the messages between stages travel
-    over; None: not known."""
+               conditions: Conditions = UNKNOWN) -> Limits:
+    """The limits of a run with these blocks on each stage. conditions: as for `computed_limits`."""
     return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
                            deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
                            memory=run.pipeline.memory, device=run.device_type, trained_bytes=_trained_bytes(run),
                            element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
                            defers=may_defer(run.pipeline, run.optim), num_microbatches=run.num_microbatches,
-                           conditions=link_conditions(run, stages, cluster))
+                           conditions=conditions)
 
 
 def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
@@ -98,13 +95,13 @@ def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
 
 
 def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
-                   cluster: Cluster | None = None) -> tuple[tuple[int, float], ...] | None:
+                   conditions: Conditions = UNKNOWN) -> tuple[tuple[int, float], ...] | None:
     """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the
     bound of interleaved 1F1B)."""
     if limits.max_stored is None and not (limits.alternating and run.placement.per_rank > 1):
         return None
     return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
-                     run.num_microbatches, link_conditions(run, stages, cluster)).at_peak
+                     run.num_microbatches, conditions).at_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +119,14 @@ class MemoryChoice:
 
 
 def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
-                   cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
+                   conditions: Conditions = UNKNOWN) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
     if memory is None or not policy.defers or not 1 < run.mesh.pipeline_size <= MAX_SIMULATED_STAGES:
         return ()
-    loads, found, conditions = _loads_of(run, stages, segments), [], link_conditions(run, stages, cluster)
+    loads, found = _loads_of(run, stages, segments), list[MemoryChoice]()
     for value in (memory, *_MEMORIES):
-        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments,
-                            cluster)
+        limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments, conditions)
         result = predicted(loads, policy, limits, run.placement, run.num_microbatches, conditions)
         found.append(MemoryChoice(
             memory=value, limits=limits,

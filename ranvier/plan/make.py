@@ -7,7 +7,7 @@ The engine, a run and its prediction of memory all make their plan here, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,28 +17,32 @@ from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
 from ranvier.config.rules import schedule_problems, tensor_problems
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
-from ranvier.cost.blocks import selectively
+from ranvier.cost.blocks import BlockCost, selectively
 from ranvier.errors import ConfigError
 from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
 from ranvier.optim.rules import rules_of
 from ranvier.plan.cut import Sample, StageTable, cut
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting, counting_of
-from ranvier.plan.limits import may_defer, pipeline_limits, trained_bytes
+from ranvier.plan.limits import Segments, may_defer, pipeline_limits, trained_bytes
 from ranvier.plan.plan import Plan
 from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
 from ranvier.precision import DTYPES
+from ranvier.schedule.computed_limits import UNKNOWN
+from ranvier.schedule.conditions import Conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
+ConditionsOf = Callable[[Sequence[Sequence[BlockCost]], Segments], Conditions]
 _AUTO = Pipeline(), TensorParallel(), Memory()
 
 
 def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pipeline = _AUTO[0],
          tensor: TensorParallel = _AUTO[1], memory: Memory = _AUTO[2], optim: Optim | None = None,
          own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
-         device: str = "cpu", num_microbatches: int | None = None, counting: Counting = AS_WRITTEN) -> Plan:
+         device: str = "cpu", num_microbatches: int | None = None, counting: Counting = AS_WRITTEN,
+         conditions: ConditionsOf = lambda stages, segments: UNKNOWN) -> Plan:
     """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
 
     Args:
@@ -47,6 +51,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
         own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
         policy: in place of the one that `pipeline.policy` names.
         device: its type. num_microbatches: of a batch on one replica, where that is known. counting: what it fuses.
+        conditions: of the pipeline with these costs of blocks on each stage, of which these segments are recomputed.
 
     Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
     """
@@ -66,7 +71,8 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
         stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
         defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
         trained_bytes=trained_bytes(optim, device=device, element_bytes=dtype.itemsize), placement=placement,
-        segments=recomputed, defers=may_defer(pipeline, optim), num_microbatches=num_microbatches)
+        segments=recomputed, defers=may_defer(pipeline, optim), num_microbatches=num_microbatches,
+        conditions=conditions(stages.stage_costs(), recomputed))
     optim = optim or Optim()
     for problem in parameter_groups.problems(optim, [each.settings_name for each in layout.parameters]):
         raise problem
@@ -77,14 +83,14 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
     return plan.with_limits(limits)
 
 
-def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, mesh: Mesh | None = None, device: str | None = None
-                 ) -> Plan:
-    """The plan of a run for its model, of which layers may be frozen. mesh: another number of replicas, which changes
-    neither cut nor limits. device: its type, by default the one that the run names."""
+def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, conditions: ConditionsOf, mesh: Mesh | None = None,
+                 device: str | None = None) -> Plan:
+    """The plan of a run for its model, of which layers may be frozen. conditions: as for `make`. mesh: another number
+    of replicas, which changes neither cut nor limits. device: its type, by default the one that the run names."""
     device = device or run.device_type
     return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
                 optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches, device=device,
-                counting=counting_of(run, device=device, stage_size=run.mesh.stage_size))
+                counting=counting_of(run, device=device, stage_size=run.mesh.stage_size), conditions=conditions)
 
 
 def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits

@@ -1,4 +1,4 @@
-"""The decisions that an engine carries out, made before there is one: data, the same on every rank."""
+"""The specification of an engine, made before the engine: plain data, the same on every rank."""
 
 from __future__ import annotations
 

@@ -86,9 +86,10 @@ class _Link(NamedTuple):
 
 
 class CodeReach:
-    """What the code of a stage reaches, and what it reads of that: `add` each block, then the loss."""
+    """What the code of a stage reaches, and what it reads of that: `add` each block, then the loss. whole: of more
+    code, by whose names it may call methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: CodeReach | None = None) -> None:
         self.found: dict[int, Reached] = {}
         """By identity, each once: first by attributes of the blocks' own submodules."""
         self.per_stage: set[int] = set()
@@ -106,7 +107,7 @@ class CodeReach:
         name there."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
-        self._names: set[str] = set()
+        self._names: set[str] = set() if whole is None else set(whole._names)
         """Names in code that may run."""
         self._methods: dict[str, list[_Link]] = {}
         """Methods that nothing has named so far, by name."""

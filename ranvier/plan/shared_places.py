@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ranvier.originals.same_memory import overlaps, storage_of
 from ranvier.plan.code_uses import Key
 from ranvier.plan.object_contents import is_whole
 from ranvier.plan.reached_objects import CodeReach, Reached
@@ -75,30 +76,41 @@ def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], 
     return reaches
 
 
-def stages_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
-                                  modules: Mapping[str, nn.Module]) -> frozenset[int]:
-    """The stages whose code reaches parameters that blocks of other stages have, and its own do not, or their layers.
-    The others are as in `code_of_stages`."""
+def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
+                                modules: Mapping[str, nn.Module], loss: object) -> frozenset[str]:
+    """The blocks, and "loss", whose code reaches parameters that blocks of other stages have, and those of its own do
+    not, their layers, or tensors over their memory. The others are as in `code_of_stages`."""
     holders: dict[int, set[int]] = {}
-    storages: dict[int, set[int]] = {}
+    over: dict[int, dict[nn.Parameter, set[int]]] = {}
     for name, module in modules.items():
         for part in module.modules():
             own = [one for one in part._parameters.values() if one is not None]
             for one in (*own, part) if own else ():
                 holders.setdefault(id(one), set()).add(stages[name])
             for one in own:
-                storages.setdefault(storage_of(one), set()).add(stages[name])
-    storages.pop(0, None)
-    return frozenset(
-        stage for stage, reach in reaches.items()
-        if any(stage not in here and reach.has(identity) for identity, here in holders.items())
-        or any(stage not in storages.get(storage_of(one.value), {stage}) for one in reach.found.values()
-               if isinstance(one.value, Tensor)))
+                over.setdefault(storage_of(one), {}).setdefault(one, set()).add(stages[name])
+    over.pop(0, None)
 
+    def reaches_others(stage: int, reach: CodeReach, roots: Iterable[object]) -> bool:
+        tensors = [one.value for one in reach.found.values() if isinstance(one.value, Tensor)]
+        tensors += [one for root in roots if isinstance(root, nn.Module) for one in root.buffers()]
+        return any(stage not in here and reach.has(identity) for identity, here in holders.items()) or any(
+            stage not in here and overlaps(one, parameter) for one in tensors
+            for parameter, here in over.get(storage_of(one), {}).items())
 
-def storage_of(tensor: Tensor) -> int:
-    """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+    found = set[str]()
+    for stage, whole in reaches.items():
+        roots: dict[str, object] = {name: one for name, one in modules.items() if stages[name] == stage}
+        if stage == max(reaches):
+            roots["loss"] = loss
+        if not reaches_others(stage, whole, roots.values()):
+            continue
+        for name, root in roots.items():
+            reach = CodeReach(whole)
+            reach.add(name, root)
+            if reaches_others(stage, reach, [root]):
+                found.add(name)
+    return frozenset(found)
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:

@@ -114,7 +114,7 @@ def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[Ranv
     taken = alone.mesh.size  # by the axes that are given, since the others are 1
     stage, rest = divmod(num_ranks, taken)
     if rest or not stage:
-        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are no multiple of {taken}, which the other "
+        return alone, [ConfigError(f"is not possible: {num_ranks} ranks are not a multiple of {taken}, which the other "
                                    "axes take", code="mesh-axis-not-possible", where=f"mesh.{axis}", value="auto",
                                    remedy="Change `--mesh.data`, `--mesh.pipe` or the number of ranks.")]
     try:
@@ -147,16 +147,19 @@ def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | N
         return here(replace(cluster, device=replace(cluster.device, cores=available_cores()), host=replace(
             cluster.host, memory_bytes=min(memory, memory_limit_bytes() or memory))))
     name = torch.cuda.get_device_name(0)
-    found = next((known for known in map(load_cluster, cluster_names()) if _is_device(known, name)), None)
-    if found is None and otherwise is not None:
-        found = load_cluster(otherwise)
-    if found is not None:
+    if known := shipped_cluster_with(name) or otherwise:
+        found = load_cluster(known)
         device = replace(found.device, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
         return here(replace(found, device=device, host=replace(found.host, memory_bytes=memory)))
     raise ConfigError(f"is not set, and no shipped cluster has a {name}", code="cluster-needed", where="launch.cluster",
                       value=None,
                       remedy="Measure this machine: `ranvier doctor --measure --out here.toml`; then set "
                              "`--launch.cluster here.toml`.")
+
+
+def shipped_cluster_with(name: str) -> str | None:
+    """The name of a shipped cluster with the GPU that torch calls `name`."""
+    return next((known for known in cluster_names() if _is_device(load_cluster(known), name)), None)
 
 
 def _is_device(cluster: Cluster, name: str) -> bool:

@@ -46,6 +46,7 @@ from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages
 from ranvier.plan.make import make_for_run, whole_parameters
 from ranvier.plan.plan import Plan
 from ranvier.plan.recomputation import recomputed_segments, runs_of
+from ranvier.planner.conditions import conditions_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
@@ -68,11 +69,10 @@ _CANDIDATES = 4
 def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = (), *, cluster: Cluster | None = None
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
-    what each stage's ranks need. cluster: as for `run_limits`. ConfigError when the settings allow no cut."""
+    what each stage's ranks need. cluster: as for `conditions_of`. ConfigError when the settings allow no cut."""
     def found() -> tuple[StageTable, tuple[RankMemory, ...]]:
-        model, plan = _planned(run, frozen, frozen_above)
-        return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster,
-                                    limits=plan.limits if cluster is None else None)
+        model, plan = _planned(run, frozen, frozen_above, cluster)
+        return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster, limits=plan.limits)
 
     return _laid_out.get((run, frozen, tuple(frozen_above), cluster), found)
 
@@ -80,12 +80,14 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
 _laid_out = Known[tuple[StageTable, tuple[RankMemory, ...]]](16)
 
 
-def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int]) -> tuple[Model, Plan]:
+def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int], cluster: Cluster | None = None
+             ) -> tuple[Model, Plan]:
     """Model and plan of one replica: there may be very many, and they change neither cut nor limits."""
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
-    return model, make_for_run(run, model, sample, mesh=run.mesh.shaped(num_replicas=1))
+    return model, make_for_run(run, model, sample, mesh=run.mesh.shaped(num_replicas=1),
+                               conditions=partial(conditions_of, run, cluster=cluster))
 
 
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
@@ -93,7 +95,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             ) -> tuple[RankMemory, ...]:
     """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
     needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
-    the schedule's, where they are known. cluster: as for `run_limits`."""
+    the schedule's, where they are known. cluster: as for `conditions_of`."""
     found: list[RankMemory] = []
     known = {} if needs is None else needs
     counted, peaks = stages.stage_costs() if stages.costs else None, None
@@ -101,8 +103,9 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         limits = limits or _rule(run, layout)
     else:
         again = recomputed_runs(run, counted)
-        limits = limits or run_limits(run, counted, again, cluster)
-        peaks = stages_at_peak(run, counted, limits, again, cluster)
+        conditions = conditions_of(run, counted, again, cluster)
+        limits = limits or run_limits(run, counted, again, conditions)
+        peaks = stages_at_peak(run, counted, limits, again, conditions)
     buffers, passing, kept = dict[int, int](), dict[int, int](), dict[str, int]()
     if run.mesh.stage_size > 1 and stages.costs:
         buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
@@ -442,7 +445,8 @@ def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = 
     if table.costs is None:
         return ()
     costs = table.stage_costs()
-    return memory_choices(run, costs, recomputed_runs(run, costs), cluster)
+    segments = recomputed_runs(run, costs)
+    return memory_choices(run, costs, segments, conditions_of(run, costs, segments, cluster))
 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,

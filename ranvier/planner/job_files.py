@@ -21,6 +21,7 @@ from ranvier.system.untrusted_file import read_bytes
 Launcher = Literal["slurm", "torchrun", "kubernetes"]
 _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubernetes": ".yaml"}
 _MOST_BYTES = 1 << 20
+_NAME_CHARS = 48
 _SAVING_SECONDS = 120
 """Seconds for the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one
 more."""
@@ -113,9 +114,16 @@ exec torchrun {way} \\
 """
 
 
+def _service_name(text: str) -> str:
+    """A name that a Service may have (RFC 1035), short enough for the pods' host names, and not the API server's."""
+    name = "".join(char if char.isascii() and char.isalnum() else "-" for char in text.lower())
+    name = name.strip("-")[:_NAME_CHARS].strip("-")
+    return name if name[:1].isalpha() and name != "kubernetes" else f"ranvier-{name}".strip("-")
+
+
 def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool,
                 stop_seconds: int, whole_nodes: bool) -> str:
-    name = "".join(char if char.isalnum() else "-" for char in run_file.stem.lower()).strip("-") or "ranvier"
+    name = _service_name(run_file.stem)
     if not run_dir.is_absolute() or len(run_dir.parts) < 3:  # it has to be on the volume
         run_dir = Path("/runs", run_dir.name or name)
     volume = run_dir.parent
@@ -130,22 +138,22 @@ def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, che
 # docs/kubernetes.md has a job that also survives evictions.
 apiVersion: v1
 kind: ConfigMap
-metadata: {{name: {name}}}
+metadata: {{name: "{name}"}}
 data:
   run.toml: |
 {settings}
 ---
 apiVersion: v1
 kind: Service
-metadata: {{name: {name}}}
+metadata: {{name: "{name}"}}
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
-  selector: {{job-name: {name}}}
+  selector: {{job-name: "{name}"}}
 ---
 apiVersion: batch/v1
 kind: Job
-metadata: {{name: {name}}}
+metadata: {{name: "{name}"}}
 spec:
   completionMode: Indexed
   completions: {nodes}
@@ -153,7 +161,7 @@ spec:
   backoffLimit: 10
   template:
     spec:
-      subdomain: {name}
+      subdomain: "{name}"
       restartPolicy: Never
       terminationGracePeriodSeconds: {stop_seconds + 30}
       containers:
@@ -177,7 +185,7 @@ spec:
         - name: runs
           persistentVolumeClaim: {{claimName: ranvier-runs}}
         - name: settings
-          configMap: {{name: {name}}}
+          configMap: {{name: "{name}"}}
         - name: shm
           emptyDir: {{medium: Memory}}
 """

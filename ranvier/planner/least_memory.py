@@ -16,8 +16,9 @@ from itertools import chain
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.memory import segment_bytes
+from ranvier.planner.conditions import element_bytes
 from ranvier.planner.count import recomputed_runs
-from ranvier.planner.run_cost import element_bytes, states_per_parameter
+from ranvier.planner.run_cost import states_per_parameter
 
 
 def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[float, float]:

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from typing import cast, get_args
 
@@ -39,6 +38,7 @@ from ranvier.planner.simulation import (
 from ranvier.planner.training import (
     Goal,
     changed_cluster,
+    check_finite,
     check_goal,
     failures_of,
     fewest_devices,
@@ -65,13 +65,13 @@ def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
 
 
 def settings_of(text: str | None) -> tuple[Setting, ...]:
-    """The settings that may change, from a flag. ConfigError for a name that is none."""
+    """The settings that may change, from a flag. ConfigError for an unknown name."""
     if text is None:
         return SEARCHED
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     unknown = [name for name in names if name not in get_args(Setting)]
     if unknown or not names:
-        raise ConfigError("is nothing that can be searched", code="unknown-search", where="--search",
+        raise ConfigError("cannot be searched", code="unknown-search", where="--search",
                           value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
     return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
@@ -105,8 +105,8 @@ class Request:
 def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) -> SearchResult:
     """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
     first cluster is returned."""
+    _check(request, len(cluster_names))
     clusters = [_sized(load_cluster(each), request) for each in cluster_names]
-    _check(request, clusters)
     if request.out is not None:
         read.check_out(request.out)
     run, problems = with_pretrained(run)
@@ -137,13 +137,13 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     print_plan(found, name, request.explain, goal)
     screen = Screen(sys.stdout)
     if best.run.precision != run.precision and request.searched is None:
-        screen.print(f"\nIt is in {best.run.precision}, in which this device computes faster: the recipe chooses no "
-                     f"number format. To stay with {run.precision}: --precision {run.precision}.")
+        screen.print(f"\nThe plan uses {best.run.precision}, in which this device computes faster, because the recipe "
+                     f"sets no precision. For {run.precision}: --precision {run.precision}.")
     for line in report.course_lines(best):
         screen.print(line)
     freezes = run.elastic.freeze != "none" and not run.elastic.dry_run
     if best.course is None and freezes:
-        screen.print("\nWhat freezing gives is not predicted: how many steps an epoch has is not known. " + (
+        screen.print("\nThe gain from freezing is not predicted: the number of steps per epoch is unknown. " + (
             "Set --elastic.every and --train.steps." if "data.train_samples" in form_of(run.data).unused else
             "Set --data.train-samples."))
     if request.out is not None:
@@ -189,9 +189,13 @@ def _sized(cluster: Cluster, request: Request) -> Cluster:
                    price_per_hour=request.price or cluster.price_per_hour)
 
 
-def _check(request: Request, clusters: Sequence[Cluster]) -> None:
+def _check(request: Request, num_clusters: int) -> None:
     """ConfigError for options that cannot be together."""
-    several = len(clusters) > 1 or bool(request.what_if)
+    check_finite("--price", request.price)
+    if request.price is not None and request.goal is None:
+        raise ConfigError("needs a number of tokens", code="goal-without-tokens", where="--price", value=request.price,
+                          remedy="Give `--tokens 300B`, say, too.")
+    several = num_clusters > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
             raise ConfigError("is for one plan, and several are compared (`--cluster` more than once, or `--what-if`)",
@@ -268,7 +272,7 @@ def comparison(results: Sequence[SearchResult], goal: Goal | None,
               for one, each in zip(best, results, strict=True)]
     columns = {"cluster": [each.cluster.name for each in results], "devices": [f"{each.ranks:,}" for each in results],
                "best": [report.describe(one.run) for one in best],
-               "s a step": [f"{one.cost.seconds * factor:.4g}" for one, factor in zip(best, longer, strict=True)],
+               "s/step": [f"{one.cost.seconds * factor:.4g}" for one, factor in zip(best, longer, strict=True)],
                "tokens/s": [f"{one.cost.tokens_per_second / factor:,.0f}"
                             for one, factor in zip(best, longer, strict=True)],
                "MFU": [f"{one.cost.model_utilisation / factor:.1%}" for one, factor in zip(best, longer, strict=True)]}
@@ -332,10 +336,8 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
              as_published: bool = False) -> Simulation:
     """Simulate a step of the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
     cluster = load_cluster(cluster_name)
-    for where, value in (("--jitter", jitter), ("--mtbf-hours", mtbf_hours or 1.0)):
-        if not isfinite(value):
-            raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
-                              remedy="Leave it out for none.")
+    check_finite("--jitter", jitter)
+    check_finite("--mtbf-hours", mtbf_hours)
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
     for problem in (*problems, *unplanned, *find_problems(run)):
@@ -425,19 +427,19 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if found.excess:
         screen.print(f"it would not fit: {found.excess}")
     pipeline = found.pipeline_seconds
-    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s, of which stages wait "
-                 f"{step.bubble_fraction:.1%}; then {found.seconds - pipeline:.3g} s")
+    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s (bubble "
+                 f"{step.bubble_fraction:.1%}), then averaging and update {found.seconds - pipeline:.3g} s")
     if pipeline > step.seconds:
-        screen.print(f"stages share cores: with one for each the pipeline would take {step.seconds:.4g} s")
+        screen.print(f"stages share cores: with one core each, the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:
         screen.print(f"{step.sampled} of {step.replicas:,} replicas were simulated, {min(step.replica_seconds):.4g} to "
-                     f"{max(step.replica_seconds):.4g} s; the step is as long as the slowest of all is expected to be")
+                     f"{max(step.replica_seconds):.4g} s; the step takes the expected time of the slowest of all")
     if lost is not None:
         screen.print(f"{lost.failures_per_day:.2g} failures a day: with a checkpoint every "
                      f"{run.checkpoint.every or run.train.steps} steps {lost.share:.1%} of the time is useful work; "
-                     f"the best interval is {lost.best_steps} steps, where one is written at "
-                     f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
-    screen.print("\nmilliseconds for a microbatch; averaging and update once a step:")
+                     f"the best interval is {lost.best_steps:,} step{'s' * (lost.best_steps != 1)}, if checkpoints are "
+                     f"written at {SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
+    screen.print("\nmilliseconds per microbatch; averaging and update per step:")
     screen.print(report.stage_table(found.cost))
     if len(found.cost.stages) > 16:
         screen.print(f"  ... {len(found.cost.stages) - 16} more stages")

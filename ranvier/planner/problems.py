@@ -79,6 +79,6 @@ def _freeze_policy(run: Run) -> Iterator[RanvierError]:
 def _missing_checkpoint(run: Run) -> Iterator[ConfigError]:
     there = run.resume and (os.path.exists(run.resume) or find(Path(run.resume)))
     if run.resume not in ("auto", "none") and not there:
-        yield ConfigError("is no checkpoint that is there", code="resume-checkpoint-missing", where="resume",
+        yield ConfigError("is not an existing checkpoint", code="resume-checkpoint-missing", where="resume",
                           value=run.resume,
                           remedy="Name a folder such as RUN/checkpoint/step-100, RUN/checkpoint, or RUN.")

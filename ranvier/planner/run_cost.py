@@ -6,20 +6,16 @@ a block are split over the tensor mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from torch import nn
-
-from ranvier.block import meta_device
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.step import (
     Cost,
-    ElementBytes,
     PipelineNumbers,
     StageWork,
     Step,
@@ -27,18 +23,17 @@ from ranvier.cost.step import (
     step_cost,
     step_pipeline,
 )
-from ranvier.cost.volume import SplitLayer
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.plan.limits import Segments, run_limits
+from ranvier.planner.conditions import conditions_of, element_bytes, split_layers, work_of
 from ranvier.planner.count import recomputed_runs
-from ranvier.precision import DTYPES, is_half, reduce_dtype, sum_dtype, wide
+from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
-from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
 
 
 def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
@@ -101,9 +96,9 @@ def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[B
 
 def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None,
             limits: Limits | None = None) -> Step:
-    """One step of the run; cluster: as for `run_limits`. limits: the schedule's, where they are known."""
+    """One step of the run; cluster: as for `conditions_of`. limits: the schedule's, where they are known."""
     recomputed = recomputed_runs(run, stages)
-    limits = limits or run_limits(run, stages, recomputed, cluster)
+    limits = limits or run_limits(run, stages, recomputed, conditions_of(run, stages, recomputed, cluster))
     own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
     if run.memory.recompute in ("alternate", "selective"):
         each = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), stages)
@@ -111,9 +106,7 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
             1, sum(block.flops for block in _blocks_of(stages, each)))
     return Step(
         run=run, policy=policy_named(run.pipeline.policy), limits=limits, bytes=element_bytes(run),
-        stages=tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places),
-                               ends=tuple(places.stop - 1 for places in again))
-                     for blocks, again in zip(stages, recomputed, strict=True)),
+        stages=work_of(stages, recomputed),
         num_states=states_per_parameter(run), tokens=families.tokens_of(run),
         whole_tensors=rules_of(run.optim).tensors is not None, update_flops=_update_of(run)[1],
         flops_per_sample=own,
@@ -125,16 +118,6 @@ def _blocks_of(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> lis
     """The blocks in these segments."""
     return [blocks[place] for blocks, again in zip(stages, segments, strict=True) for places in again
             for place in places]
-
-
-def element_bytes(run: ResolvedRun) -> ElementBytes:
-    """Bytes of an element in each number format of the run."""
-    dtype, optim = DTYPES[run.precision], run.optim
-    state_bytes = wide(dtype).itemsize
-    return ElementBytes(
-        parameter=dtype.itemsize, state=state_bytes, reduced=reduce_dtype(optim, dtype).itemsize,
-        gradient=state_bytes if optim.accumulate == "fp32" else dtype.itemsize,
-        summed=sum_dtype(run.tensor, dtype, run.device_type).itemsize)
 
 
 def states_per_parameter(run: ResolvedRun) -> float:
@@ -169,41 +152,3 @@ def _update_of_tensors(run: Run) -> tuple[float, float]:
     model, rules = families.model_of(run), rules_of(run.optim)
     parameters = global_parameters(model, build_on_meta(model))
     return states_per_element(rules, parameters), update_flops(rules, parameters)
-
-
-def split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
-    """Each block of the run's model -> its layers of `ranvier.tensor` that are split, in their order: what a block
-    sends on a tensor mesh follows from its layers, whatever it is called."""
-    return _split_layers(replace(Run(), model=run.model, data=run.data))
-
-
-@lru_cache(maxsize=32)
-def _split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
-    """Split layers of each block, which depend on the run's model and task alone."""
-    model = families.model_of(run)
-    ends = {layer[-1] for layer in model.layers or [(name,) for name in model.blocks]}
-    found: dict[str, tuple[SplitLayer, ...]] = {}
-    for name, build in model.blocks.items():
-        if (alike := model.alike.get(name)) in found:
-            found[name] = found[alike]
-            continue
-        with meta_device():
-            layers = [split for layer in build().modules() if (split := _split_layer(layer)) is not None]
-        products = [place for place, layer in enumerate(layers) if layer.kind in ("output", "input")]
-        if name in ends and products:
-            layers[products[-1]] = replace(layers[products[-1]], ends_layer=True)
-        found[name] = tuple(layers)
-    return found
-
-
-def _split_layer(layer: nn.Module) -> SplitLayer | None:
-    match layer:
-        case Linear():
-            return SplitLayer(layer.stationary, layer.in_features, layer.out_features)
-        case SharedInputLinear():
-            return SplitLayer("output", layer.in_features, sum(layer.outputs.values()))
-        case VocabularyLinear():
-            return SplitLayer("vocabulary", layer.in_features, layer.out_features)
-        case Embedding():
-            return SplitLayer("embedding", layer.num_embeddings, layer.embedding_dim)
-    return None

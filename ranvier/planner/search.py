@@ -113,7 +113,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     queue = _Queue(cluster, work, searched)
     for candidate in possible(base, cluster, ranks, searched):
         queue.add(candidate, _Known.BOUND)
-    progress(f"{queue.added:,} meshes and microbatches")
+    progress(f"searching {queue.added:,} combinations of mesh and microbatch size")
     fitting: list[Candidate] = []
     dropped: list[Candidate] = []
     looked_at, is_proven, interrupted = 0, False, False

@@ -76,7 +76,8 @@ class StartTrial:
             except RanvierError as problem:
                 self._tell(f"trial of {_text(found.run)}: {problem}")
                 continue
-            self._tell(f"trial of {_text(found.run)}: {times[-1][0]:.3g} s a step ({found.cost.seconds:.3g} predicted)")
+            self._tell(f"trial of {_text(found.run)}: {times[-1][0]:.3g} s per step "
+                       f"({found.cost.seconds:.3g} predicted)")
         if not times:
             return first
         least = min(seconds for seconds, _ in times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 from ranvier.config.resolve import ResolvedRun
@@ -27,12 +27,33 @@ _MOST_TOKENS = 1e18
 
 def tokens_of(text: str) -> float:
     """A number of tokens: 15T, 300B, 2e9. ConfigError for what is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
-    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    value = _number(text)
     if not 1 <= value <= _MOST_TOKENS:
-        raise ConfigError("is no number of tokens", code="malformed-tokens", where="--tokens", value=text,
+        raise ConfigError("is not a number of tokens", code="malformed-tokens", where="--tokens", value=text,
                           remedy="Give one, such as 300B, 15T or 2e9.")
     return value
+
+
+def dollars_of(text: str) -> float:
+    """A sum of dollars: 2M, 500k, 1250.50. ConfigError for what is none."""
+    value = _number(text)
+    if not 0 < value <= _MOST_TOKENS:
+        raise ConfigError("is no sum of dollars", code="malformed-budget", where="--budget", value=text,
+                          remedy="Give one, such as 2M, 500k or 1250.")
+    return value
+
+
+def _number(text: str) -> float:
+    """With a unit of _UNITS; 0 for what is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    return float(found[1]) * _UNITS[found[2]] if found else 0.0
+
+
+def check_finite(where: str, value: float | None) -> None:
+    """ConfigError for an option that is NaN or infinite."""
+    if value is not None and not isfinite(value):
+        raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
+                          remedy="Leave it out for none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +70,7 @@ class Goal:
 def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mtbf_hours: float | None) -> Goal | None:
     """The goal that options describe. ConfigError where one of them needs a number of tokens."""
     for where, value in (("--deadline", deadline), ("--budget", budget), ("--mtbf-hours", mtbf_hours)):
+        check_finite(where, value)
         if value is not None and tokens is None:
             raise ConfigError("needs a number of tokens", code="goal-without-tokens", where=where, value=value,
                               remedy="Give `--tokens 300B`, say, too.")
@@ -115,7 +137,7 @@ def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]
 
 def columns(several: list[Training]) -> dict[str, list[str]]:
     """Header -> cells of a table, one for each; without those of which nothing is known."""
-    table = {"days": [f"{one.days:,.1f}" for one in several],
+    table = {"days": [_days(one.days) for one in several],
              "device\nhours": [f"{one.device_hours:,.0f}" for one in several]}
     if any(one.dollars is not None for one in several):
         table["dollars"] = ["" if one.dollars is None else f"{one.dollars:,.0f}" for one in several]
@@ -124,6 +146,11 @@ def columns(several: list[Training]) -> dict[str, list[str]]:
     if any(one.goodput < 1.0 for one in several):
         table["goodput"] = [f"{one.goodput:.1%}" for one in several]
     return table
+
+
+def _days(days: float) -> str:
+    """With two digits where one behind the point would say nothing."""
+    return f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
 
 
 def check_goal(result: SearchResult, goal: Goal) -> None:
@@ -156,33 +183,42 @@ def fewest_devices(run: Run, cluster: Cluster, goal: Goal, search: Callable[[int
     if refused is not None and not tried:
         raise refused
     if not tried or not tried[-1][1].meets(goal):
-        raise _unmet(cluster, goal, tried)
+        raise _unmet(cluster, goal, tried, _least_days(run, cluster, goal, cluster.num_devices))
     return tried
 
 
 def _counts(run: Run, cluster: Cluster, goal: Goal) -> Iterator[int]:
-    alone, rate = closed(run), cluster.device.rates.get(run.precision)
-    flops = families.flops_per_sample(alone) / families.tokens_of(alone) * goal.tokens
     nodes = 1
     while nodes <= cluster.nodes:
         count = nodes * cluster.devices_per_node
-        days = 0.0 if rate is None else flops / (rate.peak_flops * count) / 86400
-        if goal.deadline_days is None or days <= goal.deadline_days:
+        if goal.deadline_days is None or _least_days(run, cluster, goal, count) <= goal.deadline_days:
             yield count
         nodes = nodes * 2 if nodes * 2 <= cluster.nodes or nodes == cluster.nodes else cluster.nodes
 
 
-def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Training]]) -> ConfigError:
+def _least_days(run: Run, cluster: Cluster, goal: Goal, devices: int) -> float:
+    """A lower bound for every number format that a plan may choose: at the devices' peak, and of frozen weights with no
+    backward."""
+    alone = closed(run)
+    flops = families.flops_per_sample(alone) / families.tokens_of(alone) * goal.tokens
+    if run.lora.rank or run.elastic.freeze != "none":
+        flops /= 3
+    peak = max(rate.peak_flops for name, rate in cluster.device.rates.items() if name != "fp8" or run.model.float8)
+    return flops / (peak * devices) / 86400
+
+
+def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Training]], least_days: float = 0.0
+           ) -> ConfigError:
     last = tried[-1][1] if tried else None
     if last is not None and (goal.deadline_days is None or last.days <= goal.deadline_days):
         said, code = ((f"{last.devices:,} devices", "budget-too-small") if goal.deadline_days is None else
                       (f"{last.devices:,} devices, the fewest that are in time,", "budget-of-deadline"))
-        return ConfigError(f"is not enough: {said} cost {last.dollars:,.0f} dollars in {last.days:,.1f} days",
+        return ConfigError(f"is not enough: {said} cost {last.dollars:,.0f} dollars in {_days(last.days)} days",
                            code=code, where="--budget", value=goal.budget,
                            remedy="Take fewer `--tokens`, or a larger budget" + (
                                "." if goal.deadline_days is None else ", or give more days with `--deadline`."))
-    devices, days = ((cluster.num_devices, "more at their peak") if last is None else
-                     (last.devices, f"{last.days:,.1f} days"))
+    devices, days = ((cluster.num_devices, f"{_days(least_days)} days at their peak already") if last is None else
+                     (last.devices, f"{_days(last.days)} days"))
     more = "more nodes with `--nodes`" if devices == cluster.num_devices else "no `--ranks`, for as many as are needed"
     return ConfigError(f"cannot be met on {devices:,} devices of {cluster.name}: {days}", code="deadline-too-early",
                        where="--deadline", value=goal.deadline_days,

@@ -35,7 +35,7 @@ def measured(plan: SearchResult, count: int, progress: Callable[[str], None] = l
     with tempfile.TemporaryDirectory(prefix="ranvier-plan-") as folder:
         for number, found in enumerate(plan.best[:count]):
             seconds = step_seconds(found.run, Path(folder) / str(number))
-            progress(f"{found.run.mesh}, microbatch {found.run.batch.microbatch_size}: {found.cost.seconds:.4g} s a "
+            progress(f"{found.run.mesh}, microbatch {found.run.batch.microbatch_size}: {found.cost.seconds:.4g} s per "
                      f"step predicted, {seconds:.4g} s measured")
             tried.append(replace(found, measured_seconds=seconds))
     factor = median(found.expected_seconds(1.0) / found.cost.seconds for found in tried)

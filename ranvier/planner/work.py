@@ -81,7 +81,7 @@ class Work:
 
     def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
         """Memory as `ranvier check` predicts it, with the blocks that are counted already. cluster: as for
-        `run_limits`."""
+        `conditions_of`."""
         key = run, frozen, Same(cluster)
         if key not in self._memories:
             self._memories[key] = self._memory(run, frozen, cluster)

@@ -65,7 +65,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
             max_stored: int | None = None, alternating: bool = False) -> Passage:
     """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds; of several
     stages on each rank it is a lower bound. cores: ranks that may compute at once, in a simulation. placement,
-    defer_last, room, alternating: as of `simulate`."""
+    defer_last, max_stored, alternating: as of `simulate`."""
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
     placement = placement or StagePlacement(num_ranks=len(stages))

@@ -22,17 +22,17 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise, product
+from itertools import pairwise
 from math import ceil, floor, inf, log10, sqrt
 from statistics import fmean
 from typing import TypeVar
 
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.conditions import Conditions
+from ranvier.schedule.conditions import Conditions, Deferral
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, stored_in_even_flow
-from ranvier.schedule.simulator import PRODUCTS, StageTimes, State, most_held, simulate
+from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
 MAX_SIMULATED_STAGES = 16
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
@@ -52,8 +52,11 @@ _ROOMS = 6
 _MAX_WINDOWS = 4
 """Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
 at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
+_SMALL = 0.005
+"""Of a microbatch's time on the slowest stage: where deferral costs less, it is not tried whether fewer should wait."""
+_SURELY = 3.0
+"""How many times as much as it can save deferral costs where it is not tried."""
 _Number = TypeVar("_Number", int, float)
-_ANY = 1 << 62
 _UNIT = 1_000_000
 """The simulation's bytes of what the loads are relative to."""
 
@@ -65,6 +68,7 @@ class StageLoad:
     fixed: bytes that do not depend on the schedule: parameters, gradients, optimizer states, the process. graph: what a
     microbatch keeps between forward and backward. operands: what its deferred products keep. deferred_factor: how many
     times as long a weight gradient takes if it was deferred, since its operands are no longer in a cache.
+    longer_backward: time by which a backward that defers takes longer.
     """
 
     forward: float
@@ -75,6 +79,7 @@ class StageLoad:
     graph: float
     operands: float
     deferred_factor: float = 1.0
+    longer_backward: float = 0.0
 
 
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
@@ -88,7 +93,7 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
         in_flight: the limit, where it is given.
         placement: which stages each rank has; by default one each.
         num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
-        conditions: what messages take, and how much times vary.
+        conditions: what messages take, how much times vary, and what deferral costs.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
     rule = rule_limits([stage.trains for stage in stages], placement)
@@ -98,9 +103,15 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
         return rule
     case = _case(stages, policy, placement, num_microbatches, conditions)
     if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
-        return _within_memory(rule, stages, memory) if placement.per_rank == 1 else next(
+        return _within_memory(_where_it_pays(rule, case), stages, memory) if placement.per_rank == 1 else next(
             iter(_alternating_limits(case, in_flight)), rule)
     return _best(case, memory, rule, in_flight)
+
+
+def _where_it_pays(rule: Limits, case: _Case) -> Limits:
+    """The rule, with nothing deferred where that costs more than it can save."""
+    longer, saved = case.deferral
+    return rule if case.count * longer <= saved else replace(rule, deferred=(0,) * len(case.stages))
 
 
 def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> Limits:
@@ -155,6 +166,13 @@ def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
         deferred_factor=stage.deferred_factor) for stage in stages)
 
 
+def _priced(stages: Sequence[StageLoad], deferral: Sequence[Deferral]) -> tuple[StageLoad, ...]:
+    """With what deferral costs."""
+    return tuple(replace(stage, longer_backward=price.backward * stage.weight,
+                         deferred_factor=stage.deferred_factor + price.weight)
+                 for stage, price in zip(stages, deferral, strict=True)) if deferral else tuple(stages)
+
+
 def _round(value: float) -> float:
     return round(value, _DIGITS - 1 - floor(log10(value))) if value > 0 else 0.0
 
@@ -162,7 +180,8 @@ def _round(value: float) -> float:
 def _case(stages: Sequence[StageLoad], policy: Policy, placement: StagePlacement, num_microbatches: int | None,
           conditions: Conditions) -> _Case:
     rounded = Conditions(messages=round(conditions.messages, 2), variation=round(conditions.variation, 2))
-    return _Case(stages=_rounded(stages), policy=policy, placement=placement, conditions=rounded,
+    return _Case(stages=_priced(_rounded(stages), conditions.deferral), policy=policy, placement=placement,
+                 conditions=rounded,
                  count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
@@ -185,20 +204,25 @@ class _Case:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
-    def without_bytes(self) -> _Case:
-        """All on which the order of actions depends: of bytes how the operands of a rank's stages compare. One
-        simulation of it serves many memories."""
-        largest = max(stage.operands for stage in self.stages) or 1.0
-        waits = [stage.operands / largest if self.placement.per_rank > 1 else float(round(_UNIT * stage.operands) > 0)
-                 for stage in self.stages]
-        return replace(self, stages=tuple(replace(stage, fixed=0.0, graph=0.0, operands=alive)
-                                          for stage, alive in zip(self.stages, waits, strict=True)))
+    @property
+    def deferral(self) -> tuple[float, float]:
+        """Time by which a microbatch takes longer on the slowest stage if its weight gradients wait, and about the most
+        that a step can save by it: these gradients on the way back to the first stage."""
+        slowest = max(self.stages, key=lambda stage: stage.forward + stage.backward + stage.weight)
+        return (slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight,
+                sum(stage.weight for stage in self.stages) - slowest.weight)
 
-    def windows(self) -> list[int | None]:
-        """Candidate values for the number of last microbatches whose products may wait; None for all."""
-        pipe, is_slower = self.placement.num_ranks, any(stage.deferred_factor > 1.0 for stage in self.stages)
-        tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if is_slower and pipe <= _MAX_WINDOWS else ()
-        return [None, *(last for last in tried if last < self.count)]
+    def waits(self, most: int) -> tuple[list[tuple[int, None]], list[tuple[int, int]]]:
+        """Candidate values for the microbatches of a rank whose products may wait, and for the number of last ones to
+        which these belong; None for all. The second ones are worth a try for one number in flight. Without those that
+        would cost far more than they can save."""
+        (longer, saved), pipe = self.deferral, self.placement.num_ranks
+        if longer < _SMALL:
+            return [(most, None)], []
+        all_wait = self.count * longer <= _SURELY * saved
+        tried = (pipe, pipe + ceil(pipe / 2), 2 * pipe) if pipe <= _MAX_WINDOWS or not all_wait else ()
+        return [(most, None)] * all_wait + [(0, None)], [
+            (min(most, last), last) for last in tried if last < self.count and last * longer <= _SURELY * saved]
 
     def stored_within(self, memory: float) -> int:
         """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
@@ -243,11 +267,17 @@ class _Outcome:
 
     def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
         """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
-        state. With several, and where only the last products may wait, the most of both that the simulation has at
-        once: a batch stores most at its start and defers most at its end."""
-        return self.peak if case.placement.per_rank > 1 or limits.last is not None else tuple(
-            kept + waiting * operands
-            for kept, waiting, operands in zip(self.kept, limits.deferred, self.operands, strict=True))
+        state; of the last products those of microbatches that it does not store, as `check` counts them. With several,
+        the most of both that the simulation has at once: a batch stores most at its start and defers most at its
+        end."""
+        if case.placement.per_rank > 1:
+            return self.peak
+        stored = [round((kept - stage.fixed) / stage.graph) if stage.graph else 0
+                  for kept, stage in zip(self.kept, case.stages, strict=True)]
+        waiting = limits.deferred if limits.last is None else [
+            min(most, max(0, limits.last - count)) for most, count in zip(limits.deferred, stored, strict=True)]
+        return tuple(kept + count * operands
+                     for kept, count, operands in zip(self.kept, waiting, self.operands, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,43 +323,54 @@ def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
 
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """Limits on the way from all products waiting to no more than the budget allows, for each number in flight."""
-    if case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven):
-        return _candidates_with_room(case, budget, given)
-    pipe, cap, found = case.placement.num_ranks, budget * case.bytes_under_1f1b(), list[_Candidate]()
-    most = 2 * pipe
+    """Limits within the budget, for each number in flight; those in which only last products wait with the fastest."""
+    pipe, cap = case.placement.num_ranks, budget * case.bytes_under_1f1b()
+    flights = range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]
+    has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
+    found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.waits(2 * pipe)
+    for in_flight in flights:
+        for max_stored in _rooms(case, in_flight, cap) if has_room else [None]:
+            if max_stored is not None:
+                waits, last_waits = case.waits(max_stored)
+            for waiting, last in waits:
+                limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last, max_stored=max_stored)
+                found += _on_the_way(case, limits, cap)
+                plain.append(found[-1])
+    fastest = min([each for each in plain if each.needs <= cap] or plain, key=lambda each: each.seconds).limits
+    if fastest.max_stored is not None:
+        _, last_waits = case.waits(fastest.max_stored)
+    for waiting, last in last_waits:
+        found += _on_the_way(case, replace(fastest, deferred=(waiting,) * pipe, last=last), cap)
+    return found
+
+
+def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
+    """Candidates from these limits to no more than so many bytes, with fewer products that wait; of several stages
+    whose memory is bounded, these limits alone."""
+    found = list[_Candidate]()
     share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
-    flights = range(pipe, most + 1, max(1, pipe // 4)) if given is None else [given]
-    for in_flight, last in product(flights, case.windows()):
-        limits = Limits(in_flight=in_flight, deferred=(most if last is None else last,) * pipe, last=last)
-        for _ in range(_TRIES):
-            made = _outcome(case, limits)
-            found.append(_candidate(case, limits, made))
-            limits = found[-1].limits
-            if found[-1].needs <= cap:
-                break
-            fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
-                          for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
-                                                              strict=True))
-            if fewer == limits.deferred:
-                break
-            limits = replace(limits, deferred=fewer)
+    for _ in range(_TRIES):
+        made = _outcome(case, limits)
+        found.append(_candidate(case, limits, made))
+        limits = found[-1].limits
+        if found[-1].needs <= cap or limits.max_stored is not None:
+            break
+        fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
+                      for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
+                                                          strict=True))
+        if fewer == limits.deferred:
+            break
+        limits = replace(limits, deferred=fewer)
     return found
 
 
-def _candidates_with_room(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """Candidates for each in-flight limit, from the memory that the budget has, up to 2 microbatches a stage of the
-    pipeline, to what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches,
-    too: the flow's intervals are theirs."""
-    pipe, num_stages, found = case.placement.num_ranks, case.placement.num_stages, list[_Candidate]()
-    most = min(2 * num_stages, case.stored_within(budget * case.bytes_under_1f1b()))
-    for in_flight in range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]:
-        flow = ceil(in_flight * case.placement.per_rank / 2)
-        rooms = range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
-        for max_stored, last in product(rooms, case.windows()):
-            limits = Limits(in_flight=in_flight, deferred=(max_stored,) * pipe, last=last, max_stored=max_stored)
-            found.append(_candidate(case, limits, _outcome(case, limits)))
-    return found
+def _rooms(case: _Case, in_flight: int, cap: float) -> range:
+    """Values of `max_stored`, from the memory that the budget has, up to 2 microbatches a stage of the pipeline, to
+    what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
+    flow's intervals are theirs."""
+    flow = ceil(in_flight * case.placement.per_rank / 2)
+    most = min(2 * case.placement.num_stages, case.stored_within(cap))
+    return range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
 
 
 def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
@@ -345,8 +386,7 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     """The mean of several draws, and the most that any of them needs."""
-    timed, outcome_of = case.without_bytes(), _cached_outcome_of if isinstance(case.policy, Hashable) else _outcome_of
-    draws = [outcome_of(case, _trace_with(timed, limits, draw)) for draw in range(case.draws)]
+    draws = [_drawn(case, limits, draw) for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
                     bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
@@ -358,44 +398,13 @@ def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
     return tuple(map(max, zip(*draws, strict=True)))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Trace:
-    """The part of a simulation's result that does not depend on bytes. step: as of `Prediction`. states: as of
-    `Simulated`. same_stored, same_deferred: the values of `max_stored`, and of each rank's `deferred`, with which the
-    result is the same."""
-
-    seconds: float
-    step: float
-    bubble_fraction: float
-    states: tuple[tuple[State, ...], ...]
-    same_stored: range
-    same_deferred: tuple[range, ...]
-
-
-def _trace_with(case: _Case, limits: Limits, draw: int) -> _Trace:
-    """A simulation with these limits, or one with others of which they would change nothing."""
-    flow = replace(limits, deferred=(), max_stored=None if limits.max_stored is None else 0)
-    known = _known_traces(case, flow, draw) if isinstance(case.policy, Hashable) else []
-    for trace in known:
-        if (limits.max_stored is None or limits.max_stored in trace.same_stored) and all(
-                waiting in same for waiting, same in zip(limits.deferred, trace.same_deferred, strict=True)):
-            return trace
-    known.append(_trace(case, limits, draw))
-    return known[-1]
-
-
-@lru_cache(maxsize=40)  # of one case that many, with four in flight, windows and draws
-def _known_traces(case: _Case, flow: Limits, draw: int) -> list[_Trace]:
-    """Simulations with these limits and any `deferred` and `max_stored`."""
-    return []
-
-
-def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
-    """case: as of `without_bytes`."""
+def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
+    """The outcome of one simulation."""
     held, count = [case.placement.stages_of(rank) for rank in range(case.placement.num_ranks)], case.count
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
-                        products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands),
-                        deferred_factor=stage.deferred_factor) for stage in case.stages]
+                        products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands), kept_bytes=_UNIT * stage.graph,
+                        longer_backward=stage.longer_backward, deferred_factor=stage.deferred_factor)
+             for stage in case.stages]
     units = [sum(times[stage].alive_bytes for stage in stages) for stages in held]
     slowest = case.placement.per_rank * max(stage.forward for stage in times)
     made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
@@ -406,39 +415,20 @@ def _trace(case: _Case, limits: Limits, draw: int) -> _Trace:
     first = next((place for place, stage in enumerate(times) if stage.trains), len(times))
     work = count * sum(each.microbatch_seconds if place >= first else each.forward
                        for place, each in enumerate(times)) / len(held)
-    deferred = [times[stages[action.turn]] for stages, actions in zip(held, made.actions, strict=True)
-                for action, _, _ in actions if action.kind == "W"]
-    longer = sum((stage.deferred_factor - 1.0) * stage.weight / PRODUCTS for stage in deferred) / len(held)
-    stored, bytes_deferred = zip(*made.same_bounds, strict=True)
-    return _Trace(seconds=made.seconds, step=made.seconds / work if work else 1.0, states=made.states,
-                  same_stored=range(max(same.start for same in stored), min(same.stop for same in stored)),
-                  same_deferred=tuple(map(_multiples, bytes_deferred, units)),
-                  bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0)
-
-
-def _multiples(sizes: range, unit: int) -> range:
-    """The numbers whose products with `unit` are among `sizes`."""
-    return range(-(-sizes.start // unit), -(-sizes.stop // unit)) if unit else range(_ANY)
-
-
-def _outcome_of(case: _Case, trace: _Trace) -> _Outcome:
-    """The outcome of a simulation with the bytes of these stages."""
-    ranks = [case.held(rank) for rank in range(case.placement.num_ranks)]
-    alive = [[round(_UNIT * stage.operands) for stage in held] for held in ranks]
-    most = [most_held(states, [_UNIT * stage.graph for stage in held], [size // PRODUCTS for size in sizes])
-            for states, held, sizes in zip(trace.states, ranks, alive, strict=True)]
-    fixed, units = [sum(stage.fixed for stage in held) for held in ranks], list(map(sum, alive))
-    at_peak = {stage: (stored, queued / PRODUCTS) for rank, one in enumerate(most) for stage, (stored, queued) in zip(
-        case.placement.stages_of(rank), one.at_most_alive, strict=True)}
-    return _Outcome(seconds=trace.seconds, step=trace.step, bubble_fraction=trace.bubble_fraction,
-                    kept=tuple(own + one.kept / _UNIT for own, one in zip(fixed, most, strict=True)),
-                    peak=tuple(own + one.alive / _UNIT for own, one in zip(fixed, most, strict=True)),
-                    at_peak=tuple(at_peak[stage] for stage in range(len(case.stages))),
+    longer = sum(times[stages[action.turn]].longer_by_deferral(action)
+                 for stages, actions in zip(held, made.actions, strict=True)
+                 for action, _, _ in actions if action.kind == "W" or action.defer) / len(held)
+    fixed = [sum(stage.fixed for stage in case.held(rank)) for rank in range(len(held))]
+    at_peak = {stage: (stored, queued / PRODUCTS) for stages, one in zip(held, made.held, strict=True)
+               for stage, (stored, queued) in zip(stages, one.at_most_alive, strict=True)}
+    return _Outcome(seconds=made.seconds, step=made.seconds / work if work else 1.0,
+                    bubble_fraction=max(0.0, 1.0 - (work + longer) / made.seconds) if made.seconds else 0.0,
+                    kept=tuple(own + one.kept / _UNIT for own, one in zip(fixed, made.held, strict=True)),
+                    peak=tuple(own + one.alive / _UNIT for own, one in zip(fixed, made.held, strict=True)),
+                    at_peak=tuple(at_peak[stage] for stage in range(len(times))),
                     operands=tuple(unit / _UNIT for unit in units),
-                    used=tuple(-(-one.queued // unit) if unit else 0 for one, unit in zip(most, units, strict=True)))
-
-
-_cached_outcome_of = lru_cache(maxsize=32)(_outcome_of)
+                    used=tuple(-(-one.queued // unit) if unit else 0
+                               for one, unit in zip(made.held, units, strict=True)))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,4 +1,4 @@
-"""Measured conditions of a pipeline beside its stages' mean times: message delays and variation. Pure."""
+"""Conditions of a pipeline beside its stages' mean times: message delays, variation, what deferral costs. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, pstdev
+from typing import NamedTuple
+
+
+class Deferral(NamedTuple):
+    """Time by which messages of the tensor mesh hold up one stage longer if its weight gradients wait, relative to the
+    time of these: in the backward, below 0 where it is shorter, and in the gradients."""
+
+    backward: float = 0.0
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """messages: seconds of a message, relative to the slowest stage's forward. variation: standard deviation of an
-    action's time, relative to its mean. The defaults are for pipelines of which nothing was measured."""
+    action's time, relative to its mean. deferral: of each stage; empty where it costs nothing, or is not known. The
+    defaults are for pipelines of which nothing was measured."""
 
     messages: float = 0.05
     variation: float = 0.05
+    deferral: tuple[Deferral, ...] = ()
 
 
 _MOST_VARIATION = 0.3

@@ -5,14 +5,14 @@
     on_done(...)     that action has run                          W3  one weight-gradient product of microbatch 3
                                                                   C3  its credit is passed on: nothing to compute
 
-Every microbatch crosses every edge twice: once forward, and once back as its *return*, which carries gradients or is a
-bare credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` microbatches between its forward and their
-return, so every queue in the pipeline is bounded, whatever is frozen. Edges are FIFO, hence forwards, backwards and the
-products of one weight run in microbatch order under every policy, and sums agree to the bit.
+Every microbatch crosses every edge twice: once forward, and once backward as its *return*, which carries gradients or
+is just a credit (evaluation, a frozen prefix). Stage 0 keeps at most `in_flight` microbatches between its forward and
+their return, so every queue in the pipeline is bounded, even with frozen layers. Edges are FIFO, so forwards, backwards
+and the products of one weight run in microbatch order under every policy, and sums are bit-identical.
 
-What is ready follows from these rules alone; the policy (policies.py) picks among ready actions. A rank with several
-stages (`RankSchedule`) asks it for each of them, and of its answers runs what is due first (`due`). Where what they
-hold is bounded (`max_stored`) it runs of all that is ready what is due first.
+These rules determine which actions are ready; the policy (policies.py) chooses one of them. A rank with several
+stages (`RankSchedule`) asks the policy for each stage, and runs the answer that is due first (`due`). If the number of
+microbatches that its stages hold is bounded (`max_stored`), it runs the ready action that is due first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Action(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or one for another."""
+    """Nothing can run until one of these microbatches (None: not awaited) arrives for `stage`, or a message for
+    another stage."""
 
     forward: int | None
     backward: int | None
@@ -66,8 +67,7 @@ class Product(NamedTuple):
 
 
 Due = tuple[int, bool]
-_FAR = 1 << 62
-_NEVER: Due = (_FAR, False)
+_NEVER: Due = (1 << 62, False)
 _turn = itemgetter(0)
 Turn = tuple[bool, Due]
 """Whether something is computed, and when it is due: credits are first, which cost nothing and may free the stages
@@ -151,24 +151,12 @@ def check_policy_object(policy: object) -> None:
 class DeferBudget:
     """Bytes that the queued products of a rank keep alive, and their limit. held: microbatches that it stores, or that
     have queued products, each stage's counted. version: rises where another forward or return may be ready, or `held`
-    is another. enough, too_few: the largest limit and the smallest that decided whether products may be queued: with
-    any from the one to below the other all would have been the same."""
+    is another."""
 
     limit: int
     used: int = 0
     held: int = 0
     version: int = 0
-    enough: int = 0
-    too_few: int = _FAR
-
-    def holds(self, num_bytes: int) -> bool:
-        """Whether so many more may be queued."""
-        needed = self.used + num_bytes
-        if needed <= self.limit:
-            self.enough = max(self.enough, needed)
-            return True
-        self.too_few = min(self.too_few, needed)
-        return False
 
 
 class Schedule:
@@ -342,8 +330,8 @@ class Schedule:
         if microbatch not in self._expects_backward:
             return Action("C", microbatch, False, 0, self.turn)
         needed = self._expects_backward[microbatch]
-        defer = (self.policy.defers and needed > 0 and microbatch >= self._first_deferred
-                 and self.budget.holds(needed))
+        fits = 0 < needed <= self.budget.limit - self.budget.used
+        defer = self.policy.defers and fits and microbatch >= self._first_deferred
         return Action("B", microbatch, defer, 0, self.turn)
 
     def weight(self) -> Action | None:
@@ -410,8 +398,6 @@ class RankSchedule:
         self._of_turn = list(self.stages.values())
         self._blocked: int | None = None
         """The budget's version for which no forward and no return may run."""
-        self._allowed, self._refused = 0, _FAR
-        """The most that was stored where a forward might run early, and the least where it might not."""
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:
         """A message for `stage` has arrived; see `Schedule.on_message`."""
@@ -422,11 +408,6 @@ class RankSchedule:
         """`action` has run; see `Schedule.on_done`."""
         self._of_turn[action.turn].on_done(action, expects_backward=expects_backward,
                                            deferrable_bytes=deferrable_bytes, products=products)
-
-    def same_bounds(self) -> tuple[range, range]:
-        """Values of `max_stored`, where it is not None, and of `defer_bytes` with which all actions so far would have
-        been the same."""
-        return (range(self._allowed + 1, self._refused + 1), range(self.budget.enough, self.budget.too_few))
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
@@ -458,11 +439,8 @@ class RankSchedule:
                 break
             if kind != "F":
                 return chosen.backward()
-            stored = self.budget.held + sum([one.forwards_due_before(due) for one in stages])
-            if stored < max_stored:
-                self._allowed = max(self._allowed, stored)
+            if self.budget.held + sum([one.forwards_due_before(due) for one in stages]) < max_stored:
                 return chosen.forward()
-            self._refused = min(self._refused, stored)
             if all([due <= one.next_due() for one in stages]):
                 return self._weight() or chosen.forward()
         self._blocked = self.budget.version

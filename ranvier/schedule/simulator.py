@@ -59,6 +59,11 @@ class StageTimes:
         """Seconds of all actions of one microbatch."""
         return self.forward + self.backward + (self.weight if self.trains else 0.0)
 
+    def longer_by_deferral(self, action: Action) -> float:
+        """Seconds that this action, a backward that defers or a deferred product, takes longer for it."""
+        product = (self.deferred_factor - 1.0) * self.weight / self.products
+        return product if action.kind == "W" else self.longer_backward
+
 
 State = tuple[int, ...]
 """State of a rank, for each of its stages in turn: microbatches between forward and return, and queued products."""
@@ -89,15 +94,12 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    states: of each rank, each once, in the order in which they came. same_bounds: of each rank the values of
-    `max_stored` and of `defer_bytes` with which it would have done the same: where all ranks have such values, another
-    simulation has the same result.
+    states: of each rank, each once, in the order in which they came.
     """
 
     seconds: float
     actions: tuple[tuple[tuple[Action, float, float], ...], ...]
     states: tuple[tuple[State, ...], ...]
-    same_bounds: tuple[tuple[range, range], ...]
     stages: tuple[StageTimes, ...]
     placement: StagePlacement
 
@@ -250,6 +252,5 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
             f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
             for rank in stuck))
     return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
-                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)),
-                     same_bounds=tuple(schedule.same_bounds() for schedule in schedules), stages=tuple(stages),
+                     actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
                      placement=placement)

@@ -100,7 +100,7 @@ def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, An
 
 
 def parse_json(content: bytes | str) -> object:
-    """The JSON document in a text. ValueError for what is no JSON, or is nested too deeply."""
+    """The JSON document in a text. ValueError for what is not JSON, or is nested too deeply."""
     return _parse(json.loads, content)
 
 

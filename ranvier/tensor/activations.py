@@ -27,7 +27,7 @@ from ranvier.comm.collectives import ChainedWork, CompletedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.config.run import TensorParallel
 from ranvier.errors import DivisibilityError
-from ranvier.layout.panels import equal_runs
+from ranvier.layout.panels import equal_runs, power_of_two
 
 _EVEN = 4
 """Sequences in a panel with which one more or less matters little."""
@@ -57,7 +57,7 @@ class Activations(Protocol):
         """Number of `width` features that are on this rank."""
 
     def panels(self, x: Tensor, count: int) -> list[Panel]:
-        """About so many panels of an x that is not empty."""
+        """So many panels of an x that is not empty, or up to twice as many."""
 
     def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """The tokens of a panel of x in `flat` [T, F]: a view [n, m, F] of n m tokens, in the order of `gather`."""
@@ -96,7 +96,7 @@ class HiddenSplit:
 
     def panels(self, x: Tensor, count: int) -> list[Panel]:
         """Runs of tokens."""
-        return [(run,) for run in equal_runs(x.shape[:-1].numel(), count)]
+        return [(run,) for run in equal_runs(x.shape[:-1].numel(), power_of_two(count))]
 
     def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """[1, m, F]."""
@@ -152,9 +152,10 @@ class SequenceSplit:
         """Runs of sequences where those are about equal. Else runs of positions: a panel has the same ones of every
         sequence's part on every column, so products of it are of several batches."""
         sequences, positions = x.shape[0], x.shape[1]
-        if sequences % count == 0 or sequences >= _EVEN * count:
-            return [(run, slice(None)) for run in equal_runs(sequences, count)]
-        return [(slice(None), run) for run in equal_runs(positions, count)]
+        equal = next((more for more in range(count, 2 * count) if sequences % more == 0), None)
+        if equal is not None or sequences >= _EVEN * count:
+            return [(run, slice(None)) for run in equal_runs(sequences, equal or count)]
+        return [(slice(None), run) for run in equal_runs(positions, power_of_two(count))]
 
     def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """[B c, m, F], or [1, m, F] of whole sequences."""

@@ -8,14 +8,7 @@ alpha / rank. The adapter is a child of the layer, `lora`, and a forward hook ad
 the layer keep their names.
 
 On a row x col mesh A is sharded as the layer's input is and B as its output, and rows hold copies. Only u = A x, with
-`rank` features, travels:
-
-    input              output             u forward          u backward
-    features sharded   features sharded   all-reduce         all-reduce
-    features sharded   replicated         all-reduce         identity
-    features sharded   tokens sharded     reduce-scatter     all-gather
-    tokens sharded     features sharded   all-gather         reduce-scatter
-    replicated         features sharded   identity           all-reduce
+`rank` features, travels (`ranvier.tensor.over_columns.exchanged`).
 """
 
 from __future__ import annotations
@@ -23,23 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split, index_of, whole
 from ranvier.tensor import keyed_dropout
-from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.over_columns import Sharded, exchanged
 from ranvier.tensor.split.own_part import own_part
 from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split
 
-Sharded = Literal["features", "tokens", "none"]
-"""The dim of an activation that the columns shard."""
 Base = Callable[[], tuple[Tensor, Tensor | None]]
 """The rows of the layer's weight and bias that belong to an adapter's output."""
 
@@ -172,8 +162,7 @@ class SplitAdapter(Adapter):
         """See the top of the file."""
         if self._mesh.num_cols == 1:
             return u
-        exchanged: Tensor = _Exchange.apply(u, self._mesh, self._sharded(self.takes), self._sharded(self.gives))
-        return exchanged
+        return exchanged(u, self._mesh, self._sharded(self.takes), self._sharded(self.gives))
 
     def _sharded(self, kind: ActivationKind) -> Sharded:
         if kind == "inner" or (kind == "stream" and self._mesh.activations.name == "hidden"):
@@ -214,54 +203,6 @@ class SplitAdapter(Adapter):
             if axis in axes and len(group.ranks) > 1:
                 group.all_reduce(tensor).wait()
         return tensor
-
-
-class _Exchange(Function):
-    """Exchange of u among the columns, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
-        ctx.mesh, ctx.enters, ctx.leaves = mesh, enters, leaves
-        if enters == "tokens":
-            return _gathered(u, mesh)
-        if enters == "none":
-            return u.view_as(u)
-        return _scattered(u, mesh) if leaves == "tokens" else _summed(u, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, du: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.enters == "tokens":
-            du = _scattered(du, ctx.mesh)
-        elif ctx.leaves == "tokens":
-            du = _gathered(du, ctx.mesh)
-        elif ctx.leaves == "features":
-            du = _summed(du, ctx.mesh)
-        return du, None, None, None
-
-
-def _summed(u: Tensor, mesh: TensorMesh) -> Tensor:
-    total = u.clone(memory_format=torch.contiguous_format)
-    if total.numel():
-        mesh.over_cols.all_reduce(total).wait()
-    return total
-
-
-def _gathered(u: Tensor, mesh: TensorMesh) -> Tensor:
-    """[B, S, R] of the columns' [B, S / c, R]."""
-    parts = u.new_empty(mesh.num_cols, *u.shape)
-    if u.numel():
-        mesh.over_cols.all_gather(parts, u.contiguous()).wait()
-    return parts.movedim(0, 1).flatten(1, 2)
-
-
-def _scattered(u: Tensor, mesh: TensorMesh) -> Tensor:
-    """This column's [B, S / c, R] of the sum of the columns' [B, S, R]."""
-    parts = u.unflatten(1, (mesh.num_cols, -1)).movedim(1, 0).contiguous()
-    own = u.new_empty(parts.shape[1:])
-    if own.numel():
-        mesh.over_cols.reduce_scatter(own, parts).wait()
-    return own
 
 
 # ---------------------------------------------------------------------- in a layer

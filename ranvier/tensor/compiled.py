@@ -154,11 +154,13 @@ class CompiledBlocks:
         forwards: which layers' weight gradients may be deferred.
         recomputed: blocks whose forward runs again before their backward. Their graphs hold for all sizes from the
             start: the second forward must not find a graph that another microbatch's size has led to meanwhile.
+        watched: names of blocks whose single operations must be seen, which cannot be compiled.
     """
 
     def __init__(self, how: Literal[True, "auto"], gradients: WeightGradients, forwards: DeferringForwards,
-                 recomputed: Collection[nn.Module] = ()) -> None:
+                 recomputed: Collection[nn.Module] = (), watched: Collection[str] = ()) -> None:
         self._how, self._gradients, self._forwards, self._recomputed = how, gradients, forwards, set(recomputed)
+        self._watched = watched
         self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
         self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
         self._call = _Call()
@@ -168,6 +170,8 @@ class CompiledBlocks:
 
     def __call__(self, module: nn.Module, name: str, state: State, scope: keyed_random.Scope) -> State:
         """`module(state)`, compiled. ModelError where that cannot be, and is required."""
+        if name in self._watched and module not in self.uncompiled:
+            self._cannot(module, name, NotImplementedError("its code reaches parameters of blocks of other stages"))
         if module in self.uncompiled:
             return module(state)  # type: ignore[no-any-return]
         try:

@@ -145,6 +145,8 @@ class _DeferrableLinear(Function):
 
 
 _apply = apply_outside_transforms(_DeferrableLinear)
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+"""Others may compute a product in their own way, by __torch_function__."""
 
 
 def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
@@ -163,9 +165,10 @@ def is_deferrable(module: nn.Linear) -> bool:
 
 
 def are_plain(*parameters: Tensor | None) -> bool:
-    """Whether all that are not None are parameters without hooks on their gradients."""
+    """Whether all that are not None are parameters, of no class that computes by itself, without hooks on their
+    gradients."""
     for one in parameters:
-        if one is not None and (not isinstance(one, nn.Parameter) or one._backward_hooks
+        if one is not None and (type(one) is not nn.Parameter or one._backward_hooks
                                 or one._post_accumulate_grad_hooks):
             return False
     return True
@@ -192,7 +195,7 @@ class _DeferrableForward:
         x, held = input, self._module._parameters
         weight: Any = held["weight"]
         bias = held["bias"]
-        if not isinstance(x, Tensor) or not is_deferrable(self._module):
+        if type(x) not in _PLAIN_TENSORS or not is_deferrable(self._module):
             return functional.linear(x, weight, bias)
         if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True

@@ -103,5 +103,5 @@ def metrics_of(data: Prepared) -> list[str] | None:
 
 
 def _unknown(metric: str, known: Sequence[str]) -> ConfigError:
-    return ConfigError("is no metric of this run's evaluations", code="unknown-metric", where="checkpoint.best",
+    return ConfigError("is not a metric of this run's evaluations", code="unknown-metric", where="checkpoint.best",
                        value=metric, remedy=f"Name one of these: {', '.join(known)}.")

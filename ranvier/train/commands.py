@@ -127,5 +127,5 @@ class CommandChannel:
             elif time.monotonic() - heard_at > timeout_seconds:
                 raise MessageTimeout("nothing was heard from rank 0, whose commands an idle rank awaits",
                                      code="rank-0-silent", where="commands", value=f"{timeout_seconds:g} s",
-                                     remedy="See what that rank does, and start again with `--resume auto`.")
+                                     remedy="Check what that rank does, and start again with `--resume auto`.")
         return message

@@ -108,6 +108,6 @@ def expectation(loss: float | None, entropy: float) -> str:
         return "sample text (no held-out loss says how good it can be):"
     if loss >= entropy:
         return (f"sample text: expect random tokens. The held-out loss is {loss:.2f} per token, and the frequencies of "
-                f"single tokens alone give {entropy:.2f}: the model has not learnt their order yet; train longer.")
+                f"single tokens alone give {entropy:.2f}: the model has not learned their order yet; train longer.")
     return (f"sample text: the held-out loss is {loss:.2f} per token, as uncertain as a choice among "
             f"{math.exp(loss):,.0f} tokens; the frequencies of single tokens alone give {entropy:.2f}.")

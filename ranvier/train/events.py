@@ -42,11 +42,11 @@ class StepEvent:
     step: int
     """Number of the step, from 1."""
     loss: float
-    """Sum over the valid targets of the global batch, over their weight; not a number when that weight is zero."""
+    """Sum over the valid targets of the global batch, divided by their weight; NaN if that weight is zero."""
     tokens: float
     """Valid targets of the global batch."""
     step_seconds: float
-    """Seconds from the end of the step before to the end of this one, loading of data included; mean over ranks."""
+    """Seconds from the end of the previous step to the end of this one, with data loading; mean over ranks."""
     wait_seconds: float
     """Seconds of those spent waiting (timeline spans of category wait); mean over ranks."""
     bubble_fraction: float
@@ -56,7 +56,7 @@ class StepEvent:
     """L2 norm of the gradient of the loss, all parameters together."""
     learning_rate: float
     flops_per_second: float
-    """The step's matrix products, without any recomputation, over step_seconds; the whole mesh together."""
+    """FLOPs of the step's matrix products on the whole mesh, without recomputation, over step_seconds."""
     model_flops_utilisation: float
     """MFU: flops_per_second over the published peak rate of the ranks' devices; without such a rate, as on CPUs, over
     what the ranks reach together in bare matrix products, measured at the start."""
@@ -65,7 +65,7 @@ class StepEvent:
     num_ranks: int = 1
     """Number of ranks of the mesh."""
     memory_bytes: int = 0
-    """The most that a rank has needed so far: on CUDA what its allocator has reserved, elsewhere the process's
+    """Peak memory of a rank so far: on CUDA what its allocator has reserved, elsewhere the process's
     resident memory. The largest over the ranks."""
     slowest_replica: int | None = None
     """The replica (index along `data`) that computes longest: where several have the same number of samples of the same

@@ -218,7 +218,7 @@ def _parsed(content: bytes | None, problem_of: Callable[[Line], str | None]) -> 
     except UnicodeDecodeError:
         raise ValueError("is no UTF-8") from None
     except json.JSONDecodeError:
-        raise ValueError("is no JSON") from None
+        raise ValueError("is not JSON") from None
     if not isinstance(value, dict):
         raise ValueError("is no object")
     if _depth(value) > _MOST_DEPTH:

@@ -2,9 +2,9 @@
 
     start -> (take_step, or on an idle rank the next command) x steps -> finish
 
-Every rank runs all of it; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
-that was started last: its numbers are read while the next one is under way. What a rank knows of the run is its
-`Session`; ranks that the present mesh does not use are idle, and execute commands of rank 0.
+Every rank runs this code; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
+that was started last: its numbers are read during the next one. A rank's state is its `Session`; ranks that the
+current mesh does not use are idle, and execute commands of rank 0.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
 
     Args:
         recipe: the run's name in headings and in the default folder's name.
-        trackers: more takers of the run's events, beside files, TensorBoard and console; used on rank 0 only.
+        trackers: further receivers of the run's events, besides files, TensorBoard and console; used only on rank 0.
         stream: where rank 0 prints; standard output by default.
-        freezing: says how many layers are frozen, instead of the policy that elastic.freeze names; asked as often as
+        freezing: a freeze policy in place of the one named by elastic.freeze; it is evaluated as often as
             elastic.every says.
-        origins: where each setting comes from, for the report; by default from the call.
+        origins: the origin of each setting, for the report; by default the call.
 
-    A run that is told to stop (ranvier.launch.stop) saves a checkpoint, leaves no summary.json, and returns
-    {"stopped_after": its last step}; after Ctrl-C a process that is the whole run raises KeyboardInterrupt instead, as
-    who pressed it expects. Raises RanvierError where data, settings or folder do not allow the run, and when the loss
-    stops being a number.
+    A run that is asked to stop (ranvier.launch.stop) saves a checkpoint, writes no summary.json, and returns
+    {"stopped_after": its last step}; after Ctrl-C a process that is the whole run raises KeyboardInterrupt instead.
+    Raises RanvierError if data, settings or folder do not allow the run, and if the loss becomes NaN.
     """
     closed = resolve(run)
     if origins is None:
@@ -65,7 +64,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
 
 
 def train_as_newcomer(facts: RunFacts, world: World) -> dict[str, object]:
-    """Take part in a run under way, of which `world` has become a rank, until it ends. Returns what `train` returns."""
+    """Take part in a run in progress, which `world` has joined, until it ends. Returns what `train` returns."""
     with _part_of(facts.run, world) as stop:
         return _run_to_end(join(facts, world, stop))
 

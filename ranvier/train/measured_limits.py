@@ -13,6 +13,7 @@ from typing import cast
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.plan.limits import Factors, expected_seconds, measured_choice, measured_factors
+from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
 from ranvier.schedule.computed_limits import UNKNOWN
 from ranvier.schedule.conditions import Conditions, measured_conditions
@@ -73,8 +74,9 @@ class MeasuredLimits:
     def _choose(self, runtime: RankRuntime, step: int, when: str, seconds: Sequence[tuple[float, float]],
                 conditions: Conditions = UNKNOWN) -> NoteEvent | None:
         engine, costs = runtime.engine, runtime.engine.stages.stage_costs()
-        found = measured_choice(self._asked, costs, engine.limits, seconds, recomputed_runs(self._asked, costs),
-                                conditions)
+        segments = recomputed_runs(self._asked, costs)
+        conditions = replace(conditions, deferral=conditions_of(self._asked, costs, segments).deferral)
+        found = measured_choice(self._asked, costs, engine.limits, seconds, segments, conditions)
         if found is None:
             return None
         old, new = engine.limits, found.limits

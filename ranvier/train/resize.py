@@ -177,12 +177,12 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
             withdraw(run_dir, wish)
             raise
     if not withdraw(run_dir, wish):
-        raise RanvierError("has taken the request, and has not yet said what came of it", code="resize-unanswered",
+        raise RanvierError("has accepted the request, but has not reported the result yet", code="resize-unanswered",
                            where=f"run {run_dir}", remedy="Look into its events.jsonl, or wait longer with `--wait`.")
     if ended:
         check_under_way(run_dir)
     raise RanvierError(f"has not answered within {seconds:g} s", code="resize-late", where=f"run {run_dir}",
-                       remedy="Is it under way? Wait longer with `--wait`, for runs with long steps.")
+                       remedy="Check that it is running; for runs with long steps, wait longer with `--wait`.")
 
 
 def _given(sizes: Mapping[str, int | None]) -> dict[str, int]:

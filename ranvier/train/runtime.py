@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ranvier.block import Initial, freeze
 from ranvier.comm.protocol import Group
@@ -19,6 +20,7 @@ from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, len
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.make import make_for_run
+from ranvier.planner.conditions import conditions_of
 from ranvier.precision import DTYPES
 from ranvier.train.memory import Measured
 from ranvier.world import World
@@ -99,7 +101,8 @@ def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: Froze
     if not fresh:
         model = replace(model, initial=lambda name: Initial("constant", 0.0))
     plan = make_for_run(run, freeze(model, frozen.prefix, frozen.above),
-                        families.sample_of(run, run.row_microbatch_size), device=world.device.type)
+                        families.sample_of(run, run.row_microbatch_size), device=world.device.type,
+                        conditions=partial(conditions_of, run))
     return Engine(model, world, plan=plan, guard=run.guard, seed=run.seed, dtype=DTYPES[run.precision],
                   nominal_weight=run.batch.global_size * weight, timeout_seconds=run.comm.timeout_seconds,
                   frozen=frozen.prefix, frozen_above=frozen.above, frozen_dropout=run.elastic.frozen_dropout,

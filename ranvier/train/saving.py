@@ -162,7 +162,7 @@ class Saving:
         if loaded is None and self.origin != "none":
             loaded = self.checkpoints.load(self.origin, engine_for=engine)
         if loaded is None:
-            return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: from the start")])
+            return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: starting anew")])
         metadata = read_metadata(loaded)
         self._check_same(loaded, metadata)
         continues = loaded.folder.resolve().parent == folder.resolve()
@@ -194,12 +194,12 @@ class Saving:
                                       remedy=f"Set --{read.flag(name)} {read.as_text(before)}.")
         if metadata.tokenizer is not None and self._tokenizer not in (None, metadata.tokenizer):
             own = loaded.folder.absolute().parent.parent / "tokenizer.json"
-            raise CheckpointError("was trained with another tokenizer: the same numbers would be other tokens",
+            raise CheckpointError("was trained with another tokenizer: the same ids would mean other tokens",
                                   code="checkpoint-of-other-tokenizer", where=where, value=self._run.data.tokenizer,
                                   remedy=f"Set `--data.tokenizer {own}`." if own.exists() else
                                   "Set `--data.tokenizer` to the path of its own.")
         if metadata.labels and self._labels and metadata.labels != self._labels:
-            raise CheckpointError("was trained on other classes: the same outputs would be others",
+            raise CheckpointError("was trained on other classes: the same outputs would mean other classes",
                                   code="checkpoint-of-other-classes", where=where, value=self._labels[:20],
                                   remedy=f"Give data with its classes: {metadata.labels[:20]}.")
 
@@ -214,8 +214,8 @@ class Saving:
                               where="checkpoint.dir", value=str(self.checkpoints.folder),
                               remedy="Resume with `--resume auto`, or choose another folder.")
         if step_of(path) != step_of(newest[0]):
-            raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed up with what "
-                              "comes now", code="checkpoint-older-than-newest", where="resume", value=str(path),
+            raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed with new "
+                              "checkpoints", code="checkpoint-older-than-newest", where="resume", value=str(path),
                               remedy="Choose another `--run-dir`, or remove the newer ones.")
 
     def _note(self, loaded: Loaded) -> NoteEvent:
@@ -227,8 +227,7 @@ class Saving:
     def _differences(self, step: int, metadata: CheckpointMetadata) -> Iterator[NoteEvent]:
         """Notes about settings and data that differ from those before the run resumed."""
         if metadata.text not in (None, self._text):
-            yield NoteEvent(step=step, event="resume", text="the text is another one than before: samples differ from "
-                                                            "here on")
+            yield NoteEvent(step=step, event="resume", text="the text has changed: samples differ from here on")
         values = read.flatten(self._run)
         if step > self._run.train.steps:
             yield NoteEvent(step=step, event="resume", text=f"has taken more steps than train.steps, "

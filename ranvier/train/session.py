@@ -2,9 +2,9 @@
 
     Idle -- advance --> Active -- advance --> Active on another mesh, or Idle
 
-A rank has a part in the mesh, or is idle and waits for commands of rank 0. All ranks of a run that starts or resumes
-begin as Active (`ranvier.train.start`), a rank that joins it later as Idle. `Session.advance` builds every later part,
-whatever led to it (`ranvier.train.changes`): a decision, a request, ranks that join, or ranks that are lost.
+A rank is part of the mesh, or is idle and waits for commands of rank 0. All ranks of a run that starts or resumes
+begin as Active (`ranvier.train.start`), a rank that joins later as Idle. `Session.advance` makes every later change,
+whatever its cause (`ranvier.train.changes`): a decision, a request, ranks that join, or ranks that are lost.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from ranvier.models import any_transformers, families
 from ranvier.optim.learning_rate import describe as describe_schedule
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.limits import defers_by_limits
+from ranvier.planner.auto import shipped_cluster_with
 from ranvier.precision import DTYPES, is_half
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.logs import writing
@@ -69,11 +70,13 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
 
 
 def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, world: World) -> ResolvedRun:
-    """The run with its folder, as rank 0 names it, and the tensor mesh as it lies best on the nodes. DataError when
-    the ranks have different data, ConfigError when they have different settings."""
+    """The run with its folder, as rank 0 names it, the tensor mesh as it lies best on the nodes, and `launch.cluster`
+    as it is set or a shipped one with the GPU that all ranks have. DataError when the ranks have different data,
+    ConfigError when they have different settings."""
     folder = run.run_dir or read.default_folder(recipe)
     everyone = ranks.gather_objects({"folder": str(folder), "text": fingerprint(data),
-                                     "local_size": world.local_size, "settings": _same_everywhere(run)})
+                                     "local_size": world.local_size, "settings": _same_everywhere(run),
+                                     "cluster": run.launch.cluster or _cluster_here(world)})
     for rank, other in enumerate(everyone):
         first, here = everyone[0]["settings"], other["settings"]
         if differ := [name for name in first if first[name] != here.get(name, first[name])]:
@@ -89,7 +92,14 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
                             remedy="Give all machines the same files and versions, or one shared `--data.cache-dir`.")
     nodes = {other["local_size"] for other in everyone}
     facts = tensor_mesh_facts(run, nodes.pop() if len(nodes) == 1 else None)
-    return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]))
+    clusters = {other["cluster"] for other in everyone}
+    return replace(resolve(run, Facts(tile=None if facts is None else facts.tile)), run_dir=Path(everyone[0]["folder"]),
+                   launch=replace(run.launch, cluster=clusters.pop() if len(clusters) == 1 else None))
+
+
+def _cluster_here(world: World) -> str | None:
+    """The shipped cluster with this rank's GPU, where there is one."""
+    return shipped_cluster_with(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
 
 def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
@@ -117,8 +127,8 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
         notes = load_pretrained(engine, pretrained)
         theirs = pretrained.config.dropout
         if theirs != run.model.dropout:
-            notes.append(f"{pretrained.folder} names dropout {theirs:g}, with which transformers trains it; here it is "
-                         f"{run.model.dropout:g}, unless --model.dropout sets another")
+            notes.append(f"{pretrained.folder} has dropout {theirs:g}, with which transformers trains; this run "
+                         f"has {run.model.dropout:g} unless --model.dropout sets another value")
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
         folder = AdapterFolder(run.lora.adapters.expanduser())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu.models import devices, launches, nccl, run_ahead, streams
+from benchmarks.gpu.models import devices, launches, nccl, run_ahead
 from ranvier.comm import nccl_transport
 from ranvier.comm.message import Message, MessageKind, encode_head
 from ranvier.comm.nccl_transport import NcclTransport
@@ -17,34 +17,6 @@ from ranvier.errors import TransportError
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.simulator import StageTimes, simulate
 from tests.errors import raises
-
-SEEDS = range(2)
-CASES = [case for case in streams.CASES if (case.offload, case.dtype, case.in_flight) in (
-    ("stream", torch.float32, 3), ("host", torch.bfloat16, 2))]
-
-
-# ---------------------------------------------------------------------- streams
-
-def test_states_that_stream_wait_wherever_they_must():
-    """In any order of the streams; and a run that leaves out any one wait is noticed."""
-    sites = {}
-    for case in CASES:
-        outcomes, made = streams.differences(case, SEEDS)
-        assert outcomes == {"equal": len(SEEDS)}, case
-        for site in made:
-            sites.setdefault(site, []).append(case)
-    assert len(sites) >= 8
-    for site in sorted(sites):
-        assert streams.noticed(site, sites[site], range(12)), streams.text_of(site)
-
-
-def test_a_host_that_waits_for_nobody_is_a_deadlock():
-    runtime = streams.Runtime(0)
-    late, stream = streams.Event(runtime, recorded_at=1), runtime.new_stream()
-    stream.wait_event(late)
-    with pytest.raises(streams.Deadlock):
-        stream.synchronize()
-
 
 # ---------------------------------------------------------------------- NCCL
 

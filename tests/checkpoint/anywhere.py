@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
 from ranvier.checkpoint.saved import Saved
 from ranvier.config.run import Optim, TensorParallel, Transformer
-from ranvier.data.arrays import About, Tokens
+from ranvier.data.arrays import Arrays, Form, Tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
@@ -27,8 +27,9 @@ LLAMA = Transformer(family="llama", num_layers=2, hidden=8, heads=4, kv_heads=2,
 GLOBAL_SIZE = 8
 SEED = 3
 _NUMBERS = np.random.default_rng(0).integers(0, CONFIG.vocab, 1 + 64 * CONFIG.sequence)
-TOKENS = Tokens(Path("made-up"), About(dtype="uint16", count=len(_NUMBERS), vocab=CONFIG.vocab, tokenizer="", corpus="",
-                                       digest=""), _NUMBERS)
+TOKENS = Tokens(Arrays(
+    folder=Path("made-up"), arrays={"tokens": _NUMBERS}, facts={"vocab": CONFIG.vocab, "cut": False}, digest="",
+    forms={"tokens": Form(dtype="int64", shape=_NUMBERS.shape, digest="")}))
 SAMPLES = Sequences(TOKENS, CONFIG.sequence)
 
 

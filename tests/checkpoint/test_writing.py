@@ -355,7 +355,7 @@ def test_a_save_without_a_store_has_failed(tmp_path, rank):
 
     for told, in on(Mesh(data=2), work):
         if rank == 0:
-            assert "the store that the ranks share has gone" in told.error and "--resume auto" in told.remedy
+            assert "the store that the ranks share is gone" in told.error and "--resume auto" in told.remedy
         else:
             assert told.error == "rank 1 has not written its part, and is not heard of any more"
     assert find(tmp_path) == []

@@ -17,10 +17,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import MeshSettings, Run
 from ranvier.launch import start
 from ranvier.mesh import Mesh
-
-TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
-        "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "2", "--train.steps", "2",
-        "--train.warmup-steps", "0", "--train.eval-sequences", "4", "--train.sample-tokens", "2"]
+from tests import tiny_runs
 
 
 def ranvier(*args, cwd=None):
@@ -29,12 +26,8 @@ def ranvier(*args, cwd=None):
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(20):
-        (folder / f"{number}.txt").write_text("".join(f"line {number * line} of a small text\n" for line in range(40)))
-    return ["--data.corpus", str(folder), "--data.cache-dir", str(tmp_path / "cache")]
+def tiny(tmp_path):
+    return tiny_runs.flags(tmp_path, model__num_layers=1, batch__global_size=4, train__steps=2, train__sample_tokens=2)
 
 
 def test_help_and_version_do_not_import_torch():
@@ -175,9 +168,9 @@ def test_doctor_finds_fault(capsys, monkeypatch):
     assert "Start the command with one mpiexec" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, corpus):
+def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, tiny):
     """It takes longer to import than torch. Its stand-in is there only while blocks are counted."""
-    args = ["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", *TINY, *corpus]
+    args = ["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", *tiny]
     program = ("import sys\n"
                "from ranvier.cli.main import run_command\n"
                "from ranvier.train import report\n"
@@ -198,8 +191,8 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, corp
 
 
 @pytest.mark.slow
-def test_training_leaves_its_results_in_its_folder_only(tmp_path, corpus):
-    args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *TINY, *corpus]
+def test_training_leaves_its_results_in_its_folder_only(tmp_path, tiny):
+    args = ["train", "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--comm.transport", "torch", *tiny]
     done = ranvier(*args, "--planned", "mesh.pipe", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"corpus", "cache", "runs"}
@@ -233,18 +226,18 @@ def test_the_ranks_command_says_what_auto_chose():
 
 
 @pytest.mark.slow
-def test_an_error_of_the_ranks_is_one_line(tmp_path):
+def test_an_error_of_the_ranks_is_one_line(tmp_path, tiny):
     """With --quiet it is all that is printed."""
     done = ranvier("train", "gpt-tiny", "--quiet", "--mesh.data", 1, "--mesh.pipe", 2,
-                   "--comm.transport", "torch", *TINY, "--data.corpus", tmp_path / "missing",
-                   "--data.cache-dir", tmp_path / "cache", "--run-dir", tmp_path / "run")
+                   "--comm.transport", "torch", *tiny, "--data.corpus", tmp_path / "missing",
+                   "--run-dir", tmp_path / "run")
     assert done.returncode == 2
     assert re.fullmatch(r"ranvier: error: .*missing.*\n", done.stderr) and not done.stdout
 
 
-def test_a_quiet_run_prints_nothing(tmp_path, corpus, capfd):
+def test_a_quiet_run_prints_nothing(tmp_path, tiny, capfd):
     assert run_command(["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", "--comm.transport",
-                        "torch", "--run-dir", str(tmp_path / "run"), *map(str, [*TINY, *corpus])]) == 0
+                        "torch", "--run-dir", str(tmp_path / "run"), *tiny]) == 0
     assert capfd.readouterr().out == "" and (tmp_path / "run" / "summary.json").exists()
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from ranvier.cli.main import command, run_command
-from tests.cli.test_command import TINY
+from tests import tiny_runs
 
 
 def document(capfd, *args):
@@ -20,15 +20,17 @@ def document(capfd, *args):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    return folder
+    return tmp_path_factory.mktemp("run")
+
+
+def tiny(folder, **changed):
+    return ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 1,
+            *tiny_runs.flags(folder, model__num_layers=1, batch__global_size=4, train__steps=2, **changed)]
 
 
 def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    data = ["--data.corpus", run / "text.txt", "--data.cache-dir", run / "cache"]
-    one = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 1, *TINY, *data]
+    one = tiny(run)
     found = {"doctor": document(capfd, "doctor"), "check": document(capfd, "check", *one),
              "plan": document(capfd, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", 2),
              "simulate": document(capfd, "simulate", "gpt-tiny", "--cluster", "laptop"),
@@ -51,8 +53,7 @@ def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
 def test_quiet_commands_print_nothing(run, tmp_path, monkeypatch, capfd):
     """Those that write files; with --json the document alone is left, on standard output."""
     monkeypatch.chdir(tmp_path)
-    data = ["--data.corpus", run / "text.txt", "--data.cache-dir", tmp_path / "cache"]
-    one = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 1, *TINY, *data]
+    one = tiny(run, data__cache_dir=tmp_path / "cache")
     for command_line in (["data", "prepare", *one],
                          ["train", *one, "--comm.transport", "torch", "--run-dir", tmp_path / "run"],
                          ["export", tmp_path / "run", tmp_path / "out"],

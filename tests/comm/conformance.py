@@ -578,3 +578,14 @@ COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "
                "many_under_way_at_once", "shards_of_all_sizes_under_way_at_once",
                "collectives_return_at_once", "work_may_be_forgotten", "volumes_are_counted", "objects_and_barriers",
                "wrong_tensors_are_named", "a_subset_is_a_world_of_its_own")
+
+
+def leave_messages_behind(world):
+    """Large messages that nobody reads, and a transport that was closed before: shutting down works, twice too."""
+    transport, others = everyone(world, "pipe", 100)
+    early, _ = everyone(world, "closed early")
+    for other in others:
+        transport.send(other, message(0, torch.ones(300_000)))
+    early.close()
+    world.backend.close()
+    world.backend.close()

@@ -6,11 +6,12 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.comm import message as wire
 from ranvier.comm.message import Message, MessageKind, decode, encode, encode_head, encoded_bytes, pack, total_bytes
+from tests.covering import examples
 from tests.errors import raises
 
 DTYPES = list(wire._DTYPES.values())
@@ -70,7 +71,7 @@ def test_random_bytes_are_refused(raw):
             read(data)
 
 
-@settings(max_examples=300)
+@examples(120)
 @given(messages(), st.data())
 def test_damaged_messages_never_do_worse_than_a_value_error(sent, data):
     raw = bytearray(encode(sent).numpy().tobytes())
@@ -85,7 +86,7 @@ def test_damaged_messages_never_do_worse_than_a_value_error(sent, data):
         tensor.clone()
 
 
-@settings(max_examples=300)
+@examples(120)
 @given(messages(), st.data())
 def test_a_flipped_bit_of_the_head_is_noticed(sent, data):
     head = bytearray(encode_head(sent).numpy().tobytes())

@@ -115,14 +115,7 @@ def test_a_lost_peer_is_named(how, size):
 
 
 def leave_messages_behind(world: World) -> bool:
-    """Large messages that nobody reads, and a transport that was closed before: shutting down works."""
-    transport, others = conformance.everyone(world, "pipe", 100)
-    early, _ = conformance.everyone(world, "closed early")
-    for other in others:
-        transport.send(other, conformance.message(0, conformance.torch.ones(300_000)))
-    early.close()
-    world.backend.close()
-    world.backend.close()
+    conformance.leave_messages_behind(world)
     return dist.is_initialized()
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.comm.collectives import CheckedGroup, reduce_into
@@ -18,6 +18,7 @@ from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.sum_algorithms import choose_algorithm, ring_bytes
 from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
+from tests.covering import examples
 
 HERE = "tests.comm.test_wire"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool)
@@ -179,7 +180,7 @@ def collective(group, operation, tensor, root=0):
             return whole
 
 
-@settings(deadline=None, max_examples=60)
+@examples(24)
 @given(library=st.sampled_from(["gloo", "mpi", "nccl"]), size=st.integers(2, 5), share=st.sampled_from([1, 7, 20_000]),
        dtype=st.sampled_from(DTYPES), operation=st.sampled_from(OPERATIONS), root=st.integers(0, 4), wide=st.booleans())
 def test_what_is_counted_has_arrived(library, size, share, dtype, operation, root, wide):

@@ -260,5 +260,5 @@ def test_a_warm_up_that_is_longer_than_the_epochs_is_told_when_their_steps_are_k
     numbers(run, tmp_path)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     told, = [event["text"] for event in events if event["event"] == "settings"]
-    assert told == ("train.warmup-steps: ends the run of 3 steps before the full learning rate is reached (got 50). "
+    assert told == ("train.warmup-steps: is not shorter than the run of 3 steps, so warmup takes all of it (got 50). "
                     "Lower --train.warmup-steps, or raise --train.epochs.")

@@ -29,10 +29,10 @@ from ranvier.data.sampler import Sampler
 from ranvier.data.sentences import Sentence, class_names, open_part, read_sentences
 from ranvier.data.subset import first_of_order, held_out
 from ranvier.tensor.split.loss import IGNORED
+from tests.data.test_wordpiece import model_folder
 from tests.errors import check, raises
 
 ROWS = [("a fine film", "good"), ("dull and slow", "bad"), ("a joy", "good"), ("no joy at all", "bad")]
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fine", "film", "a", "##s", "joy"]
 
 
 def tsv(rows, header="sentence\tlabel"):
@@ -47,16 +47,6 @@ def made(tmp_path, rows=tuple(ROWS), *, eval_rows=None, vocab=60, sequence=8, pr
     return Run(model=Transformer(vocab=vocab, sequence=sequence, pretrained=pretrained),
                data=Data(task="classification", train=str(tmp_path / "train.tsv"), cache_dir=tmp_path / "cache",
                          **data))
-
-
-def model_folder(folder, vocab=VOCAB, config=None, **settings):
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
-    if settings:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    if config:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def refused(run, code, *facts):

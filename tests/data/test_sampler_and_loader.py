@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.data.arrays import open_tokens, write_tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
+from tests.covering import examples
 
 
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(1, 60))
@@ -140,7 +141,7 @@ def test_more_replicas_than_samples_leave_some_without(tokens):
 
 # ---------------------------------------------------------------------- samples that have a home
 
-@settings(max_examples=60, deadline=None)
+@examples(24)
 @given(st.lists(st.integers(0, 200), max_size=40, unique=True), st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_samples_come_home(samples, nodes):
     """The set stays, shares are as large as ever, and no replica has a stranger while its own sample is elsewhere."""

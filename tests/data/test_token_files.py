@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data.arrays import exists, open_tokens, write_tokens
+from ranvier.data.arrays import open_tokens, write_tokens
 from ranvier.data.cache import RunProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
@@ -31,11 +31,11 @@ def write(path, ids, vocab=1000):
 def test_numbers_come_back_in_the_smallest_type(tmp_path, vocab, dtype, bytes_each):
     ids = np.arange(vocab - 11, vocab)
     tokens = write(tmp_path / "train", ids, vocab)
-    assert (tokens.about.dtype, len(tokens), tokens.about.vocab) == (dtype, 11, vocab)
-    assert (tmp_path / "train.bin").stat().st_size == 11 * bytes_each
+    found = np.load(tmp_path / "train" / "tokens.npy")
+    assert (found.dtype, found.tolist(), found.nbytes, tokens.vocab) == (dtype, ids.tolist(), 11 * bytes_each, vocab)
     assert tokens.sequences(np.array([0]), 10).tolist() == [ids.tolist()]
     assert tokens.head(3) == ids[:3].tolist()
-    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.json"]
+    assert sorted(os.listdir(tmp_path / "train")) == ["about.json", "tokens.npy"]
 
 
 @pytest.mark.parametrize(("count", "length", "expected"), [(11, 5, 2), (10, 5, 1), (6, 5, 1), (5, 5, 0), (0, 5, 0)])
@@ -50,51 +50,48 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt), write_tokens(tmp_path / "train", vocab=9, tokenizer="", corpus="") as append:
         append([1, 2])
         raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == [] and not exists(tmp_path / "train")
+    assert os.listdir(tmp_path / "train") == []
 
 
-def damage_size(tmp_path):
-    with open(tmp_path / "train.bin", "ab") as file:
+def damage_size(folder):
+    with open(folder / "tokens.npy", "ab") as file:
         file.write(b"x")
 
 
-def damage_number(tmp_path):
-    with open(tmp_path / "train.bin", "r+b") as file:
-        file.write(np.array([1000], dtype="<u2").tobytes())
+def damage_number(folder, number=1000):
+    with open(folder / "tokens.npy", "r+b") as file:
+        file.seek(np.load(folder / "tokens.npy", mmap_mode="r").offset)
+        file.write(np.array([number], dtype="<u2").tobytes())
 
 
-def damage_quietly(tmp_path):
-    with open(tmp_path / "train.bin", "r+b") as file:
-        file.write(np.array([999], dtype="<u2").tobytes())
+def instead_of_the_side_file(folder):
+    (folder / "about.json").unlink()
+    os.mkfifo(folder / "about.json")
 
 
-def instead_of_the_side_file(tmp_path):
-    (tmp_path / "train.json").unlink()
-    os.mkfifo(tmp_path / "train.json")
-
-
-def damage_side_file(tmp_path):
-    about = json.loads((tmp_path / "train.json").read_text())
-    (tmp_path / "train.json").write_text(json.dumps(about | {"dtype": "int8"}))
+def damage_side_file(folder):
+    about = json.loads((folder / "about.json").read_text())
+    (folder / "about.json").write_text(json.dumps(about | {"facts": {**about["facts"], "vocab": 2000}}))
 
 
 @pytest.mark.parametrize(("damage", "error"), [
-    (damage_size, ("token-file-size", "train.bin", 40, 41)),
-    (damage_number, ("token-file-beyond-vocabulary", "train.bin", 1000)),
-    (damage_quietly, ("token-file-changed", "train.bin")),
-    (instead_of_the_side_file, ("token-file-description", "regular file")),
-    (lambda path: (path / "train.json").write_text("[" * 60_000), ("token-file-description",)),
-    (lambda path: (path / "train.json").write_text(" " * 70_000), ("token-file-description", "65,536")),
-    (damage_side_file, ("token-file-description",)),
-    (lambda path: (path / "train.bin").unlink(), ("token-file-unreadable", "train.bin")),
-    (lambda path: (path / "train.json").write_text("{"), ("token-file-description",)),
-    (lambda path: (path / "train.json").unlink(), ("token-file-description",)),
+    (damage_size, ("tokens.npy", 168, 169)), (damage_number, ("tokens.npy",)),
+    (instead_of_the_side_file, ("regular file",)), (damage_side_file, ("about.json",)),
+    (lambda path: (path / "about.json").write_text("[" * 60_000), ()),
+    (lambda path: (path / "tokens.npy").unlink(), ("tokens.npy",)),
+    (lambda path: (path / "about.json").write_text("{"), ()),
+    (lambda path: (path / "about.json").unlink(), ("about.json",)),
 ])
 def test_damage_is_named_with_its_remedy(tmp_path, damage, error):
     write(tmp_path / "train", np.arange(20))
-    damage(tmp_path)
-    with raises(*error, "train.json"):
+    damage(tmp_path / "train")
+    with raises("cached-arrays-changed", *error, "Delete this folder"):
         open_tokens(tmp_path / "train")
+
+
+def test_a_number_outside_the_vocabulary_is_named(tmp_path):
+    with raises("token-file-beyond-vocabulary", "tokens.npy", 19):
+        write(tmp_path / "train", np.arange(20), vocab=19)
 
 
 def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
@@ -102,10 +99,10 @@ def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
     write(tmp_path / "train", np.arange(10_000) % 1000)
     tokens = open_tokens(tmp_path / "train")
     packed = TokenSamples(tokens, np.array([4]), np.array([9]), 4)
-    os.truncate(tmp_path / "train.bin", 5000)
+    os.truncate(tmp_path / "train" / "tokens.npy", 5000)
     for read in (lambda: tokens.sequences(np.array([1]), 4), lambda: packed.inputs(np.array([0])),
                  lambda: packed.targets(np.array([0])), lambda: tokens.head(1), lambda: tokens.documents(7)):
-        with raises("token-file-size", "train.bin", 20_000, 5000):
+        with raises("token-file-size", "tokens.npy", 20_128, 5000):
             read()
 
 
@@ -113,11 +110,11 @@ def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
     """But no number outside the vocabulary is given out."""
     monkeypatch.setattr("ranvier.data.arrays.MOST_READ_BYTES", 39)
     write(tmp_path / "train", np.arange(20))
-    damage_number(tmp_path)
+    damage_number(tmp_path / "train")
     tokens = open_tokens(tmp_path / "train")
     assert tokens.sequences(np.array([1]), 4).tolist() == [[4, 5, 6, 7, 8]]
     for read in (lambda: tokens.sequences(np.array([1, 0]), 4), lambda: tokens.documents(7)):
-        with raises("token-file-beyond-vocabulary", "train.bin", 1000):
+        with raises("token-file-beyond-vocabulary", "tokens.npy", 1000):
             read()
 
 
@@ -174,7 +171,7 @@ def test_the_fingerprint_is_that_of_the_text_not_of_the_file(tmp_path):
     os.utime(elsewhere / "text.py", (1, 1))
     second = prepare(run(elsewhere))
     assert second.fingerprint == first.fingerprint
-    assert second.train.tokens.path != first.train.tokens.path
+    assert second.train.tokens.folder != first.train.tokens.folder
 
 
 def test_a_changed_text_is_read_again(tmp_path):

@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.data import tokenizer as module
@@ -28,6 +28,7 @@ from ranvier.data.tokenizer import (
     train,
 )
 from ranvier.errors import DataError
+from tests.covering import examples
 from tests.errors import raises
 
 TEXT = "".join(f"def forward_{number}(self, x):\n    return self.norm(x) + {number}\n\n\n" for number in range(200))
@@ -38,7 +39,7 @@ def small() -> Tokenizer:
     return train([TEXT], 300)
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(st.text())
 def test_every_text_comes_back(small, text):
     ids = small.encode(text)
@@ -68,7 +69,7 @@ def test_tokens_that_are_no_utf8_decode_to_the_replacement_character(small):
     assert small.decode(small.encode("é")[:1]) == "\ufffd"
 
 
-@settings(max_examples=200)
+@examples(80)
 @given(st.text(st.sampled_from("ab1 .\n\té")), st.integers(1, 9))
 def test_cutting_into_pieces_changes_no_token(small, text, size):
     parts = list(pieces(text, size))

@@ -10,12 +10,15 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
+from ranvier.comm.signed_store import signed
 from ranvier.config import read
 from ranvier.config.run import Pipeline
 from ranvier.launch import contact
+from ranvier.launch.stopped_ranks import find_rank_processes_by_variable
 from ranvier.mesh import Mesh
+from ranvier.system.processes import Process
+from ranvier.train.resize import leave
 from tests.elastic.runs import losses, run_all
 
 DEADLINE_SECONDS = 120
@@ -68,28 +71,9 @@ class Command:
 
     def ranks(self):
         """Process ids of the ranks, by rank."""
-        found = {}
-        for path in Path("/proc").iterdir():
-            try:
-                environ = (path / "environ").read_bytes().split(b"\0") if path.name.isdigit() else []
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1]) if environ else 0
-            except OSError:
-                continue
-            rank = next((int(entry.partition(b"=")[2]) for entry in environ
-                         if entry.startswith((b"RANVIER_LOCAL_RANK=", b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK="))), None)
-            if rank is not None and self._is_ours(parent):
-                found[rank] = int(path.name)
-        return found
-
-    def _is_ours(self, process):
-        while process > 1:
-            if process == self.process.pid:
-                return True
-            try:
-                process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                return False
-        return False
+        launcher = Process(self.process.pid)
+        return {rank: process.pid for variable in ("RANVIER_LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+                for rank, process in find_rank_processes_by_variable(launcher, variable).items()}
 
     def end(self):
         """Exit code and output; no process of it is left."""
@@ -100,7 +84,7 @@ class Command:
 class Joining:
     """`ranvier join`, whose ranks are found as those of a run."""
 
-    _is_ours, ranks = Command._is_ours, Command.ranks
+    ranks = Command.ranks
 
     def __init__(self, run, *options, inside=()):
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
@@ -145,3 +129,15 @@ def undisturbed(run, tmp_path):
                    launch=replace(there.launch, join_address=None))
     run_all(here)
     return losses(here)
+
+
+def silent_newcomer(run):
+    """A newcomer has answered the run's call and never connects: the store, and what its keys begin with."""
+    wish = "00000000000000aa"
+    with stopped(run):
+        found = contact.read_contact(run.folder)
+        _, store = signed(contact.connect(found), found.secret)
+        leave(run.folder, wish, {"ranks": 1})
+    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
+    store.set(f"ranvier/join/{wish}/here/0", "")
+    return store, f"ranvier/join/{wish}"

@@ -12,6 +12,7 @@ from ranvier.elastic.microbatch_profile import microbatch_counts
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.partition import cut
 from ranvier.schedule.policies import GPipe, OneForwardOneBackward
+from tests.covering import examples
 
 HIDDEN = 768
 NORM = 2 * HIDDEN
@@ -321,7 +322,7 @@ situations = st.integers(1, 7).flatmap(lambda blocks: st.builds(
     bandwidth=st.sampled_from([float("inf"), 10.0]), latency_seconds=st.sampled_from([0.0, 0.1])))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(situations)
 def test_every_cut_is_whole(given):
     for data, pipe in meshes(given):
@@ -337,7 +338,7 @@ def test_every_cut_is_whole(given):
             assert all(stop - start <= given.limit_bytes for start, stop in pairwise(edges))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(24)
 @given(situations)
 def test_freezing_more_never_makes_one_stage_slower(given):
     """Exactly so without a pipeline."""
@@ -347,7 +348,7 @@ def test_freezing_more_never_makes_one_stage_slower(given):
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(16)
 @given(situations)
 def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
     """With a pipeline up to a quarter: a greedy schedule can take longer with less to do (Graham, 1969), and so does
@@ -367,7 +368,7 @@ def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
     assert all(later <= earlier * 1.25 + messages + 1e-9 for earlier, later in pairwise(times))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(16)
 @given(situations)
 def test_a_cheaper_read_never_makes_one_stage_slower(given):
     given = replace(given, pipeline_size=1)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.covering import examples
 from tests.elastic.cached import NUM_SAMPLES, Cached, Prefix, files
 
 SAMPLES = st.lists(st.integers(0, NUM_SAMPLES + 1), min_size=0, max_size=9)
@@ -34,7 +35,7 @@ def damage(path, place):
 @pytest.mark.slow
 @given(steps=STEPS, wide=st.booleans(), state=st.sampled_from(["tensor", "dict"]), most=st.sampled_from(
     [0, 60_000, 200_000, 1 << 24]))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(examples(24), suppress_health_check=list(HealthCheck))
 def test_every_state_is_the_plain_one(tmp_path_factory, steps, wide, state, most):
     """Two ranks in one folder, whose limit is for nothing, little, some or all of it."""
     folder = tmp_path_factory.mktemp("cache")

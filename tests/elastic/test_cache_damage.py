@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ranvier.elastic.cache_file import CHECKSUM_BYTES, CacheFile, RowFormat, RunFolder
+from tests.covering import examples
 from tests.elastic.cached import HIT, MISS, Cached, Prefix, files
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(examples(24), suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import ResolvedRun
@@ -21,6 +21,7 @@ from ranvier.elastic.state import ElasticState, StepFigures
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.mesh import Mesh
 from ranvier.train.saving import read_metadata
+from tests.covering import examples
 from tests.errors import raises
 
 LAYERS, EPOCH, FIRST = 6, 40, 8
@@ -148,7 +149,7 @@ class Course:
         self.cut = change.boundaries or tuple(len(NAMES) * stage // pipe for stage in range(1, pipe))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(16)
 @given(st.data())
 def test_decisions_hold_whatever_is_measured(data):
     """Never more ranks than there are, layers that exist, and the same after the state has been through JSON."""

@@ -10,7 +10,7 @@ import pytest
 from ranvier.config.run import Elastic, Train
 from ranvier.elastic.freezing import GradientNorm
 from ranvier.mesh import Mesh
-from tests.elastic.runs import AT_ONCE, NUM_LAYERS, StopAfter, events, lines, losses, run_all, tiny, transitions
+from tests.elastic.runs import AT_ONCE, IN_TWO, NUM_LAYERS, StopAfter, events, lines, losses, run_all, tiny, transitions
 
 
 def frozen_after(run):
@@ -37,7 +37,8 @@ def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
 
 
 def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path, requests):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="cap", alpha=0.5))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(freeze="cap", alpha=0.5),
+               batch=IN_TWO)
     run_all(run, trackers=[StopAfter(13, requests)])
     assert frozen_after(run) == [(12, 3)] and transitions(run)[0]["mesh"]["pipe"] == 2
 
@@ -54,7 +55,7 @@ def asked_for_norms(run, monkeypatch):
 def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monkeypatch):
     elastic, train = Elastic(freeze="gradient-norm", alpha=0.5, every=2), Train(steps=12, learning_rate=3e-3)
     one = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=elastic, train=train, batch=AT_ONCE)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=train)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=elastic, train=train, batch=IN_TWO)
     dry = tiny(sentences, tmp_path / "dry", mesh=Mesh(), elastic=replace(elastic, dry_run=True),
                train=train, batch=AT_ONCE)
     alone, asked = asked_for_norms(one, monkeypatch), asked_for_norms(run, monkeypatch)

@@ -18,6 +18,7 @@ from tests.covering import quick
 from tests.elastic.runs import (
     AT_ONCE,
     BY_HAND,
+    IN_TWO,
     NUM_STEPS,
     TRAIN,
     StopAfter,
@@ -78,7 +79,7 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
     it has, and not those of the rank's other stages."""
     always(monkeypatch)
     pipeline = Pipeline(stages_per_rank=3, placement=placement, boundaries=(3, 4, 5, 7, 10))
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), pipeline=pipeline,
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), pipeline=pipeline, batch=IN_TWO,
                elastic=replace(BY_HAND, auto_pipe=packs, auto_dp=packs, cache=True, cache_from=1,
                                cache_precision="full", cache_dir=tmp_path / "cache"))
     results, _ = run_all(run)
@@ -163,7 +164,7 @@ def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
 @pytest.mark.parametrize(("grows", "factor"), quick(1, [("grow", 1.0), ("scale", 2.0)]))
 def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, factor):
     always(monkeypatch)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), batch=IN_TWO, elastic=Elastic(
         freeze="manual", manual=("4:5",), auto_pipe=True, auto_dp=True, global_batch=grows))
     run_all(run)
     told, steps = transitions(run), lines(run, "metrics.jsonl")

@@ -20,7 +20,7 @@ from ranvier.train import memory, runtime
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from tests.covering import quick
-from tests.elastic.runs import AT_ONCE, BY_HAND, always, lines, losses, run_all, tiny, transitions
+from tests.elastic.runs import AT_ONCE, BY_HAND, IN_TWO, always, lines, losses, run_all, tiny, transitions
 
 
 @pytest.mark.parametrize("mesh", quick(1, [
@@ -72,8 +72,8 @@ def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeyp
     always(monkeypatch)
     judge = Ledger.pays
     monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=7),
-               elastic=replace(BY_HAND, manual=("2:2", "5:4")))
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=5), batch=IN_TWO,
+               elastic=replace(BY_HAND, manual=("2:2", "3:4")))
     results, _ = run_all(run)
     assert [line["mesh"]["pipe"] for line in transitions(run)] == [2, 2]
     assert [entry["expected_cost"] for entry in results[0]["ledger"]] == [None, None]
@@ -221,10 +221,10 @@ def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):
 
 
 def test_depths_from_the_start(sentences, tmp_path):
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), batch=AT_ONCE,
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(), batch=AT_ONCE, train=Train(steps=10),
                elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
     run_all(run)
-    assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 17
+    assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 3
     # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
     for dry, asked in ((False, [True, False]), (True, [False, False])):
         elastic = Elasticity(resolve(replace(run, elastic=replace(run.elastic, dry_run=dry))), prepare(run), tell=print)

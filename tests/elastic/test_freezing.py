@@ -135,7 +135,7 @@ def test_answers_that_are_none(answer):
     says = (r"^answer of the freeze policy Backwards at step 7: must be a whole number of layers from 0 to the "
             r"model's 4, or a set of layers from 0 to 3 \(got "
             + re.escape(repr("None" if answer is None else answer))
-            + r"\). Let frozen_layers return facts.frozen where nothing is to change.$")
+            + r"\). Return facts.frozen from frozen_layers to change nothing.$")
     with pytest.raises(ConfigError, match=says):
         decide(Backwards(), facts([0.0, 0.0, 1.0, 1.0], frozen=2, step=7))
 

@@ -35,7 +35,7 @@ from ranvier.train import joining as joining_run
 from ranvier.train.joining import RUN, _said, read_run, wanted_mesh, why_not
 from ranvier.train.resize import leave, take_oldest
 from ranvier.world import JoinPoint, World
-from tests.elastic.processes import events, stopped, undisturbed
+from tests.elastic.processes import events, silent_newcomer, stopped, undisturbed
 from tests.elastic.runs import tiny
 from tests.errors import raises
 from tests.launch.network_hosts import ADDRESSES, connected
@@ -119,15 +119,9 @@ def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
     """All ranks of the run give up after the same limit, and go on as they were."""
     begin, _ = start_run
     run = begin(2, train__steps=60, comm__timeout_seconds=6)
-    wish = "00000000000000aa"
-    with stopped(run):
-        found = read_contact(run.folder)
-        _, store = signed(connect(found), found.secret)
-        leave(run.folder, wish, {"ranks": 1})
-    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
-    store.set(f"ranvier/join/{wish}/here/0", "")
-    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/verdict"]))
-    assert "one of them is gone or does not answer" in json.loads(store.get(f"ranvier/join/{wish}/verdict"))
+    store, place = silent_newcomer(run)
+    run.wait_until(lambda: store.check([f"{place}/verdict"]))
+    assert "one of them is gone or does not answer" in json.loads(store.get(f"{place}/verdict"))
     code, text = run.end()
     assert code == 0, text
     assert len(events(run, "join-refused")) == 1 and not run.transitions

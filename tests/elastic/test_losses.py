@@ -20,7 +20,6 @@ from torch.distributed import HashStore
 
 from ranvier.checkpoint.state import Piece
 from ranvier.comm.inprocess import InProcessWorld
-from ranvier.comm.signed_store import signed
 from ranvier.comm.torch_backend import PeerSockets, torch_generation
 from ranvier.config import effects
 from ranvier.config.resolve import resolve
@@ -29,7 +28,6 @@ from ranvier.elastic.transition import Held, with_states_of_neighbour
 from ranvier.errors import TransportError
 from ranvier.launch import contact, start
 from ranvier.launch import losses as launch_losses
-from ranvier.launch.contact import connect, read_contact
 from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
 from ranvier.launch.losses import Agreement, Loss, Losses, report_loss, why_given_up
@@ -43,7 +41,7 @@ from ranvier.train.losses import LastSteps, missing_state
 from ranvier.train.resize import Requests, leave
 from ranvier.train.restart import mesh_without
 from ranvier.world import World
-from tests.elastic.processes import events, resize, stopped, undisturbed
+from tests.elastic.processes import events, resize, silent_newcomer, stopped, undisturbed
 from tests.elastic.runs import events as told
 from tests.elastic.runs import tiny
 from tests.errors import raises
@@ -113,7 +111,7 @@ def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path)
     assert {rank: process for rank, process in run.ranks().items() if rank != 1} == {0: ranks[0], 2: ranks[2]}
     kill(run, ranks[2], number=signal.SIGSTOP)
     text = check(run, tmp_path, 60)
-    assert "was stopped by SIGSTOP, and killed; the others try to go on without it" in text
+    assert "was stopped by SIGSTOP, and killed; the others try to continue without it" in text
     first, second = events(run, "lost")
     assert (first["ranks"], first["left"], first["mesh"]["data"]) == ([1], 2, 2)
     assert (second["ranks"], second["left"], second["mesh"]["data"]) == ([1], 1, 1)
@@ -130,7 +128,7 @@ def test_a_rank_whose_state_nobody_else_has(start_run):
     code, text = run.end()
     assert code == 1, text
     assert "was killed by SIGKILL (by the kernel, if memory ran out); the other ranks were terminated" in text
-    assert "ranvier: the run cannot go on without it: no other rank has the state of pipe 1" in text
+    assert "ranvier: the run cannot continue without it: no other rank has the state of pipe 1" in text
     assert not events(run, "lost")
 
 
@@ -215,15 +213,9 @@ def test_a_loss_right_after_a_join(start_run, tmp_path):
 def test_a_loss_while_ranks_connect(start_run, tmp_path):
     """A newcomer that answers and never connects hears at once that it is refused."""
     run = begin(start_run, 3, train__steps=160)
-    wish = "00000000000000aa"
-    with stopped(run):
-        found = read_contact(run.folder)
-        _, store = signed(connect(found), found.secret)
-        leave(run.folder, wish, {"ranks": 1})
-    run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
-    store.set(f"ranvier/join/{wish}/here/0", "")
+    store, place = silent_newcomer(run)
     kill(run, run.ranks()[1], after=0)
-    assert json.loads(store.get(f"ranvier/join/{wish}/verdict")) == "a rank of the run was lost meanwhile"
+    assert json.loads(store.get(f"{place}/verdict")) == "a rank of the run was lost meanwhile"
     refused, = events(run, "resize-refused")
     assert refused["ranks"] == 1 and "refused: a rank of the run was lost meanwhile" in refused["text"]
     check(run, tmp_path, 160)
@@ -269,7 +261,7 @@ def test_sharded_states_of_neighbours_are_lost(start_run):
     run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
     run.process.send_signal(signal.SIGTERM)
     code, text = run.end()
-    assert code == 0 and "the run cannot go on without it: no other rank has the state of data 2" in text, text
+    assert code == 0 and "the run cannot continue without it: no other rank has the state of data 2" in text, text
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
         most = max(entry.device_bytes for entry in laid_out(run, frozen)[1])
         assert MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most).problem(run) is None
         problem = MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most - 1).problem(run)
-        assert "memory of the device: does not suffice: a rank of stage" in str(problem)
+        assert "memory of the device: is too small: a rank of stage" in str(problem)
     # Where host and device are one, ranks are judged together.
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).problem(run) is None
 
@@ -161,7 +161,7 @@ def test_a_run_takes_a_schedule_that_fits_and_its_own_again(sentences, tmp_path,
 
     def tight(budget, run):
         is_too_much = run.mesh.pipe == 2 and run.pipeline.policy != "1f1b"
-        return ConfigError("does not suffice", where="memory", remedy="") if is_too_much else problem(budget, run)
+        return ConfigError("is too small", where="memory", remedy="") if is_too_much else problem(budget, run)
 
     def noted(run, world, *args, **options):
         if world.rank == 0:

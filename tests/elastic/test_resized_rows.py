@@ -62,15 +62,15 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_
 
 def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences, tmp_path):
     """Two heads on three columns, and rows that are no number."""
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=8), batch=IN_TWO)
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=6), batch=IN_TWO)
 
     class Asks(Wishes):
         def event(self, event):
             super().event(event)
-            if type(event).__name__ == "StepEvent" and event.step == 5:
+            if type(event).__name__ == "StepEvent" and event.step == 3:
                 (self.run.run_dir / resize.NAME).write_text('{"data": 1, "pipe": 1, "row": "two"}')
 
-    run_all(run, trackers=[Asks(run, {2: dict(data=1, pipe=1, col=3)})])
+    run_all(run, trackers=[Asks(run, {1: dict(data=1, pipe=1, col=3)})])
     refused = [line["text"] for line in events(run, "resize-refused")]
     assert "mesh.col: does not divide model.heads 2 (got 3)" in refused[0] and "is no mesh" in refused[1]
     assert not transitions(run)

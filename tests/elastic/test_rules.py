@@ -71,7 +71,7 @@ def test_settings_without_effect_are_told(elastic, where):
 
 def test_resize_says_what_is_wrong(tmp_path, capsys):
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
-    assert "is no run's folder: it has no run.toml" in capsys.readouterr().err
+    assert "is not a run's folder: it has no run.toml" in capsys.readouterr().err
     (tmp_path / "run.toml").write_text("")
     assert run_command(["resize", str(tmp_path), "--data", "0", "--pipe", "2"]) == 2
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0.1"]) == 2

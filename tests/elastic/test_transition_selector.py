@@ -21,14 +21,14 @@ from ranvier.mesh import Mesh
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
 from tests.covering import quick
-from tests.elastic.runs import BY_HAND, Wishes, always, lines, run_all, tiny, transitions
+from tests.elastic.runs import BY_HAND, IN_TWO, Wishes, always, lines, run_all, tiny, transitions
 
 BLOCKS = 8
 NOTHING = (0,) * BLOCKS
 FACTS = BlockFacts(forward_seconds=(1.0,) * BLOCKS, backward_seconds=(2.0,) * BLOCKS, update_seconds=(0.0,) * BLOCKS,
                    output_bytes=NOTHING, num_parameters=NOTHING, parameter_bytes=NOTHING, state_bytes=NOTHING,
                    cores=None, bandwidth=1e9, latency_seconds=0.0, seconds=1.0)
-FULL = "memory of the device does not suffice"
+FULL = "memory of the device is too small"
 
 
 def candidate(data, pipe, seconds, **changed):
@@ -76,7 +76,7 @@ def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
 def test_what_does_not_fit_is_told_once_and_taken_once_it_does():
     case = Case()
     assert case.select([FASTER, FAST, HERE], depth=3, full={(4, 1)})[0] == FAST
-    assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device does not suffice")
+    assert case.told[0] == ("dropped", "data 4 x pipe 1 with 3 frozen layers: memory of the device is too small")
     assert case.refused == {(4, 1, 3)}
     case.present = replace(case.present, frozen=3)
     case.told.clear()
@@ -135,11 +135,11 @@ def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_p
 
     monkeypatch.setattr(controller, "mesh_candidates", candidates)
     monkeypatch.setattr(Ledger, "pays", pays)
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=Elastic(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), batch=IN_TWO, train=Train(steps=14), elastic=Elastic(
         freeze="cap", alpha=0.9, every=4, auto_pipe=True, auto_dp=True))
     results, _ = run_all(run)
     assert among == [None, {(2, 1)}, {(2, 1)}]
-    assert asked == [4, 8, 12] and results[0]["steps"] == 24
+    assert asked == [4, 8, 12] and results[0]["steps"] == 14
     assert [(line["step"], line["mesh"]["data"], line["frozen_layers"]) for line in transitions(run)] == [
         (4, 1, 6), (12, 2, 6)]
     judged = [line["pays"] for line in lines(run, "events.jsonl") if line["event"] == "judged"]
@@ -167,7 +167,7 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
     (Elastic(), {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=1), 10: dict(data=1, pipe=4)}, None),
 ]), ids=["freezing alone", "the article's rule", "by hand"])
 def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes, steps):
-    run = tiny(sentences, tmp_path / "run", elastic=elastic, train=Train(steps=18))
+    run = tiny(sentences, tmp_path / "run", elastic=elastic, train=Train(steps=18), batch=IN_TWO)
     results, _ = run_all(run, trackers=[Wishes(run, wishes)])
     told, ledger = transitions(run), results[0]["ledger"]
     assert len(ledger) == len(told) == (len(steps) if steps else 3)
@@ -192,7 +192,8 @@ def test_what_is_to_move_is_known_beforehand(sentences, tmp_path, monkeypatch):
         return forced(ledger, **facts | {"moved_bytes": 1})  # what is measured takes its place
 
     monkeypatch.setattr(Ledger, "pays", pays)
-    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=8))
+    run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=7),
+               batch=IN_TWO)
     results, _ = run_all(run)
     moved = [line["bytes_moved"] for line in transitions(run)]
     assert expected == pytest.approx(moved, rel=0.05) and results[0]["ledger"][0]["moved_bytes"] == moved[0]

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -29,6 +30,8 @@ from ranvier.config import read as recipes
 from ranvier.config.run import Data, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.data import tokenizer as tokenizers
+from ranvier.data import wordpiece
+from ranvier.data.arrays import open_arrays, open_tokens, write_arrays, write_tokens
 from ranvier.data.chat import conversations
 from ranvier.data.corpus import open_corpus
 from ranvier.data.named_files import readable_file
@@ -43,6 +46,7 @@ from ranvier.system.lease import Lease
 from ranvier.train.history import History
 from ranvier.train.logs import read_events, read_metrics
 from ranvier.train.resize import take_oldest
+from tests.fuzz.checkpoints import put
 from tests.fuzz.inputs import (
     BYTE_CHANGES,
     BYTES,
@@ -151,7 +155,6 @@ def _read_adapters(folder: Path) -> None:
 
 def _gguf(folder: Path) -> None:
     import gguf
-    import numpy as np
 
     from tests.data.gguf_files import SIZES, byte_level
 
@@ -217,6 +220,59 @@ def _read_tokenizer(folder: Path) -> None:
 def _read_chat_tokenizer(folder: Path) -> None:
     found = ChatPrompts(folder / "tokenizer.json")
     found.decode(found.encode("Hello"))
+
+
+TEXTS = ("the arrow flies over a green field\n" * 3, "def f(x):\n    return x * 2\n", "grüße, 你好 \0 \x7f\t", "")
+
+
+def _own_tokenizer(folder: Path) -> None:
+    tokenizers.train(TEXTS * 9, 280).save(folder / "tokenizer.json")
+
+
+def _read_own_tokenizer(folder: Path) -> None:
+    """Whatever it makes of a text, its tokens are of its vocabulary and the text comes back."""
+    found = tokenizers.load(folder / "tokenizer.json")
+    for text in TEXTS:
+        ids = found.encode(text)
+        assert found.decode(ids) == text and all(0 <= token < found.vocab for token in [*ids, found.end])
+
+
+def _wordpiece(folder: Path) -> None:
+    wordpiece.train([*TEXTS, TEXT], 90).save(folder / "tokenizer.json")
+
+
+def _vocabulary(folder: Path) -> None:
+    found = wordpiece.train([*TEXTS, TEXT], 90)
+    (folder / "vocab.txt").write_text("\n".join(found.decode([number]) for number in range(found.vocab)))
+
+
+def _read_wordpiece(folder: Path) -> None:
+    found = wordpiece.from_folder(folder)
+    ids, = found.encode(["Grüße, the green 中文 field [SEP]"])
+    assert all(0 <= number < found.vocab for number in [*ids, found.cls, found.sep, found.pad])
+
+
+# ---------------------------------------------------------------------- the cache
+
+NUMBERS = np.random.default_rng(0).integers(0, 300, 500)
+ARRAYS = {"ids": np.arange(60, dtype=np.uint16).reshape(10, 6), "labels": np.arange(10, dtype=np.int32)}
+
+
+def _cache(folder: Path) -> None:
+    with write_tokens(folder / "train", vocab=300, tokenizer="t", corpus="c") as append:
+        append(NUMBERS.tolist())
+    write_arrays(folder / "arrays", ARRAYS, {"classes": ["a", "b"]})
+
+
+def _read_tokens(folder: Path) -> None:
+    tokens = open_tokens(folder / "train")
+    assert tokens.head(len(tokens)) == NUMBERS.tolist()
+
+
+def _read_arrays(folder: Path) -> None:
+    found = open_arrays(folder / "arrays")
+    assert found.facts == {"classes": ["a", "b"]}
+    assert all(np.array_equal(found.arrays[name], array) for name, array in ARRAYS.items())
 
 
 # ---------------------------------------------------------------------- a run's folder
@@ -315,6 +371,13 @@ READERS = (
            read=_read_tokenizer),
     Reader(name="generation_config.json", make=_tokenizer, file="generation_config.json", form="json",
            read=_read_tokenizer),
+    Reader(name="a tokenizer of ours", make=_own_tokenizer, file="tokenizer.json", form="json",
+           read=_read_own_tokenizer, share=6),
+    Reader(name="wordpiece", make=_wordpiece, file="tokenizer.json", form="json", read=_read_wordpiece, share=3),
+    Reader(name="vocab.txt", make=_vocabulary, file="vocab.txt", form="bytes", read=_read_wordpiece),
+    *(Reader(name=f"{file} of the cache", make=_cache, file=file, form=form, read=read, share=4)
+      for folder, name, read in (("train", "tokens", _read_tokens), ("arrays", "ids", _read_arrays))
+      for file, form in ((f"{folder}/about.json", "json"), (f"{folder}/{name}.npy", "bytes"))),
     *(Reader(name=f"{file} of a chat", make=_tokenizer, file=file, form="json", read=_read_chat_tokenizer, share=1,
              is_slow=True) for file in ("tokenizer_config.json", "tokenizer.json")),
     Reader(name="gguf", make=_gguf, file="a.gguf", form="bytes", read=_read_gguf, is_slow=True),
@@ -347,10 +410,17 @@ class Place:
 
     def read(self, content: bytes) -> None:
         """Read the folder with this in the place of the file."""
-        shutil.rmtree(self.changed, ignore_errors=True)
-        shutil.copytree(self.whole, self.changed)
-        (self.changed / self.reader.file).write_bytes(content)
+        self._copy().write_bytes(content)
         self.reader.read(self.changed)
+
+    def read_something_else(self, kind: str) -> None:
+        """Read the folder with something of this kind in the place of the file."""
+        put(self._copy(), kind)
+        self.reader.read(self.changed)
+
+    def _copy(self) -> Path:
+        shutil.rmtree(self.changed, ignore_errors=True)
+        return shutil.copytree(self.whole, self.changed) / self.reader.file
 
 
 CHANGES = st.one_of(st.tuples(st.just("tree"), JSON_CHANGES), st.tuples(st.just("text"), TEXT_CHANGES),

@@ -1,4 +1,4 @@
-"""Sentences, questions, images, tokenizers and arrays as somebody's disk or script may have left them."""
+"""Sentences, questions and images as somebody's disk or script may have left them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data import wordpiece
-from ranvier.data.arrays import open_arrays, write_arrays
 from ranvier.data.prepare import prepare
 from tests.fuzz.inputs import BYTE_CHANGES, JSON_CHANGES, change_bytes, change_json, try_all
 
@@ -89,51 +87,5 @@ def image_folders(folder: Path, count: int) -> int:
     return try_all(st.tuples(st.integers(0, 4), BYTE_CHANGES), work, count)
 
 
-def tokenizer_folders(folder: Path, count: int) -> int:
-    """tokenizer.json with other content than it should have, or vocab.txt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = wordpiece.train([TSV, "the arrow flew over a green field"], 90)
-    tokens = [tokenizer.decode([number]) for number in range(tokenizer.vocab)]
-
-    def work(value):
-        kind, changes = value
-        shutil.rmtree(folder / "model", ignore_errors=True)
-        (folder / "model").mkdir()
-        if kind == "json":
-            text = json.dumps(change_json(json.loads(tokenizer.text()), changes)).encode()
-        else:
-            text = change_bytes("\n".join(tokens).encode() if kind == "vocab" else tokenizer.text().encode(), changes)
-        (folder / "model" / ("vocab.txt" if kind == "vocab" else "tokenizer.json")).write_bytes(text)
-        found = wordpiece.from_folder(folder / "model")
-        ids, = found.encode(["Grüße, the green 中文 field [SEP]"])
-        assert all(0 <= number < found.vocab for number in [*ids, found.cls, found.sep, found.pad])
-
-    return try_all(st.one_of(st.tuples(st.just("json"), JSON_CHANGES),
-                             st.tuples(st.sampled_from(["bytes", "vocab"]), BYTE_CHANGES)), work, count)
-
-
-def arrays(folder: Path, count: int) -> int:
-    """The cache's own files: as they were written, or refused."""
-    arrays = {"ids": np.arange(60, dtype=np.uint16).reshape(10, 6), "labels": np.arange(10, dtype=np.int32)}
-    write_arrays(folder / "whole", arrays, {"classes": ["a", "b"]})
-
-    def work(value):
-        name, in_json, changes = value
-        shutil.rmtree(folder / "changed", ignore_errors=True)
-        shutil.copytree(folder / "whole", folder / "changed")
-        path = folder / "changed" / name
-        path.write_bytes(json.dumps(change_json(json.loads(path.read_text()), changes)).encode() if in_json
-                         else change_bytes(path.read_bytes(), changes))
-        found = open_arrays(folder / "changed")
-        assert found.facts == {"classes": ["a", "b"]}
-        assert all(np.array_equal(found.arrays[name], array) for name, array in arrays.items())
-
-    return try_all(st.one_of(st.tuples(st.just("about.json"), st.just(True), JSON_CHANGES),
-                             st.tuples(st.sampled_from(["about.json", "ids.npy", "labels.npy"]), st.just(False),
-                                       BYTE_CHANGES)), work, count)
-
-
-FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3,
-                                                  tokenizer_folders: 4, arrays: 4}
+FUZZERS: dict[Callable[[Path, int], int], int] = {sentences: 4, questions: 4, image_folders: 3}
 """And how many of a round's inputs each has."""
-

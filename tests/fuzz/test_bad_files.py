@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from tests.fuzz.inputs import within
+from tests.fuzz.checkpoints import KINDS
+from tests.fuzz.inputs import try_one, within
 from tests.fuzz.readers import READERS, Place, fuzz, megabytes, peak_bytes
 
 MOST_GROWTH = 100 << 20
@@ -24,6 +25,14 @@ def imported():
 @pytest.mark.parametrize("rounds", [4, pytest.param(10, marks=pytest.mark.slow)])
 def test_bad_files(tmp_path, reader, rounds):
     assert fuzz(reader, tmp_path, rounds * reader.share) >= rounds * reader.share
+
+
+@pytest.mark.parametrize("name", ["a tokenizer of ours", "train/about.json of the cache",
+                                  "train/tokens.npy of the cache"])
+def test_something_else_than_a_file(tmp_path, name):
+    place = Place(next(reader for reader in READERS if reader.name == name), tmp_path)
+    for kind in KINDS:
+        try_one(place.read_something_else, kind)
 
 
 @pytest.mark.parametrize("name", ["dotted", "text as value 1", "digits as value 2", "tables"])

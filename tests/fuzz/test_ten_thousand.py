@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from tests.fuzz import checkpoints, corpora, readers, settings, task_files, token_files
+from tests.fuzz import checkpoints, corpora, readers, settings, task_files
 from tests.fuzz.test_bad_corpora import load_dataset
 
 ROUNDS = 60
@@ -18,7 +18,7 @@ def test_ten_thousand_inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     places = {checkpoints: checkpoints.Whole(tmp_path / "checkpoints"), corpora: tmp_path / "texts",
-              settings: tmp_path, task_files: tmp_path / "tasks", token_files: token_files.Kept(tmp_path / "tokens")}
+              settings: tmp_path, task_files: tmp_path / "tasks"}
     tried = {}
     for module, place in places.items():
         for fuzzer, share in module.FUZZERS.items():

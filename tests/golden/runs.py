@@ -16,9 +16,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -64,20 +66,11 @@ class GoldenRun:
     as_threads: bool = False
     tolerance: float = 1e-5
 
-    @property
-    def ranks(self) -> int:
-        count = 1
-        for axis in ("data", "pipe", "row", "col"):
-            size = self.flags.get(f"mesh.{axis}", 1)
-            assert isinstance(size, int)
-            count *= size
-        return count
-
     def start(self, folder: Path, axes: Sequence[Axis] = STANDARD_AXES) -> list[Step]:
         """Train in `folder` (see `prepare`); the run's own folder there has its name. Returns its steps. axes: of the
         mesh; ranks that are processes have the standard ones."""
         if self.as_threads:
-            train_as_threads(self.name, self.flags, self.ranks, folder, axes=axes)
+            train_as_threads(self.name, self.flags, folder, ranks=ranks_of(self.flags), axes=axes)
         else:
             train_by_command("gpt-tiny", {**self.flags, "run-dir": self.name}, folder)
         return read_steps(folder / self.name)
@@ -123,24 +116,35 @@ def train_by_command(recipe: str, flags: Mapping[str, object], folder: Path) -> 
     return done.stdout
 
 
-def train_as_threads(name: str, flags: Mapping[str, object], ranks: int, folder: Path, *,
-                     axes: Sequence[Axis] = STANDARD_AXES) -> None:
-    """Train in `folder` as `ranvier train gpt-tiny` does, on ranks that are threads."""
-    given = {flag.replace("-", "_"): text for flag, text in zip(flags, as_words(flags)[1::2], strict=True)}
+def ranks_of(flags: Mapping[str, Any]) -> int:
+    """The ranks of a run with these flags."""
+    return prod(flags.get(f"mesh.{axis}", 1) for axis in ("data", "pipe", "row", "col"))
+
+
+@contextlib.contextmanager
+def one_thread(folder: Path) -> Iterator[None]:
+    """Inside, the current directory is `folder`, and a rank computes with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with contextlib.chdir(folder):
-            flags_of = read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)
-            layers = [read.load("gpt-tiny")[1], flags_of]
-            resolved = read.merge(layers)
-            assert not resolved.problems, resolved.problems
-            mesh = resolved.run.mesh
-            assert isinstance(mesh, Mesh)
-            run = replace(resolved.run, mesh=Mesh(axes=axes, tile=mesh.tile, **mesh))
-            run_ranks(lambda world: train(run, name, world, stream=io.StringIO()), ranks, timeout_seconds=120)
+            yield
     finally:
         torch.set_num_threads(threads)
+
+
+def train_as_threads(name: str, flags: Mapping[str, object], folder: Path, *, ranks: int, recipe: str = "gpt-tiny",
+                     axes: Sequence[Axis] = STANDARD_AXES) -> None:
+    """Train in `folder` as `ranvier train` does, on ranks that are threads."""
+    given = {flag.replace("-", "_"): text for flag, text in zip(flags, as_words(flags)[1::2], strict=True)}
+    with one_thread(folder):
+        flags_of = read.Layer(origin="flag", values={**given, "run_dir": name}, is_text=True)
+        resolved = read.merge([read.load(recipe)[1], flags_of])
+        assert not resolved.problems, resolved.problems
+        mesh = resolved.run.mesh
+        assert isinstance(mesh, Mesh)
+        run = replace(resolved.run, mesh=Mesh(axes=axes, tile=mesh.tile, **mesh))
+        run_ranks(lambda world: train(run, name, world, stream=io.StringIO()), ranks, timeout_seconds=120)
 
 
 def read_steps(run_folder: Path, *, after: int = 0) -> list[Step]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -55,8 +56,14 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys):
-    found = results(capsys, runs / "lm")
+def test_a_run_is_evaluated_as_it_was_at_its_end(runs, capsys, monkeypatch):
+    """And says how far it is."""
+    monkeypatch.setattr("ranvier.inference.evaluation._TELL_SECONDS", -1.0)
+    capsys.readouterr()
+    assert run_command(["evaluate", str(runs / "lm"), "--json"]) == 0
+    out, told = capsys.readouterr()
+    found, (done, total) = json.loads(out)["results"], re.findall(r"(\d+) of (\d+) samples evaluated", told)[-1]
+    assert 0 < int(done) == int(total)
     assert found["held-out"]["loss"] == pytest.approx(summary(runs / "lm")["eval_loss"], rel=1e-12)
     assert found["held-out"]["perplexity"] == pytest.approx(math.exp(found["held-out"]["loss"]), rel=1e-12)
     found = results(capsys, runs / "classification")["held-out"]
@@ -273,5 +280,5 @@ def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, 
     check(problem, "path-named-by-checkpoint", where="data.corpus", value=str(tmp_path))
     assert not trained.check_places(["data.corpus"])
     assert run_command(["evaluate", str(runs / "lm")]) == 2
-    assert "data.corpus: is a path that the checkpoint names" in capsys.readouterr().err
+    assert "data.corpus: is a path that only the checkpoint names" in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()

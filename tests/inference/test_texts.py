@@ -57,7 +57,7 @@ def model(request):
         return tokens[len(prompt):]
 
     return (LanguageModel(config=config, read=lambda name: values[name], tokenizer=None, origin="x"),
-            [write(prompt, 10) for prompt in PROMPTS])
+            [write(prompt, 6) for prompt in PROMPTS])
 
 
 def texts(model, mesh, sampling=GREEDY, scheme="stationary", prompts=PROMPTS, **options):
@@ -66,7 +66,7 @@ def texts(model, mesh, sampling=GREEDY, scheme="stationary", prompts=PROMPTS, **
         engine = build_language_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme), dtype=torch.float64)
         ranks = world.backend.group("generate", [tuple(range(world.size))])
         found = {text.number: text for active in generate(
-            engine, ranks, prompts, sampling, **{"max_tokens": 10, "longest": 24, "vocab": 36, **options})
+            engine, ranks, prompts, sampling, **{"max_tokens": 6, "longest": 24, "vocab": 36, **options})
             for text in active}
         engine.close()
         return [(found[number].written, found[number].reason) for number in range(len(prompts))]

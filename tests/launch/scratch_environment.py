@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny_runs
+
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_SECONDS = 500
 
@@ -30,16 +32,9 @@ def scratch_python(folder, *packages):
 
 def settings(tmp_path, steps):
     """Of a small run of gpt-tiny on two ranks."""
-    (tmp_path / "corpus").mkdir()
-    for number in range(20):
-        (tmp_path / "corpus" / f"{number}.txt").write_text(
-            "".join(f"line {number * line} of a text\n" for line in range(40)))
-    return [str(word) for word in (
-        "gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, "--data.corpus", tmp_path / "corpus", "--data.cache-dir",
-        tmp_path / "cache", "--model.num-layers", 2, "--model.hidden", 16, "--model.heads", 2, "--model.vocab", 260,
-        "--model.sequence", 16, "--batch.global-size", 8, "--batch.microbatch-size", 2, "--train.warmup-steps", 0,
-        "--train.eval-every", 0, "--train.eval-sequences", 4, "--train.sample-tokens", 0, "--train.steps", steps,
-        "--checkpoint.every", 20, "--launch.device", "cpu", "--run-dir", tmp_path / "run")]
+    return ["gpt-tiny", *tiny_runs.flags(
+        tmp_path, mesh__data=1, mesh__pipe=2, train__eval_every=0, train__steps=steps, checkpoint__every=20,
+        launch__device="cpu", run_dir=tmp_path / "run")]
 
 
 def wait_for(condition, process, output, seconds=180):
@@ -49,23 +44,6 @@ def wait_for(condition, process, output, seconds=180):
         assert process.poll() is None and time.monotonic() < deadline, output.read_text(errors="replace")
         time.sleep(0.05)
     return found
-
-
-def pid_of_rank(run_dir, variable):
-    """The process of the run in `run_dir` that has `variable` ("RANK=1") in its environment."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words, environ = ((process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
-        except OSError:
-            continue
-        if str(run_dir).encode() in words and variable.encode() in environ:
-            return int(process.name)
-    return None
-
-
-def parent_of(pid):
-    """Process id of the parent."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def started(command, output, **variables):

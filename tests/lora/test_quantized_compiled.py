@@ -89,6 +89,7 @@ def test_nf4_is_compiled_where_the_library_can_be(monkeypatch):
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_nf4_of_a_library_that_cannot_be_compiled_is_told(monkeypatch):
     """On CUDA, where `auto` compiles, with a warning; `true` is refused."""
     monkeypatch.setattr(quantized_weight, "_bitsandbytes", partial(Bitsandbytes, False))

@@ -8,7 +8,6 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier import keyed_random
-from ranvier.block import Initial
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.models import bert
@@ -16,7 +15,9 @@ from ranvier.tensor.split.loss import IGNORED, ClassLoss, SpanLoss
 from tests.errors import raises
 from tests.hf_peers import (
     BERT,
+    assert_classes,
     assert_gradients,
+    assert_starts,
     blocks_of,
     forward,
     gradients_as_ours,
@@ -47,15 +48,8 @@ def test_classes_equal_transformers(tmp_path, settings):
     found = Pretrained(saved(model, tmp_path / "model"))
     assert (found.missing, found.head, found.config.family) == ((), "classes", "bert")
     blocks = blocks_of(bert.bert(found.config, "classes", dtype=torch.float64), found)
-    inputs, targets = inputs_of(), torch.tensor([1, IGNORED, 0])
-    logits, expected = forward(blocks, inputs), theirs_of(model, inputs).logits
-    assert relative(logits, expected) < 1e-10
-    total, weight = ClassLoss()(logits, targets)
-    loss = functional.cross_entropy(expected, targets, reduction="sum")
-    assert weight == 2 and relative(total, loss) < 1e-12
-    total.backward()
-    loss.backward()
-    assert_gradients(blocks, gradients_as_ours(model, tmp_path / "gradients"))
+    inputs = inputs_of()
+    assert_classes(blocks, inputs, model, theirs_of(model, inputs).logits, tmp_path / "gradients")
 
 
 def test_spans_equal_transformers_without_padding(tmp_path):
@@ -195,16 +189,7 @@ def test_targets_that_do_not_fit(loss, logits, targets, error):
 @pytest.mark.parametrize("head", ["classes", "span"])
 def test_samples_starts_and_names(head):
     config = tiny(num_classes=4)
-    model = bert.bert(config, head)
-    blocks = {name: build() for name, build in model.blocks.items()}
-    inputs, targets = bert.BERT.sample(config, head, 2)
-    total, weight = model.loss(forward(blocks, inputs), targets)
-    assert total.isfinite() and weight == 2
-    assert model.layers == (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
-    assert list(model.blocks) == ["embedding", *(name for layer in model.layers for name in layer), "head"]
-    for name in parameters(blocks):
-        constant = 0.0 if name.endswith(".bias") else 1.0 if ".norm." in name else None
-        assert model.initial(name) == (Initial("normal", 0.02) if constant is None else Initial("constant", constant))
+    blocks = assert_starts(bert.bert(config, head), *bert.BERT.sample(config, head, 2))
     sizes = {"classes": {"head.pooler.weight": (24, 24), "head.classifier.weight": (4, 24)},
              "span": {"head.span.weight": (2, 24)}}[head]
     assert {name: tuple(one.shape) for name, one in parameters(blocks).items()

@@ -8,19 +8,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from ranvier.block import Initial
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Transformer
 from ranvier.models import vit
-from ranvier.tensor.split.loss import IGNORED, ClassLoss
 from tests.errors import raises
 from tests.hf_peers import (
     DINOV2,
     VIT,
-    assert_gradients,
+    assert_classes,
+    assert_starts,
     blocks_of,
     forward,
-    gradients_as_ours,
     parameters,
     peer,
     relative,
@@ -38,15 +36,8 @@ def test_equals_transformers_vit(tmp_path, settings):
     found = Pretrained(saved(model, tmp_path / "model"))
     assert (found.missing, found.head, found.config.family) == ((), "classes", "vit")
     blocks = blocks_of(vit.vit(found.config, dtype=torch.float64), found)
-    images, targets = images_of(found.config.image_size), torch.tensor([1, IGNORED, 0])
-    logits, expected = forward(blocks, images), model(images).logits
-    assert relative(logits, expected) < 1e-10
-    total, weight = ClassLoss()(logits, targets)
-    loss = functional.cross_entropy(expected, targets, reduction="sum")
-    assert weight == 2 and relative(total, loss) < 1e-12
-    total.backward()
-    loss.backward()
-    assert_gradients(blocks, gradients_as_ours(model, tmp_path / "gradients"))
+    images = images_of(found.config.image_size)
+    assert_classes(blocks, images, model, model(images).logits, tmp_path / "gradients")
 
 
 def backbone_of(found: Pretrained) -> dict[str, nn.Module]:
@@ -104,15 +95,7 @@ def test_sizes_that_cannot_be():
 
 def test_samples_starts_and_names():
     config = tiny(num_classes=4)
-    model = vit.vit(config)
-    blocks = {name: build() for name, build in model.blocks.items()}
-    total, weight = model.loss(forward(blocks, (sample := vit.VIT.sample(config, "classes", 2))[0]), sample[1])
-    assert total.isfinite() and weight == 2
-    assert model.layers == (("layer0.attention", "layer0.mlp"), ("layer1.attention", "layer1.mlp"))
-    assert list(model.blocks) == ["embedding", *(name for layer in model.layers for name in layer), "head"]
-    for name in parameters(blocks):
-        constant = 0.0 if name.endswith(".bias") else 1.0 if ".norm." in name else None
-        assert model.initial(name) == (Initial("normal", 0.02) if constant is None else Initial("constant", constant))
+    blocks = assert_starts(vit.vit(config), *vit.VIT.sample(config, "classes", 2))
     assert {name: tuple(one.shape) for name, one in parameters(blocks).items() if name.startswith("embedding.")} == {
         "embedding.patch.weight": (24, 48), "embedding.patch.bias": (24,), "embedding.patch.first": (24,),
         "embedding.position.weight": (10, 24)}

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -19,7 +19,7 @@ from ranvier.optim.optimizer import FlatOptimizer, storage_bytes, tensors_by_cat
 from ranvier.optim.rules import rules_of
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_ranks
-from tests.covering import pairwise
+from tests.covering import examples, pairwise
 from tests.errors import raises
 
 OFFLOADS = ("none", "stream", "host", "hybrid")
@@ -195,7 +195,7 @@ def test_what_is_frozen_later_stays_as_it_is(offload, dtype):
 @given(st.lists(st.sampled_from([(), (1,), (2,), (3, 5), (4, 0), (33,), (2, 3, 4)]), max_size=6), st.integers(1, 40),
        st.integers(1, 60), st.sampled_from(OFFLOADS), st.integers(1, 4),
        st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=60)
+@examples(24)
 def test_any_shapes_and_sizes(shapes, bucket_size, chunk, offload, in_flight, dtype):
     """The flat buffer holds any set of shapes, and every element is updated once."""
     parameters = parameters_of(shapes, dtype)

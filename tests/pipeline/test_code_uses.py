@@ -1,4 +1,4 @@
-"""Names that functions read and write, by their bytecode."""
+"""Names that functions read and write, by their syntax trees."""
 
 import pytest
 import torch
@@ -100,6 +100,7 @@ def goes_back(self, x, number):
     context.count = number + context.count
     table[number] = table.get(number, 0) + 1
     context.sums.mul_(0.9).add_(x)
+    context.calls = getattr(context, "calls", 0) + 1
     return x
 
 
@@ -116,12 +117,12 @@ def goes_elsewhere(self, x, number):
 
 
 def test_values_that_only_go_back_are_not_read():
-    names = {"mean", "var", "count", "sums", "table"}
+    names = {"mean", "var", "count", "sums", "calls", "table"}
     found = uses(goes_back)
     assert found.others.isdisjoint(names) and found.stores >= names
     assert found.accumulates >= names
     assert uses(goes_elsewhere).others >= {"mean", "count", "longest", "sums", "rest", "most"}
-    assert uses(goes_elsewhere).accumulates >= {"most"} and "longest" not in uses(goes_elsewhere).accumulates
+    assert uses(goes_elsewhere).accumulates >= {"most", "longest"}
 
 
 def grows(self, x):
@@ -148,6 +149,106 @@ def test_an_old_value_is_read_where_a_new_one_always_follows():
     assert uses(grows).accumulates.isdisjoint({"longest", "table"}) and uses(grows).own >= {"longest", "table"}
     assert uses(replaces).accumulates >= {"kept", "table"} and "kept" in uses(uses_and_may_replace).accumulates
     assert uses(keeps_its_own).accumulates.isdisjoint({"kept"})
+
+
+def marks(self, x, number):
+    if context.kept != number:
+        context.kept = number
+        x = x * 2
+    return x
+
+
+def marks_and_returns(self, x, number):
+    if context.kept == number:
+        return x
+    context.kept = number
+    return x * 2
+
+
+def marks_in_an_inner_branch(self, x, number):
+    if getattr(context, "kept", 0) != number:
+        if self.first:
+            setattr(context, "kept", number)  # noqa: B010
+        self.scale = 2
+    return x * self.scale
+
+
+def marks_beside_another_value(self, x, number):
+    context.scale = 1
+    if context.kept != number:
+        context.kept, context.scale = number, 2
+    return x * context.scale
+
+
+def changes_its_own_list(self, x, number):
+    scales = [1]
+    if context.kept != number:
+        context.kept = number
+        scales.append(2)
+    return x * sum(scales)
+
+
+def keeps_an_old_one(self, x, number):
+    kept = context.kept
+    if kept is None:
+        context.kept = number
+    return x if kept else x * 2
+
+
+def adds_a_mark(self, x, number):
+    if number not in context.kept:
+        context.kept.add(number)
+        x = x * 2
+    return x
+
+
+@pytest.mark.parametrize("function", [
+    marks, marks_and_returns, marks_in_an_inner_branch, marks_beside_another_value, changes_its_own_list,
+    keeps_an_old_one, adds_a_mark])
+def test_who_goes_on_in_another_way_on_a_first_visit_needs_what_was_there(function):
+    assert "kept" in uses(function).accumulates
+
+
+def finds_or_makes(self, x, number):
+    kept = getattr(context, "kept", None)
+    if kept is None or len(kept) < number:
+        scales = [1, 2]
+        for scale in scales:
+            kept = x * scale
+        context.kept = kept
+    for scale in range(number):
+        x = x + kept * scale
+    return x
+
+
+def finds_or_returns(self, x, number):
+    if context.kept is not None:
+        return context.kept
+    new = x * number
+    context.kept = new
+    return new
+
+
+def finds_two_or_makes_them(self, x, number):
+    if context.number != number:
+        cos, sin = x.cos(), x.sin()
+        context.number, context.kept, context.other = number, cos, sin
+    else:
+        cos, sin = context.kept, context.other
+    return cos + sin
+
+
+def finds_an_element(self, x, number):
+    try:
+        new = table[number]
+    except KeyError:
+        new = table[number] = x * 2
+    return new
+
+
+@pytest.mark.parametrize("function", [finds_or_makes, finds_or_returns, finds_two_or_makes_them, finds_an_element])
+def test_who_makes_what_is_missing_does_not(function):
+    assert uses(function).accumulates.isdisjoint({"kept", "number", "other", "table"})
 
 
 def test_what_is_only_called():

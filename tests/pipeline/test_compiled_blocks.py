@@ -328,3 +328,52 @@ def test_a_block_that_is_examined_stays_as_it_was():
         norm.running_var = torch.zeros(4)
     assert norm.count == 1 and not hasattr(block, "extra")
     assert norm.running_mean is mean and mean.tolist() == [0.0] * 4 and norm.running_var.tolist() == [1.0] * 4
+
+
+def blocks_and_a_loss_that_has_them():
+    torch.manual_seed(SEED)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64), nn.Tanh()) for _ in range(4)))
+    return blocks, lambda y, t: (((y - t) ** 2).sum() * len(blocks), t.numel())
+
+
+def train_whole(make, **options):
+    models, batches = [make() for _ in range(2)], points([[2, 3]])
+
+    def rank(world):
+        blocks, loss = models[world.rank]
+        engine = Engine(blocks, world, mesh=Mesh(pipe=2), loss=loss, compile=True, **options)
+        engine.forward_backward(share(engine, batches))
+        found = {name: one.clone() for name, one in engine.gradients().items()}
+        engine.close()
+        return found
+
+    found = run_ranks(rank, 2)
+    return found[0] | found[1]
+
+
+def test_beside_a_loss_that_has_the_whole_model(graphs):
+    """Its operations are looked at, one by one; those of blocks, which reach no others, are not."""
+    found = train_whole(blocks_and_a_loss_that_has_them, memory=Memory(recompute=1))
+    assert graphs[0]
+    blocks, loss = blocks_and_a_loss_that_has_them()
+    (batch,) = points([[2, 3]])
+    (sum(loss(blocks(one.inputs), one.targets)[0] for one in batch) / 20).backward()
+    for name, parameter in blocks.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_block_that_reaches_parameters_of_other_stages_is_not_compiled():
+    class Reads(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.own, self.held = nn.Linear(4, 4, dtype=torch.float64), [layer]
+
+        def forward(self, x):
+            return self.own(x) * self.held[0].weight.shape[0]
+
+    def make():
+        blocks, loss = blocks_and_a_loss_that_has_them()
+        return nn.Sequential(*blocks, Reads(blocks[0][0])), loss
+
+    with raises("block-not-compilable", "4", "other stages"):
+        train_whole(make)

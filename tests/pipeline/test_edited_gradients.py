@@ -232,6 +232,9 @@ def test_gradients_of_a_backward_before_the_batch_are_lost_with_a_warning(call, 
         def own_backward():
             sum(parameter.square().sum() for parameter in engine.parameters()).backward()
 
+        own_backward()
+        with pytest.warns(UserWarning, match="before the batch is lost"):  # in the first one, too
+            engine.train_batch(batch)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.train_batch(batch)

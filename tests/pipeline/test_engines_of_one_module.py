@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from functools import partial
+from io import BytesIO
 
 import pytest
 import torch
@@ -139,6 +140,19 @@ def test_gradients_of_another_model_may_be_taken():
             one.step(result)
             two.step(result)
             assert_close(one.full_state_dict(), two.full_state_dict())
+
+    run_ranks(work, 1)
+
+
+def test_gradients_may_be_saved():
+    """Whose they are is not saved with them."""
+    def work(world):
+        with closing(Engine(plain(), world, loss=squared)) as engine:
+            engine.forward_backward(*points([[2]]))
+            file = BytesIO()
+            torch.save(engine.gradients(), file)
+            file.seek(0)
+            assert_close(torch.load(file), engine.gradients())
 
     run_ranks(work, 1)
 

@@ -171,7 +171,7 @@ def test_a_forward_that_never_comes(quick_board):
                      r"backward of microbatch 0 from pipe 1\n", text) or re.search(
         r"\npipe 0 waits \d s for the backward of microbatch 0 from pipe 1, which is in a wait for the forward of "
         r"microbatch 2 from pipe 0\n", text), text
-    assert text.endswith("(got 0.5). See which rank is behind, or raise Engine(timeout_seconds=...).")
+    assert text.endswith("(got 0.5). Check which rank is behind, or raise Engine(timeout_seconds=...).")
 
 
 def test_a_gap_between_messages_is_noticed_at_once():

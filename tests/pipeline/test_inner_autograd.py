@@ -16,7 +16,8 @@ from ranvier.pipeline.engine import Engine
 from ranvier.tensor import layers
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering
-from tests.pipeline.parity import assert_parity, chain, chunks_of, points, squared
+from tests.errors import raises
+from tests.pipeline.parity import assert_parity, chain, chunks_of, on_mesh, points, share, squared
 
 POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(policy="1f1b"), Pipeline(policy="gpipe"),
             Pipeline(policy="message-driven", deferred=(9, 9), defer_last=1)]
@@ -151,6 +152,26 @@ def test_a_gradient_within_the_forward_that_crosses_blocks():
     """It passes some tensors of a block boundary, and not all: the stage's own backward has not passed the block."""
     model = partial(chain, linear, partial(Carries, True), Carries, Carries, Penalised, linear)
     alike(model, points([[2, 3, 1]] * 2), Mesh(data=2), DEFERRING, optim=chunks_of(4))
+
+
+@pytest.mark.parametrize("act", [
+    lambda layer, x: layer(x.detach()).square().sum().backward(),
+    lambda layer, x: layer.zero_grad(),
+], ids=["backward", "zero_grad"])
+def test_a_forward_that_changes_gradients_is_refused(act):
+    """Those of the batch are divided by its weight later, and are of other microbatches."""
+    class Acts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            act(self.linear, x)
+            return self.linear(x)
+
+    with raises("gradient-changed-in-forward", where="parameter b0.linear.weight"):
+        on_mesh(partial(chain, Acts, linear), Mesh(), lambda engine: engine.forward_backward(
+            share(engine, points([[2, 2]]))))
 
 
 class Slope(nn.Module):

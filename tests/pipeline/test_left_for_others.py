@@ -200,6 +200,18 @@ def a_counted_layer():
     return four(follow)
 
 
+def a_mark_of_the_first_block():
+    context = SimpleNamespace(forwards=None)
+
+    def follow(block, x, y):
+        block.forwards = getattr(block, "forwards", 0) + 1
+        if context.forwards != block.forwards:
+            context.forwards = block.forwards
+            y = y * 2
+        return y
+    return four(follow)
+
+
 def a_class_attribute():
     class Scale:
         value = 1.0
@@ -267,8 +279,8 @@ def from_the_loss():
 
 
 @pytest.mark.parametrize("make", [
-    detached, a_mask, a_number_by_computed_names, a_closure_variable, a_counted_layer, a_class_attribute,
-    a_default_argument, an_array, a_tensor_in_place, a_registered_module, from_the_loss])
+    detached, a_mask, a_number_by_computed_names, a_closure_variable, a_counted_layer, a_mark_of_the_first_block,
+    a_class_attribute, a_default_argument, an_array, a_tensor_in_place, a_registered_module, from_the_loss])
 def test_values_without_gradients_that_another_stage_would_read_are_refused(make):
     with pytest.raises(ModelError) as caught:
         train(make, Mesh(pipe=2))
@@ -290,9 +302,17 @@ def test_stages_that_make_different_values_are_told_before_the_update():
 def made_alike():
     context, tables = SimpleNamespace(cos=None), {}
 
+    def halves(size):
+        if size in tables:
+            return tables[size]
+        new = torch.arange(size) / 2
+        tables[size] = new
+        return new
+
     def follow(block, x, y):
         if context.cos is None:
             context.cos = torch.arange(4, dtype=x.dtype).cos()
+        y = y * halves(y.shape[1])
         if (key := x.shape[1]) not in tables:
             tables[key] = torch.arange(key, dtype=x.dtype).sin()
         return y * context.cos * tables[key]

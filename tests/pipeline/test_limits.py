@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
@@ -21,9 +21,7 @@ from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.planner.report import schedule_text
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
-from ranvier.schedule import computed_limits as computed_limits_module
 from ranvier.schedule.computed_limits import (
-    _UNIT,
     MAX_SIMULATED_STAGES,
     StageLoad,
     _Case,
@@ -33,7 +31,7 @@ from ranvier.schedule.computed_limits import (
     predicted,
     simulated_microbatches,
 )
-from ranvier.schedule.conditions import Conditions, measured_conditions
+from ranvier.schedule.conditions import Conditions, Deferral, measured_conditions
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import GPipe, MessageDriven, OneForwardOneBackward
 from ranvier.schedule.simulator import StageTimes, simulate
@@ -175,34 +173,34 @@ def test_nor_with_any_memory_and_any_stages(stages, num_microbatches, memories):
         assert_more_memory_is_never_slower(stages, several, num_microbatches, sorted(memories))
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
-@given(data=st.data(), per_rank=st.sampled_from([1, 1, 2]), count=st.integers(1, 12), in_flight=st.integers(2, 6))
-def test_one_simulation_serves_all_memories(data, per_rank, count, in_flight):
-    """What is predicted of bytes is what a simulation with these bytes has; with other fixed bytes none is run."""
-    placement = StagePlacement(num_ranks=2, per_rank=per_rank)
-    case = _Case(stages=_rounded([data.draw(LOADS) for _ in range(placement.num_stages)]), policy=MessageDriven(),
-                 placement=placement, count=count, conditions=Conditions(messages=0.1, variation=0.0))
-    max_stored = None if per_rank == 1 else data.draw(st.integers(in_flight, 8))
-    limits = Limits(in_flight=in_flight, max_stored=max_stored,
-                    deferred=(max_stored,) * 2 if max_stored else (data.draw(st.integers(0, 5)), 3))
-    times = [StageTimes(forward=one.forward, backward=one.backward, weight=one.weight, trains=one.trains, products=4,
-                        kept_bytes=_UNIT * one.graph, alive_bytes=round(_UNIT * one.operands),
-                        deferred_factor=one.deferred_factor) for one in case.stages]
-    units = [sum(times[stage].alive_bytes for stage in placement.stages_of(rank)) for rank in range(2)]
-    direct = simulate(times, count, case.policy, in_flight, placement=placement, max_stored=max_stored,
-                      hop=0.1 * per_rank * max(one.forward for one in case.stages),
-                      defer_bytes=[unit * most for unit, most in zip(units, limits.deferred, strict=True)])
-    made = _outcome(case, limits)
-    fixed = [sum(one.fixed for one in case.held(rank)) for rank in range(2)]
-    assert made.seconds == direct.seconds
-    assert made.kept == tuple(own + one.kept / _UNIT for own, one in zip(fixed, direct.held, strict=True))
-    assert made.peak == tuple(own + one.alive / _UNIT for own, one in zip(fixed, direct.held, strict=True))
-    assert made.used == tuple(-(-one.queued // unit) if unit else 0
-                              for one, unit in zip(direct.held, units, strict=True))
-    more = replace(case, stages=tuple(replace(one, fixed=one.fixed + 1.0) for one in case.stages))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(computed_limits_module, "simulate")
-        assert _outcome(more, limits).seconds == made.seconds
+PRICES = st.builds(Deferral, st.floats(-0.5, 1.0), st.floats(0.5, 2.0))
+
+
+@examples(12)
+@given(st.lists(st.tuples(TRAINED, PRICES), min_size=2, max_size=4), st.integers(1, 24), st.sampled_from([1.0, 2.0]))
+def test_nothing_waits_where_that_is_slower(stages, num_microbatches, memory):
+    """Whatever the prices: with the same number in flight a step in which nothing waits is no faster."""
+    loads, prices = zip(*stages, strict=True)
+    conditions = Conditions(deferral=prices)
+    found = computed_limits(loads, MessageDriven(), memory=memory, num_microbatches=num_microbatches,
+                            conditions=conditions)
+    own, none = (predicted(loads, MessageDriven(), limits, None, num_microbatches, conditions).step
+                 for limits in (found, replace(found, deferred=(0,) * len(loads), last=None)))
+    assert own <= 1.003 * none
+
+
+def test_a_price_of_deferral_decides_how_many_wait():
+    """Of 24 microbatches on four equal stages: all that fill waits, those of a step's end, none. A deep pipeline lets
+    all wait by its rule, or none."""
+    def found(pipe, *price):
+        return computed_limits([load()] * pipe, MessageDriven(), memory=2.0, num_microbatches=24,
+                               conditions=Conditions(deferral=(Deferral(*price),) * pipe))
+
+    assert found(4, 0.0, 0.0).last is None and max(found(4, 0.0, 0.0).deferred) > 0
+    assert found(4, 0.0, 0.3).last in (4, 6, 8)
+    assert found(4, 0.9, 0.9).deferred == (0,) * 4
+    assert found(MAX_SIMULATED_STAGES + 1, 0.2, 0.2) == rule_limits([True] * (MAX_SIMULATED_STAGES + 1))
+    assert not any(found(MAX_SIMULATED_STAGES + 1, 0.5, 0.5).deferred)
 
 
 def test_the_choice_is_about_the_microbatches_of_a_batch():

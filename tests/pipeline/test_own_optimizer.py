@@ -210,19 +210,23 @@ def test_half_precision_follows_fp32(mesh, options, dtype):
     [small_gpt, three_ends, partly_frozen], MESHES,
     [("none", {}), (2, {"offload": "stream", "shard": True}), ("none", {"offload": "host"})])), ids=label)
 def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, options):
-    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
     batches = [(tokens if make is small_gpt else points)([[2]] * mesh.data, seed=seed) for seed in range(2)]
+    assert_norms_and_weights(make, mesh, batches, checkpoint, update_in_backward=True, **options)
+
+
+def assert_norms_and_weights(make, mesh, batches, checkpoint, **options):
+    """After a step with each batch. options: of `Optim`."""
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
     norms = []
     for batch in batches:
         reference.train_batch([one for replica in batch for one in replica])
         norms.append(sum(float((gradient ** 2).sum()) for gradient in reference.gradients().values()) ** 0.5)
 
     def work(engine):
-        found = [engine.train_batch(share(engine, batch)).grad_norm for batch in batches]
-        return found, weights(engine)
+        return [engine.train_batch(share(engine, batch)).grad_norm for batch in batches], weights(engine)
 
-    found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(update_in_backward=True, **options),
-                                     learning_rate=1e-2, memory=Memory(recompute=checkpoint)), strict=True)
+    found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(**options), learning_rate=1e-2,
+                                     memory=Memory(recompute=checkpoint)), strict=True)
     assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
     assert_same_weights(parameters, reference, mesh)
 
@@ -264,20 +268,8 @@ class Join(nn.Module):
 def test_states_of_several_tensors(mesh, uses, checkpoint, options):
     """Boundaries whose tensors have their gradients at different times, late, or never."""
     make = partial(chain, Split, *[partial(Carry, uses)] * 3, Join)
-    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
     batches = [points([[2]] * mesh.data, seed=seed) for seed in range(2)]
-    norms = []
-    for batch in batches:
-        reference.train_batch([one for replica in batch for one in replica])
-        norms.append(sum(float((gradient ** 2).sum()) for gradient in reference.gradients().values()) ** 0.5)
-
-    def work(engine):
-        return [engine.train_batch(share(engine, batch)).grad_norm for batch in batches], weights(engine)
-
-    found, parameters = zip(*on_mesh(make, mesh, work, optim=optim(**options), learning_rate=1e-2,
-                                     memory=Memory(recompute=checkpoint)), strict=True)
-    assert all(norm == pytest.approx(norms, rel=1e-10) for norm in found)
-    assert_same_weights(parameters, reference, mesh)
+    assert_norms_and_weights(make, mesh, batches, checkpoint, **options)
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])

@@ -6,7 +6,7 @@ from itertools import accumulate, combinations, combinations_with_replacement, p
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules import module
@@ -34,7 +34,7 @@ def squares(costs, boundaries):
     return sum(sum(costs[start:stop]) ** 2 for start, stop in pairwise((0, *boundaries, len(costs))))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_partition_is_exact(costs, data):
     stages = data.draw(st.integers(1, len(costs)))

@@ -14,7 +14,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering, label
 from tests.errors import raises
-from tests.pipeline.parity import SEED, chain, points, share, squared
+from tests.pipeline.parity import SEED, assert_parity, chain, points, share, squared
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 OPTIMIZERS = {"flat": {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=7)},
@@ -261,7 +261,7 @@ def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
         run_ranks(rank, 1)
 
 
-@pytest.mark.parametrize("how", ["forward", "hook"])
+@pytest.mark.parametrize("how", ["forward", "data", "hook"])
 def test_a_parameter_that_each_replica_changes_during_a_batch(how):
     """By a forward, or by a hook that updates it from this replica's gradient alone. One replica may."""
     class Changes(nn.Linear):
@@ -278,6 +278,8 @@ def test_a_parameter_that_each_replica_changes_during_a_batch(how):
             if how == "forward" and self.training:
                 with torch.no_grad():
                     self.bias.mul_(0.9)
+            if how == "data" and self.training:
+                self.bias.data.add_(x.mean())
             return super().forward(x)
 
     def work(mesh, world):
@@ -299,3 +301,41 @@ def test_a_table_that_a_forward_renormalises_is_refused_on_several_replicas():
     run_ranks(partial(rank, Mesh(pipe=2)), 2)
     with raises("embedding-max-norm", where="module 0", value="max_norm=0.5"):
         run_ranks(partial(rank, Mesh(data=2)), 2)
+
+
+@pytest.mark.parametrize("when, place", [(lambda count: count == 3, 0), (lambda count: count % 2 == 0, 0),
+                                         (lambda count: count == 3, 1)],
+                         ids=["own", "own, by turns", "other stage's"])
+def test_a_forward_that_freezes_is_refused(when, place):
+    """Other microbatches are under way, and another stage does not see it."""
+    class Freezes(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layer, self.layers, self.count = layers[1], layers, 0
+
+        def forward(self, x):
+            self.count += 1
+            if when(self.count):
+                self.layers[1 - place].bias.requires_grad_(not self.layers[1 - place].bias.requires_grad)
+            return self.layer(x)
+
+    def rank(world):
+        layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
+        engine = Engine([layers[0], Freezes(layers)], world, mesh=Mesh(pipe=2), loss=squared)
+        for _ in range(2):
+            engine.forward_backward(share(engine, points([[2, 2, 2, 2]])))
+
+    with raises("parameter-used-from-outside" if place else "parameter-frozen-during-batch",
+                where="parameter 0.bias" if place else "parameter 1.layer.bias"):
+        run_ranks(rank, 2)
+
+
+def test_a_forward_may_freeze_for_a_while():
+    class Freezes(nn.Linear):
+        def forward(self, x):
+            self.weight.requires_grad_(False)
+            y = super().forward(x)
+            self.weight.requires_grad_(True)
+            return y + super().forward(torch.sin(x))
+
+    assert_parity(partial(chain, partial(Freezes, 4, 4), partial(Freezes, 4, 4)), points([[2, 3]]), Mesh(pipe=2))

@@ -43,8 +43,8 @@ def compared(make, mesh, changes, *, run=on_mesh, batch=None, batch_share=share,
 
     texts = run(make, mesh, work, **options)
     assert len(set(texts)) == 1, "the same on every rank"
-    assert texts[0].endswith("Go on from the last checkpoint (Checkpoints.load()), or by its path from one older than "
-                             "the last good comparison; where a rank is named again, replace its device.")
+    assert texts[0].endswith("Resume from the last checkpoint (Checkpoints.load()), or by its path from one before "
+                             "the last good comparison; if the same rank is named again, replace its device.")
     return texts[0]
 
 

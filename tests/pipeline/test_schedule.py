@@ -99,31 +99,6 @@ def test_ranks_with_several_stages_end_in_order_and_within_their_bounds(pipeline
     check_run(run, stages, microbatches, policy, placement=placement, **options)
 
 
-@examples(30)
-@given(pipelines(), st.integers(1, 3), st.sampled_from(["v-shape", "interleaved"]), st.integers(0, 20), st.data())
-def test_other_bounds_that_would_have_decided_nothing_else_have_the_same_result(pipeline, pipe, how, room, data):
-    """With the smallest and with the largest of them."""
-    stages, microbatches, options = pipeline
-    per_rank = max(1, len(stages) // pipe)
-    placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how=how)
-    stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
-    budgets = [data.draw(st.integers(0, 60)) for _ in range(pipe)]
-    flow = -(-options["in_flight"] * per_rank // 2)
-    options = dict(in_flight=options["in_flight"], training=options["training"], placement=placement, hop=0.5)
-    bounds = {"max_stored": flow + room if room else None, "defer_bytes": budgets}
-    run = simulate(stages, microbatches, MessageDriven(), **options, **bounds)
-    stored = [same for same, _ in run.same_bounds]
-    stored = range(max(same.start for same in stored), min(same.stop for same in stored))
-    assert not room or not options["training"] or bounds["max_stored"] in stored
-    deferred = [same for _, same in run.same_bounds]
-    assert all(budget in same for budget, same in zip(budgets, deferred, strict=True))
-    for end in (0, -1):
-        other = simulate(stages, microbatches, MessageDriven(), **options, defer_bytes=[same[end] for same in deferred],
-                         max_stored=stored[end] if room else None)
-        assert (other.seconds, other.actions, other.states) == (run.seconds, run.actions, run.states)
-        assert other.same_bounds == run.same_bounds
-
-
 def held_at_most(run, stages, placement):
     """Per rank, the most microbatches that its stages store or have products of."""
     most = []

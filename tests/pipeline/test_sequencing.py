@@ -30,7 +30,7 @@ from ranvier.schedule.schedule import Action
 from ranvier.tensor.layers import local_map
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
-from tests.covering import chosen
+from tests.covering import chosen, examples
 from tests.errors import raises
 from tests.pipeline.parity import SEED, assert_close, chain, points, share
 
@@ -182,7 +182,7 @@ def test_deferred_products_and_uneven_replicas():
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(examples(16), suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([(2, 2), (1, 2), (2, 1)]), st.integers(1, 3), st.integers(1, 2),
        st.sampled_from(["message-driven", "1f1b", "gpipe"]), st.integers(0, 1 << 20),
        st.sampled_from([0, 600, "auto", 1 << 30]), st.integers(1, 7))

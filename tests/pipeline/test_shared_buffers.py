@@ -168,3 +168,22 @@ def test_a_choice_without_effect_is_told(make, mesh, why):
 def test_what_can_be_chosen():
     with raises("unknown-buffer-sync"):
         on_mesh(NORMED, Mesh(), lambda engine: None, buffers="first")
+
+
+def test_a_buffer_that_the_step_changes_keeps_that():
+    """As an average of weights does that a hook of the optimizer updates."""
+    def rank(world):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].register_buffer("target", torch.zeros(4))
+
+        def optimizer(parameters):
+            made = SGD(parameters)
+            made.register_step_post_hook(lambda *_: model[0].target.add_(1.0))
+            return made
+
+        engine = Engine(model, world, mesh=Mesh(data=2), loss=squared, optimizer=optimizer)
+        for _ in range(2):
+            engine.train_batch([(torch.ones(2, 4), torch.ones(2, 4))])
+        return model[0].target
+
+    assert all(torch.equal(target, torch.full((4,), 2.0)) for target in run_ranks(rank, 2))

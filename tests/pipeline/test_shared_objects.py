@@ -211,10 +211,14 @@ def test_shared_modules(make, mesh, pipeline, memory):
     assert_training(make, mesh, pipeline, memory)
 
 
-def test_a_module_that_cannot_be_copied_is_named():
+@pytest.mark.parametrize("attribute", [lambda block: threading.Lock(), lambda block: block.linear.weight.data.t(),
+                                       lambda block: nn.Buffer(block.linear.bias.detach()[1:])],
+                         ids=["no copy", "view", "buffer"])
+def test_a_module_that_cannot_be_copied_is_named(attribute):
+    """One that has a view of its parameter would have that of the copied one's."""
     def make():
-        block = Plain()
-        block.lock = threading.Lock()
+        block = Plain().double()
+        block.kept = attribute(block)
         return [block] * 4
 
     assert_training(make, Mesh(pipe=2), Pipeline(stages_per_rank=1))
@@ -298,6 +302,28 @@ def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_pla
         run_ranks(rank, 2)
     assert caught.value.where in ("buffer 0.norm.seen", "buffer 3.norm.seen")
     assert all(torch.equal(value, parameter) for value, parameter in zip(before, parameters, strict=True))
+
+
+@PLACES
+def test_running_statistics_of_a_function_are_named(pipeline):
+    """Its kernel leaves no trace but the values."""
+    class Normalises(Plain):
+        def __init__(self, mean, variance):
+            super().__init__()
+            self.register_buffer("mean", mean)
+            self.register_buffer("variance", variance)
+
+        def forward(self, x):
+            return nn.functional.batch_norm(super().forward(x), self.mean, self.variance, training=True)
+
+    def rank(world):
+        statistics = torch.zeros(4), torch.ones(4)
+        model = [Normalises(*statistics), Plain(), Plain(), Normalises(*statistics)]
+        engine = Engine(model, world, mesh=Mesh(pipe=2), loss=squared, pipeline=pipeline)
+        engine.forward_backward([(torch.randn(2, 4), torch.randn(2, 4))] * 2)
+
+    with raises("shared-buffer-changes"):
+        run_ranks(rank, 2)
 
 
 @PLACES

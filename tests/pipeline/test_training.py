@@ -215,50 +215,11 @@ def test_gradients_only_and_an_update_by_hand():
 
 def test_gradients_of_batch_after_batch_without_a_step():
     """They start from zero after `zero_grad`, tied ones included."""
-    mesh, batches = Mesh(pipe=3), [points([[2, 2, 1]], seed=seed) for seed in range(3)]
-    reference = Reference(three_ends(), seed=SEED, dtype=torch.float64)
-
-    def work(engine):
-        found = []
-        for batch in batches:
-            engine.forward_backward(share(engine, batch))
-            found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})
-            engine.zero_grad()
-        return found
-
-    found = on_mesh(three_ends, mesh, work)
-    for number, batch in enumerate(batches):
-        reference.forward_backward(batch[0])
-        assert_close(merge([one[number] for one in found], mesh), reference.gradients())
+    assert_gradients_of_batches(three_ends, Mesh(pipe=3), [points([[2, 2, 1]], seed=seed) for seed in range(3)])
 
 
-def test_the_owners_of_a_tied_weight_alone_have_an_optimizer():
-    """Where nothing else trains: other stages have none, and training goes on."""
-    def make():
-        return frozen(three_ends(), lambda name: name not in ("b0.weight", "b2.weight", "b4.weight"))
-
-    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["sgd"])
-    batches, mesh = [points([[2, 1]], seed=seed) for seed in range(3)], Mesh(pipe=5)
-    for batch in batches:
-        reference.train_batch(batch[0])
-
-    def work(engine):
-        for batch in batches:
-            engine.train_batch(share(engine, batch))
-        return engine.optimizer is not None, len(engine.parameters()), weights(engine)
-
-    has_one, counts, parameters = zip(*on_mesh(make, mesh, work, optimizer=OPTIMIZERS["sgd"]), strict=True)
-    assert has_one == (False, False, True, False, False) and counts == (0, 0, 1, 0, 0)
-    assert_same_weights(parameters, reference, mesh)
-
-
-def test_many_batches_without_microbatches_on_one_replica():
-    """A rank that has nothing to do may be batches ahead; what it sends ahead must not be lost."""
-    def make():
-        return frozen(three_ends(), lambda name: name not in ("b0.weight", "b2.weight", "b4.weight"))
-
-    mesh, batches = Mesh(data=2, pipe=3), [points([[1] * 6, []], seed=seed) for seed in range(4)]
-    batches.insert(2, [[], []])
+def assert_gradients_of_batches(make, mesh, batches, **options):
+    """Of one after the other, without a step."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
 
     def work(engine):
@@ -269,10 +230,40 @@ def test_many_batches_without_microbatches_on_one_replica():
             engine.zero_grad()
         return found
 
-    found = on_mesh(make, mesh, work, throttle=Link(jitter_seconds=2e-3, seed=4))
+    found = on_mesh(make, mesh, work, **options)
     for number, batch in enumerate(batches):
         reference.forward_backward([one for replica in batch for one in replica])
         assert_close(merge([one[number] for one in found], mesh), reference.gradients())
+
+
+def only_ties_train():
+    return frozen(three_ends(), lambda name: name not in ("b0.weight", "b2.weight", "b4.weight"))
+
+
+def test_the_owners_of_a_tied_weight_alone_have_an_optimizer():
+    """Where nothing else trains: other stages have none, and training goes on."""
+    reference = Reference(only_ties_train(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["sgd"])
+    batches, mesh = [points([[2, 1]], seed=seed) for seed in range(3)], Mesh(pipe=5)
+    for batch in batches:
+        reference.train_batch(batch[0])
+
+    def work(engine):
+        for batch in batches:
+            engine.train_batch(share(engine, batch))
+        return engine.optimizer is not None, len(engine.parameters()), weights(engine)
+
+    has_one, counts, parameters = zip(*on_mesh(only_ties_train, mesh, work, optimizer=OPTIMIZERS["sgd"]),
+                                       strict=True)
+    assert has_one == (False, False, True, False, False) and counts == (0, 0, 1, 0, 0)
+    assert_same_weights(parameters, reference, mesh)
+
+
+def test_many_batches_without_microbatches_on_one_replica():
+    """A rank that has nothing to do may be batches ahead; what it sends ahead must not be lost."""
+    batches = [points([[1] * 6, []], seed=seed) for seed in range(4)]
+    batches.insert(2, [[], []])
+    assert_gradients_of_batches(only_ties_train, Mesh(data=2, pipe=3), batches,
+                                throttle=Link(jitter_seconds=2e-3, seed=4))
 
 
 # ---------------------------------------------------------------------- freezing on the way

@@ -37,6 +37,22 @@ class BesideItsWeight(Plain):
         return self.linear(x) + F.linear(torch.sin(x), self.linear.weight)
 
 
+class Doubles(nn.Parameter):
+    """A weight that computes twice a linear layer's product."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return 2 * result if function is F.linear else result
+
+
+class OwnProduct(Plain):
+    def __init__(self):
+        super().__init__()
+        self.linear.weight = Doubles(self.linear.weight.detach())
+
+
 class Keyword(Plain):
     def forward(self, x):
         return self.linear(input=x)
@@ -210,8 +226,8 @@ class SparseGradient(Plain):
 
 BLOCKS = {block.__name__: block for block in (
     Twice, BesideItsWeight, Keyword, RowByRow, FourDims, NotContiguous, Expanded, InPlaceAfter, InPlaceAfterMoreDims,
-    InPlaceOnTheInput, FourTimesLarger, Assigned, WeightHook, BiasHook, SavedElsewhere, DifferentiatesInside,
-    DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention, SparseGradient)} | {
+    InPlaceOnTheInput, OwnProduct, FourTimesLarger, Assigned, WeightHook, BiasHook, SavedElsewhere,
+    DifferentiatesInside, DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention, SparseGradient)} | {
     "weight norm": partial(WeightNorm, nn.utils.parametrizations.weight_norm),
     "old weight norm": partial(WeightNorm, nn.utils.weight_norm),
     "checkpoint": partial(Checkpointed, False), "reentrant checkpoint": partial(Checkpointed, True)}

@@ -1,5 +1,7 @@
 """Parameters that a block or a loss uses without having them: their gradient is right or refused, never lost."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -125,6 +127,28 @@ def writes_data(layer):
     return 1.0
 
 
+def writes_out(layer):
+    with torch.no_grad():
+        torch.mul(torch.ones_like(layer.weight), 0.5, out=layer.weight)
+    return 1.0
+
+
+def writes_in_a_list(layer):
+    with torch.no_grad():
+        torch._foreach_mul_([torch.zeros(4), layer.weight], 0.5)
+    return 1.0
+
+
+def replaces_data(layer):
+    nn.utils.vector_to_parameters(torch.zeros(20, dtype=torch.float64), layer.parameters())
+    return 1.0
+
+
+def freezes(layer):
+    layer.weight.requires_grad_(False)
+    return 1.0
+
+
 def form(layer):
     """Nothing of its values."""
     return layer.weight.shape[0] + torch.zeros_like(layer.weight).sum() + sum(one.numel() for one in layer.parameters())
@@ -176,7 +200,9 @@ VIRTUAL = Pipeline(stages_per_rank=2)
 
 @pytest.mark.parametrize(("use", "pipeline", "options"), [
     (norm, None, {}), (writes, None, {}), (writes_data, None, {}), (norm, VIRTUAL, {"user": 1}),
-    (writes, VIRTUAL, {}), (writes, None, {"freeze": True})])
+    (writes, VIRTUAL, {}), (writes_out, VIRTUAL, {}), (writes_in_a_list, VIRTUAL, {}),
+    (replaces_data, VIRTUAL, {}), (replaces_data, None, {}), (freezes, None, {}),
+    (writes, None, {"freeze": True})])
 def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, options):
     """Another rank's is old, at whatever forward it is read; one of this rank's is written when the schedule says."""
     with raises("parameter-used-from-outside", where=f"parameter {options.get('used', 0)}.weight"):
@@ -238,3 +264,24 @@ def test_running_statistics_of_another_stage_are_refused():
 
 def test_before_the_training_a_value_is_not_old():
     assert state_after(norm, evaluates=True)
+
+
+@pytest.mark.parametrize("place", ["block", "loss"])
+def test_a_parameter_of_no_block_that_the_optimizer_has_is_refused(place):
+    """Its gradient would be that of a sum of losses, on this rank alone. One without a gradient is left alone."""
+    def rank(is_used, world):
+        scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def loss(outputs, targets):
+            return squared(outputs * scale if is_used and place == "loss" else outputs, targets)
+
+        model = nn.Sequential(linear(), linear())
+        if is_used and place == "block":
+            model[1].register_forward_hook(lambda module, _, output: output * scale)
+        engine = Engine(model, world, mesh=Mesh(data=2), loss=loss,
+                        optimizer=lambda parameters: torch.optim.SGD([*parameters, scale], lr=0.1))
+        engine.train_batch(share(engine, points([[2], [2]])))
+
+    run_ranks(partial(rank, False), 2)
+    with raises("parameter-of-no-block", where="optimizer", value=()):
+        run_ranks(partial(rank, True), 2)

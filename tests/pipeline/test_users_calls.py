@@ -265,3 +265,20 @@ def test_an_optimizer_by_names():
         return {name: torch.equal(before[name], value) for name, value in engine.named_parameters().items()}
 
     assert run_ranks(work, 2) == [{f"{block}.linear.weight": False, f"{block}.linear.bias": True} for block in (0, 1)]
+
+
+class WithClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, WithClosure])
+def test_an_optimizer_with_a_closure_needs_all_parameters(kind):
+    """It decides by their gradients how far it goes, and how often."""
+    def rank(mesh, world):
+        engine = Engine([nn.Linear(4, 4), nn.Linear(4, 4)], world, mesh=mesh, loss=squared)
+        return kind(engine.parameters(), lr=0.1)
+
+    assert isinstance(run_ranks(partial(rank, Mesh(data=2)), 2)[0], kind)
+    with raises("optimizer-needs-closure", where="optimizer", value=kind.__name__):
+        run_ranks(partial(rank, Mesh(pipe=2)), 2)

@@ -1,7 +1,6 @@
 """Several stages on a rank: the gradients of one process whatever the placement, with all that a stage can be."""
 
 import json
-import random
 from functools import partial
 
 import pytest
@@ -38,6 +37,7 @@ from tests.covering import covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, frozen, gradients_on, on_mesh, share, small_gpt, tokens
 from tests.tensor import split_parity
+from tests.tiny_runs import random_texts
 
 PLACEMENTS = ("v-shape", "interleaved")
 
@@ -142,11 +142,7 @@ def test_training_goes_on_from_a_checkpoint_on_other_stages(tmp_path, options):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("virtual")
-    choose = random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(40):
-        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields"), k=200))
-        (folder / "texts" / f"{number}.txt").write_text(words)
+    random_texts(folder / "texts", 40, words=200)
     return Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=2), pipeline=several(),
                train=Train(steps=4, sample_tokens=4, eval_every=2, eval_sequences=4),
                model=Transformer(num_layers=3, hidden=16, heads=2, vocab=300, sequence=16), seed=1,
@@ -182,10 +178,10 @@ def test_a_run_and_its_memory(run, tmp_path):
 
 
 @pytest.mark.parametrize(("changed", "where", "what"), [
-    ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage on each rank"),
+    ({"pipeline": several(policy="1f1b")}, "pipeline.policy", "one stage per rank"),
     ({"pipeline": several(5)}, "pipeline.stages-per-rank", "10 stages on 2 ranks, more than the 8 blocks"),
     ({"elastic": Elastic(freeze="cap", auto_pipe=True, cut="reference")}, "elastic.cut",
-     "a rule for one stage on each rank, and there are 2"),
+     "supports one stage per rank only, and there are 2"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_what_does_not_go_together(run, changed, where, what):
     found = list(problems(resolved(replaced(run, **changed)), 2, num_blocks=8))

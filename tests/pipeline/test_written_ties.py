@@ -97,6 +97,11 @@ def by_parameters(engine):
         parameter.mul_(0.9)
 
 
+def through_data(engine):
+    for parameter in engine.parameters():
+        parameter.data.mul_(0.9)
+
+
 def by_optimizer(engine):
     with torch.enable_grad():
         engine.forward_backward(batches_of(engine, BATCHES[1]))
@@ -124,7 +129,7 @@ def differently(engine):
 
 
 @pytest.mark.parametrize(("write", "use", "mesh", "pipeline"), covering(
-    [by_parameters, by_optimizer, by_owner, by_end, differently],
+    [by_parameters, through_data, by_optimizer, by_owner, by_end, differently],
     ["train_batch", "forward_backward", "evaluate", "predict"], MESHES[:2]), ids=label)
 def test_ends_that_are_written_differently_are_refused(write, use, mesh, pipeline):
     def work(engine):

@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib import resources
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import ResolvedRun
@@ -18,6 +18,7 @@ from ranvier.mesh import Mesh
 from ranvier.planner import measure
 from ranvier.planner.candidates import predict
 from ranvier.planner.work import Work
+from tests.covering import examples
 from tests.errors import raises
 
 TREES = {name: tomllib.loads((resources.files("ranvier") / "cost" / "clusters" / f"{name}.toml").read_text())
@@ -44,7 +45,7 @@ def numbers(tree, path=()):
     return found + [(*path, name) for name in more.get(path, ()) if name not in tree]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(32)
 @given(st.data())
 def test_any_numbers(data):
     name = data.draw(st.sampled_from(["laptop", "h100", "summit"]))
@@ -84,7 +85,7 @@ def test_what_no_machine_has_is_named(place, value, error):
         cluster_of(tree, "file x")
 
 
-@settings(deadline=None, max_examples=60)
+@examples(24)
 @given(st.lists(st.sampled_from([0.0, 1e-300, 1e-12, 1e-3, 1.0, 1e9, math.inf, math.nan]), min_size=9, max_size=9),
        st.booleans())
 def test_any_measured_numbers(values, crowded):

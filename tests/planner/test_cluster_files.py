@@ -70,7 +70,7 @@ def test_faults(changes, error):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("device__memory_bytes", 80), ("device__rates__fp32__peak_flops", 989), ("between__bandwidth", 400),
-    ("between__latency_seconds", 6)])
+    ("between__latency_seconds", 6), ("device__watts", 0.7)])
 def test_a_users_file_in_other_units(tmp_path, name, value):
     (tmp_path / "x.toml").write_text(tomli_w.dumps(changed(**{name: value})))
     with raises("cluster-unit", f"{name.replace('__', '.')}", value=value):

@@ -240,20 +240,23 @@ def test_interleaved_stages_as_published_are_held_up_by_every_message():
     assert min(held_up[:3]) > 0 and held_up[3] == 0.0
 
 
-@pytest.mark.parametrize(("sequences", "recompute", "deferred"), [(1, "none", False), (4, "none", False), (4, 1, False),
-                                                                  (1, "none", True), (4, "none", True)])
-def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, deferred):
-    """Which is counted by running layers of a GPT on eight columns; attention hides nothing. Times of products alone,
-    and of bytes alone. Of a backward that defers its weight gradients, together with these."""
+@pytest.mark.parametrize(("sequences", "recompute", "deferred", "row"), [
+    (1, "none", False, 1), (4, "none", False, 1), (4, 1, False, 1), (1, "none", True, 1), (4, "none", True, 1),
+    (1, "none", True, 2)])
+def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, deferred, row):
+    """Which is counted by running layers of a GPT on eight columns, or on two rows and four columns; attention hides
+    nothing. Times of products alone, and of bytes alone. Of a backward that defers its weight gradients, together with
+    these; on rows one layer's sum is late, since the product after it is smaller."""
     device = replace(CLUSTER.device, multiprocessors=None, message_multiprocessors=0, operation_seconds=1e-12)
     cluster = replace(CLUSTER, device=device, collective_seconds=0.0, inside=replace(CLUSTER.inside, latency_seconds=0))
-    case = exposed.Case(scheme="megatron-sequence", row=1, col=8, sequences=sequences, sequence=4096, hidden=4096,
-                        recomputed=recompute == 1, deferred=deferred)
+    hidden, scheme = 4096 * row, "megatron" if row == 1 else "stationary"
+    case = exposed.Case(scheme=f"{scheme}-sequence", row=row, col=8 // row, sequences=sequences, sequence=4096,
+                        hidden=hidden, recomputed=recompute == 1, deferred=deferred)
     waited = sum(one.waited_seconds for one in exposed.transfers(case, cluster)) / exposed.LAYERS
-    run = replace(TINY, mesh=Mesh(col=8), tensor=TensorParallel(scheme="megatron", sequence_sharding=True),
-                  model=replace(TINY.model, num_layers=1, hidden=4096, heads=32, sequence=4096,
-                                attention_kernel="flash"),
-                  batch=Batch(global_size=sequences, microbatch_size=sequences), memory=Memory(recompute=recompute),
+    run = replace(TINY, mesh=Mesh(row=row, col=8 // row), tensor=TensorParallel(scheme=scheme, sequence_sharding=True),
+                  model=replace(TINY.model, num_layers=1, hidden=hidden, heads=32, sequence=4096,
+                                attention_kernel="flash"), memory=Memory(recompute=recompute),
+                  batch=Batch(global_size=sequences * row, microbatch_size=sequences * row),
                   launch=replace(TINY.launch, device="cuda"))
 
     def held_up(count):

@@ -17,7 +17,8 @@ from ranvier.cost.volume import SplitLayer, block_volume, layer_volume
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.family import ModelFacts, ModelFamily
-from ranvier.planner.run_cost import element_bytes, run_cost, split_layers
+from ranvier.planner.conditions import element_bytes, split_layers
+from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss

@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_dropped_with_its_reason(monkeypatch):
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_504_000_000))  # 4 MB are left
     plan = search(TINY, small, 2)
     assert len(plan.dropped) > 2
-    assert plan.dropped and all(re.match(r"memory of the device does not suffice: a rank of stage \d needs .* MiB|"
+    assert plan.dropped and all(re.match(r"memory of the device is too small: a rank of stage \d needs .* MiB|"
                                          r"a rank needs at least [\d,]+ MiB of its device, and there are \d+$",
                                          found.reason) for found in plan.dropped)
     assert all(found.memory for found in plan.dropped[:3]), "predicted in full"
@@ -242,7 +242,7 @@ def test_a_model_that_is_far_too_large_is_told_what_would_work():
         search(replace(run, precision="bf16", batch=replace(run.batch, global_size=64)), load_cluster("laptop"), 8)
     text = str(caught.value)
     assert re.search(r"model: does not fit 8 devices of Laptop in any of \d+ configurations; the one that needs least "
-                     r"\(.*\): memory of the machine does not suffice: .* MiB", text)
+                     r"\(.*\): memory of the machine is too small: .* MiB", text)
     words = re.search(r"With --model.num-layers (\d+) --model.hidden (\d+) --model.heads (\d+) it fits here", text)
     layers, hidden, heads = map(int, words.groups())
     smaller = replace(run, precision="bf16", batch=replace(run.batch, global_size=64), model=replace(
@@ -264,7 +264,7 @@ def test_a_model_that_is_too_large_is_told_what_would_work():
         search(TINY, small, 2)
     text = str(caught.value)
     assert re.search(r"model: does not fit 2 devices of H100 in any of \d+ configurations; the one that needs least "
-                     r"\(.*\): memory of the device does not suffice: .* MiB", text)
+                     r"\(.*\): memory of the device is too small: .* MiB", text)
     assert "it fits here, with microbatches of 1 and all that saves memory." in text
     devices, nodes, mesh = larger_cluster_in(text)
     assert mesh.size == devices > 2 and nodes == -(-devices // 8)
@@ -278,7 +278,7 @@ def test_what_would_fit_is_named_where_it_was_not_looked_for():
     cluster = load_cluster("h100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=1_503_000_000))  # 3 MB are left
     run = replace(TINY, batch=replace(TINY.batch, microbatch_size=4), mesh=Mesh(data=4))
-    text = (r"the one that needs least \(data 4 .*\): memory of the device does not suffice: .*\. "
+    text = (r"the one that needs least \(data 4 .*\): memory of the device is too small: .*\. "
             r"It would fit as data 1 x pipe 4 x row 1 x col 1, microbatch 1")
     with pytest.raises(ConfigError, match=text):
         search(run, small, 4, ("microbatch",))
@@ -335,7 +335,7 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
 def test_a_plan_chooses_the_number_format_where_nobody_did(capsys):
     """And says so, and how to stay; with `--search` only what is named changes."""
     flags = ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "1")
-    said = "It is in bf16, in which this device computes faster"
+    said = "The plan uses bf16, in which this device computes faster"
     out = command(capsys, *flags)[1]
     assert "batch 32 of 128 tokens, bf16\n" in out and said in out and "--precision fp32" in out
     for chosen in ("bf16", "fp32"):
@@ -362,7 +362,7 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
     assert "s measured" in report.table(after).header
     said = " ".join(report.explanation(after))
     measured = report.four_digits(after.best[0].measured_seconds)
-    assert f"takes {measured} s a step" in said and "% slower." in said and "-" not in (
+    assert f"takes {measured} s per step" in said and "% slower." in said and "-" not in (
         said.partition("Next is ")[2].partition("% slower")[0].rpartition(", ")[2])
     assert report.document(after, "x")["plans"][0]["measured_seconds"] == after.best[0].measured_seconds
 
@@ -383,7 +383,7 @@ def test_the_command_measures(capsys):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--measure", "1",
                              "--model.num-layers", "1", "--model.hidden", "32", "--search", "mesh,microbatch")
     assert code == 0, err
-    assert "s a step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
+    assert "s per step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
 
 
 def test_what_cannot_be_measured(monkeypatch, tmp_path):
@@ -430,20 +430,20 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
 @pytest.mark.parametrize(("words", "text"), [
     (["plan", "gpt-tiny", "--cluster", "nowhere"], "cluster: is neither a shipped cluster nor a .toml file"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "colour"],
-     "--search: is nothing that can be searched (got 'colour'). Name some of: mesh, microbatch"),
+     "--search: cannot be searched (got 'colour'). Name some of: mesh, microbatch"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "9"],
      "ranks: is more than the 8 devices of Laptop (got 9)"),
     (["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "37"], "mesh: cannot be made of 37 ranks: of their divisors "
      "none suits the model's 10 blocks, its 4 heads and a batch of 32 (got '37 ranks'). 36 and 38 ranks would do."),
     (["plan", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"], "precision: has no rate on V100 16 GB"),
     (["plan", "gpt-tiny", "--cluster", "h100", "--elastic.freeze", "untrained"],
-     "elastic.freeze: freezes no layer: the first one has something to train"),
-    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: is nothing that can be searched"),
+     "elastic.freeze: freezes no layer: the first one has trainable parameters"),
+    (["plan", "gpt-tiny", "--cluster", "laptop", "--search", ","], "--search: cannot be searched"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--batch.global-size", "none"], "batch.global-size: must be"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "/no/such/folder/x.toml"],
      "--out: cannot be written: no such folder"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", "best"],
-     "--out: is no .toml file, which is how it would be known (got 'best'). Name it best.toml."),
+     "--out: must end in .toml (got 'best'). Name it best.toml."),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--mtbf-hours", "inf"], "--mtbf-hours: must be a finite number"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--jitter", "nan"], "--jitter: must be a finite number"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--search", "recompute", "--mesh.pipe", "1", "--mesh.data", "4",
@@ -467,7 +467,7 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
      "mesh: has 4 ranks, not 2, and may not change"),
     (["doctor", "--out", "x.toml"], "--out: has no effect without --measure (got 'x.toml'). Add --measure."),
     (["doctor", "--measure", "--out", "/no/such/folder/x.toml"], "--out: cannot be written"),
-    (["doctor", "--measure", "--out", "here"], "--out: is no .toml file"),
+    (["doctor", "--measure", "--out", "here"], "--out: must end in .toml"),
     (["doctor", "--measure", "--out", "."], "--out: cannot be written: it is a folder"),
     (["plan", "gpt-tiny", "--cluster", "laptop", "--out", ""], "--out: cannot be written: it is a folder"),
 ])

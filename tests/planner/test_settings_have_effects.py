@@ -34,13 +34,15 @@ VALUES = {
 LORA, YARN = {"lora.rank": 8}, {"model.rope_scaling": "yarn", "model.rope_positions": 64}
 BERT = {"model.family": "bert", "data.task": "classification", "model.num_classes": 2}
 VIT = {"model.family": "vit", "data.task": "images", "model.num_classes": 10}
+STAGES = {"mesh": Mesh(pipe=2)}
 UNGUARDED, WINDOW = {"guard.bad_step": "none"}, {"model.window": 16}
 WHOLE = UNGUARDED | {"optim.shard": False}  # where parameters are gathered, updates fit in beside
 BESIDE = {
     "optim.offload_share": {"optim.offload": "hybrid"}, "optim.buckets_in_flight": {"optim.offload": "stream"},
     "guard.bad_step": {"optim.shard": False}, "optim.clip_norm": WHOLE,
     "optim.clip_from": WHOLE | {"optim.clip_norm": 1.0},
-    "optim.update_in_backward": UNGUARDED | {"batch.global_size": 8}, "pipeline.boundaries": {"mesh": Mesh(pipe=2)},
+    "optim.update_in_backward": UNGUARDED | {"batch.global_size": 8},
+    **dict.fromkeys(("pipeline.boundaries", "pipeline.memory", "pipeline.defer_last"), STAGES),
     "pipeline.placement": {"pipeline.stages_per_rank": 2}, "pipeline.partition": {"model.vocab": 1 << 16},
     "launch.survive_losses": {"launch.device": "cpu"}, "model.untied": {"model.family": "gpt"},
     "model.num_classes": BERT, "lora.train_head": LORA | BERT, "model.image_size": VIT, "model.patch_size": VIT,

@@ -1,8 +1,10 @@
 """The messages between stages on a cluster, and what they change of the schedule's limits."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 from ranvier.cli.check import check
 from ranvier.config.resolve import ResolvedRun
@@ -12,10 +14,13 @@ from ranvier.cost.hardware import Link
 from ranvier.cost.stage_messages import SMALLEST_IN_PARTS, edge_links, edge_parts, edge_seconds, link_conditions
 from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
+from ranvier.models import families
 from ranvier.plan.limits import run_limits
+from ranvier.plan.make import make_for_run
 from ranvier.planner.candidates import predict
+from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
-from ranvier.planner.run_cost import step_of
+from ranvier.planner.run_cost import run_cost, step_of
 from ranvier.planner.work import Work
 from ranvier.schedule.conditions import Conditions
 
@@ -50,7 +55,7 @@ def test_messages_are_those_of_the_slowest_edge_beside_the_slowest_stage():
     assert inside < 0.1
     for run, cluster in ((RUN, None), (replace(RUN, mesh=Mesh()), slow), (replace(RUN, precision="fp64"), replace(
             slow, device=replace(slow.device, rates={"bf16": slow.device.rates["bf16"]})))):
-        assert link_conditions(run, WORK.stages(run), cluster) == Conditions()
+        assert conditions_of(run, WORK.stages(run), (), cluster) == Conditions()
 
 
 @pytest.mark.parametrize(("mesh", "per_node", "parts"), [
@@ -90,7 +95,7 @@ def test_slow_links_have_more_in_flight_and_no_slower_step(pipe, memory, gain):
     segments, limits = recomputed_runs(run, stages), []
     for cluster, less in ((linked(0.0), -0.03), (linked(1.25 * forward), gain)):
         step = step_of(run, stages, cluster)
-        assert step.limits == run_limits(run, stages, segments, cluster)
+        assert step.limits == run_limits(run, stages, segments, conditions_of(run, stages, segments, cluster))
         limits.append(step.limits)
         assumed = replace(step, limits=run_limits(run, stages, segments))
         assert step_cost(step, cluster).seconds <= (1 - less) * step_cost(assumed, cluster).seconds * (1 + 1e-3)
@@ -106,4 +111,25 @@ def test_a_plans_memory_and_checks_are_of_the_same_limits(tmp_path):
         ("fast", predict(RUN, linked(0.0)).memory))}
     assert stored["plan"] == stored["check"] and sum(stored["fast"]) < sum(stored["plan"])
     curve = check(RUN, cluster=str(tmp_path / "slow.toml")).schedule
-    assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), slow)
+    assert curve[0].limits == run_limits(RUN, WORK.stages(RUN), (), conditions_of(RUN, WORK.stages(RUN), (), slow))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pipe=4, col=4), Mesh(pipe=4, row=2, col=2)], ids=str)
+def test_weight_gradients_wait_on_a_tensor_mesh_only_where_that_pays(mesh):
+    """By the law of steps; an engine decides the same where `launch.cluster` names the cluster, and otherwise as where
+    nothing is known."""
+    run = replace(RUN, mesh=mesh, tensor=TensorParallel(sequence_sharding=True), launch=replace(
+        RUN.launch, cluster="h100"), batch=replace(RUN.batch, microbatch_size=RUN.batch.microbatch_size * mesh.row))
+    stages, cluster = WORK.stages(run), load_cluster("h100")
+    segments = recomputed_runs(run, stages)
+    priced, unknown = step_of(run, stages, cluster), replace(run, launch=replace(run.launch, cluster=None))
+    assert min(cost.backward + cost.weight for cost in conditions_of(run, stages, segments).deferral) > 0.1
+    assert conditions_of(unknown, stages, segments).deferral == ()
+    none = run_cost(replace(run, pipeline=replace(run.pipeline, defer_bytes=0)), cluster, stages)
+    as_before = step_cost(replace(priced, limits=run_limits(run, stages, segments)), cluster)
+    assert step_cost(priced, cluster).seconds < min(1.003 * none.seconds, 0.97 * as_before.seconds)
+    model = families.model_of(run, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        sample = families.sample_of(run, run.row_microbatch_size)
+    for each, limits in ((run, priced.limits), (unknown, run_limits(run, stages, segments))):
+        assert make_for_run(each, model, sample, conditions=partial(conditions_of, each)).limits == limits

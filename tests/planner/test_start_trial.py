@@ -149,4 +149,4 @@ def test_a_trial_of_nothing_has_no_effect():
 
     run = replace(OPEN, mesh=Mesh(data=2), batch=Batch(global_size=16))
     warning, = [str(one) for one in check(run, 2, chosen={"launch.trial"}).warnings if one.where == "launch.trial"]
-    assert "nothing of the mesh or batch is auto" in warning
+    assert "neither the mesh nor the batch is auto" in warning

@@ -6,7 +6,7 @@ import shlex
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
-from math import prod
+from math import inf, nan, prod
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from ranvier.checkpoint.saved import Saved
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import Facts, resolve
-from ranvier.config.run import Batch, MeshSettings, Run, Transformer
+from ranvier.config.run import Batch, Lora, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.mesh import Mesh
 from ranvier.planner import page, report
@@ -25,7 +25,7 @@ from ranvier.planner.job_files import LAUNCHERS, write_job
 from ranvier.planner.plan import Request, plan
 from ranvier.planner.run_cost import saved_bytes
 from ranvier.planner.search import search
-from ranvier.planner.training import Goal, changed_cluster, goal_of, tokens_of, training
+from ranvier.planner.training import Goal, _least_days, changed_cluster, dollars_of, goal_of, tokens_of, training
 from tests.errors import raises
 
 RUN = Run(model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
@@ -55,10 +55,40 @@ def test_numbers_of_tokens(text, tokens):
 @pytest.mark.parametrize(("arguments", "code"), [
     (("many", None, None, None), "malformed-tokens"), (("0", None, None, None), "malformed-tokens"),
     ((None, 3.0, None, None), "goal-without-tokens"), ((None, None, 9.0, None), "goal-without-tokens"),
-    ((None, None, None, 5.0), "goal-without-tokens")])
+    ((None, None, None, 5.0), "goal-without-tokens"), (("1B", nan, None, None), "not-finite-option"),
+    (("1B", None, inf, None), "not-finite-option"), (("1B", None, None, nan), "not-finite-option")])
 def test_what_is_no_goal(arguments, code):
     with raises(code):
         goal_of(*arguments)
+
+
+@pytest.mark.parametrize(("text", "dollars"), [("2M", 2e6), ("500k", 5e5), ("1250.5", 1250.5)])
+def test_sums_of_dollars(text, dollars):
+    assert dollars_of(text) == dollars
+
+
+@pytest.mark.parametrize(("flags", "code", "value"), [
+    (["--budget", "$2M"], "malformed-budget", "$2M"), (["--price", "nan"], "not-finite-option", "nan"),
+    (["--price", "2", "--price", "1"], "repeated-option", "2.0, 1.0"),
+    (["--nodes", "2", "--nodes", "1"], "repeated-option", "2, 1")])
+def test_options_of_a_training_that_are_refused(flags, code, value, capsys):
+    """As JSON, which has no NaN."""
+    flags = ["plan", "gpt-tiny", "--cluster", "h100", "--cluster", "a100", "--tokens", "1B", "--json", *flags]
+    assert run_command(flags) == 2
+    problem, = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["errors"]
+    assert (problem["code"], problem["value"]) == (code, value)
+
+
+def test_no_number_of_devices_is_left_out_that_may_be_in_time():
+    """Though a plan may be in another number format than the run, or leave out gradients of frozen weights."""
+    cluster, goal = priced(), Goal(tokens=1e12)
+    least = _least_days(RUN, cluster, goal, 4)
+    found = search(replace(RUN, precision="bf16"), cluster, 4, ("mesh",)).best[0]
+    flops = found.cost.model_flops / found.cost.tokens * 1e12
+    assert least == pytest.approx(flops / (4 * 989e12) / 86400) and least < training(found, cluster, goal).days
+    frozen = _least_days(replace(RUN, lora=Lora(rank=2)), cluster, goal, 4)
+    quick = _least_days(replace(RUN, model=replace(RUN.model, float8=True)), cluster, goal, 4)
+    assert frozen == pytest.approx(least / 3) and quick == pytest.approx(least * 989 / 1979)
 
 
 def test_days_money_and_power_follow_from_the_step():
@@ -124,7 +154,8 @@ def test_a_cluster_without_a_plan_says_why_beside_the_others(here, capsys):
 @pytest.mark.parametrize(("asked", "code"), [
     ({"what_if": ["between.speed=2"]}, "malformed-what-if"), ({"what_if": ["between.bandwidth"]}, "malformed-what-if"),
     ({"what_if": ["name=2"]}, "malformed-what-if"), ({"what_if": ["nodes=2"], "measure": 1}, "comparison-with-output"),
-    ({"launcher": "slurm"}, "launcher-without-out"), ({"goal": Goal(tokens=1e9, budget=1.0)}, "budget-without-price")])
+    ({"launcher": "slurm"}, "launcher-without-out"), ({"price": 2.0}, "goal-without-tokens"),
+    ({"goal": Goal(tokens=1e9, budget=1.0)}, "budget-without-price")])
 def test_what_cannot_be_asked(asked, code):
     with raises(code):
         plan("small", RUN, ["h100"], Request(searched="mesh", ranks=2, **asked))
@@ -231,6 +262,19 @@ def test_a_pods_checkpoints_are_on_the_volume(tmp_path):
             RUN.checkpoint, dir=Path(folder))))
         with nullcontext() if fits else raises("job-checkpoints-off-volume", "/runs", value=folder):
             write_job("kubernetes", run, priced(), tmp_path / "x.toml", 1.0)
+
+
+@pytest.mark.parametrize("stem", ["8b", "no", "1e5", "kubernetes", "My_Run", "\u00fcn\u00ef", "-", "a" * 80])
+def test_a_job_for_kubernetes_has_a_valid_name(stem, tmp_path):
+    run = resolve(RUN, Facts(mesh=Mesh(data=4)))
+    (tmp_path / f"{stem}.toml").write_text("seed = 1\n")
+    text = write_job("kubernetes", run, priced(), tmp_path / f"{stem}.toml", 1.0).read_text()
+    settings, service, job = yaml.safe_load_all(text)
+    names = {entry["metadata"]["name"] for entry in (settings, service, job)}
+    names |= {service["spec"]["selector"]["job-name"], job["spec"]["template"]["spec"]["subdomain"]}
+    name, = names
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,56}[a-z0-9])?", name) and name != "kubernetes"
+    assert f"--rdzv-endpoint {name}-0.{name}:29400" in text
 
 
 def test_a_job_file_has_the_folder_of_the_run(here, tmp_path):

@@ -6,22 +6,17 @@ in which a run trains; `data/` there is that of the golden runs.
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import ranvier
-from ranvier.config import read
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
-from ranvier.train.loop import train
 from ranvier.world import World
-from tests.golden.runs import BERT, GPT, Step, as_words, read_steps
+from tests.golden.runs import BERT, GPT, Step, one_thread, ranks_of, read_steps, train_as_threads
 
 HERE = Path(__file__).parent
 SAVED = 3
@@ -47,33 +42,9 @@ _LOG = ("metrics.jsonl", "events.jsonl")
 _KEPT = ("run.toml", "tokenizer.json", *_LOG)
 
 
-def ranks_of(flags: Mapping[str, Any]) -> int:
-    """The ranks of a run with these flags."""
-    count = 1
-    for axis in ("data", "pipe", "row", "col"):
-        count *= flags.get(f"mesh.{axis}", 1)
-    return count
-
-
-@contextlib.contextmanager
-def _one_thread(folder: Path) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with contextlib.chdir(folder):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _train(recipe: str, name: str, flags: Mapping[str, object], ranks: int, folder: Path) -> list[Step]:
     """Train in `folder`, as the command does; the run's steps after the checkpoint."""
-    with _one_thread(folder):
-        _, layer = read.load(recipe)
-        values = {flag.replace("-", "_"): text for flag, text in zip(flags, as_words(flags)[1::2], strict=True)}
-        merged = read.merge([layer, read.Layer(origin="flag", values={**values, "run_dir": name}, is_text=True)])
-        assert not merged.problems, merged.problems
-        run_ranks(lambda world: train(merged.run, name, world, stream=io.StringIO()), ranks, timeout_seconds=120)
+    train_as_threads(name, flags, folder, ranks=ranks, recipe=recipe)
     return read_steps(folder / name, after=SAVED)
 
 
@@ -115,7 +86,7 @@ def program(folder: Path, *, load: bool, pipe: int = 2) -> float:
         engine.close()
         return loss
 
-    with _one_thread(folder):
+    with one_thread(folder):
         found: list[float] = run_ranks(work, pipe)
     return found[0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ranvier.checkpoint.hf.peft import AdapterFolder
-from ranvier.data.arrays import open_arrays, open_tokens, write_arrays, write_tokens
+from ranvier.data.arrays import open_arrays, write_arrays
 from ranvier.data.cache import one_writer
 from ranvier.errors import CheckpointError, DataError, OwnershipError
 from ranvier.system.lease import Lease
@@ -143,18 +143,6 @@ def test_a_lock_names_its_holder(tmp_path):
         os.close(handle)
 
 
-@pytest.mark.parametrize("ending", ["json", "bin"])
-def test_token_files_of_others_are_refused(tmp_path, ending):
-    path = tmp_path / "tokens"
-    with write_tokens(path, vocab=10, tokenizer="t", corpus="c") as append:
-        append([1, 2, 3])
-    assert open_tokens(path).head(3) == [1, 2, 3]
-    path.with_suffix(f".{ending}").chmod(0o666)
-    with pytest.raises(DataError) as raised:
-        open_tokens(path)
-    assert raised.value.where == str(path.with_suffix(f".{ending}")) and "everybody" in str(raised.value.value)
-
-
 @pytest.mark.parametrize("name", ["about.json", "a.npy"])
 def test_arrays_of_others_are_refused(tmp_path, name):
     write_arrays(tmp_path, {"a": np.arange(4), "empty": np.empty((0, 3), np.int32)}, {})
@@ -167,12 +155,10 @@ def test_arrays_of_others_are_refused(tmp_path, name):
 
 
 def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
-    path = tmp_path / "tokens"
-    with write_tokens(path, vocab=10, tokenizer="t", corpus="c") as append:
-        append([1])
+    write_arrays(tmp_path, {"a": np.arange(4)}, {})
     as_another_user(monkeypatch)
-    with raises("token-file-description"):
-        open_tokens(path)
+    with raises("cached-arrays-changed"):
+        open_arrays(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[" * 50_000, "[]", "{", " " * (1 << 21)])

@@ -295,3 +295,18 @@ def assert_parity(make: Callable[[], Model], batches: Batches, mesh: Mesh, *, le
     assert all(abs(found - norm) <= TOLERANCE * norm for found in outcome.norms)
     assert outcome.weights == [weight] * mesh.size
     return outcome
+
+
+def assert_predictions(make: Callable[[], Model], batches: Batches, mesh: Mesh, scheme: str) -> None:
+    """Every rank of a row has the whole outputs of its samples; an evaluation afterwards has its part again."""
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    expected, loss = reference.predict(batches[0]), reference.evaluate(batches[0])
+
+    def work(engine: Engine) -> None:
+        found = engine.predict(share(engine, batches))
+        assert abs(engine.evaluate(share(engine, batches)).loss - loss) <= TOLERANCE * abs(loss)
+        assert (found is not None) == engine.is_last_stage
+        for mine, whole in zip(found or [], expected if engine.is_last_stage else [], strict=True):
+            assert relative_error(mine, whole.chunk(mesh.row)[engine.coordinates.row]) <= TOLERANCE
+
+    on_mesh(make, mesh, work, scheme=scheme)

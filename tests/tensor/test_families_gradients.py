@@ -12,11 +12,10 @@ from ranvier.config.run import Memory, Pipeline, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import bert, vit
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.testing.reference import Reference, relative_error
 from tests.covering import chosen, covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import frozen
-from tests.tensor.split_parity import IGNORED, SEED, TOLERANCE, assert_parity, legal, on_mesh, share
+from tests.tensor.split_parity import IGNORED, assert_parity, assert_predictions, legal, on_mesh
 
 SIZES = dict(hidden=36, heads=12, vocab=61, dropout=0.1, num_classes=5)
 KINDS = ["classes", "span", "images"]
@@ -101,17 +100,8 @@ def test_checkpointed_and_deferred(rows, cols, scheme, kind):
     [(2, 2, "summa", "span"), (1, 2, "megatron", "classes"), (1, 2, "sequence", "images")],
     [(2, 2, "stationary"), (2, 2, "summa"), (1, 2, "sequence"), (1, 2, "megatron"), (1, 1, "stationary")], KINDS))
 def test_predictions_are_whole(rows, cols, scheme, kind):
-    """Every rank of a row has all the scores of its samples."""
     mesh = Mesh(pipe=2, row=rows, col=cols)
-    batches = batches_of(kind, mesh)
-    expected = Reference(make(kind, num_layers=2), seed=SEED, dtype=torch.float64).predict(batches[0])
-
-    def work(engine):
-        found = engine.predict(share(engine, batches))
-        for mine, whole in zip(found or [], expected if engine.is_last_stage else [], strict=True):
-            assert relative_error(mine, whole.chunk(rows)[engine.coordinates.row]) <= TOLERANCE
-
-    on_mesh(partial(make, kind, num_layers=2), mesh, work, scheme=scheme)
+    assert_predictions(partial(make, kind, num_layers=2), batches_of(kind, mesh), mesh, scheme)
 
 
 # ---------------------------------------------------------------------- frozen prefixes

@@ -10,11 +10,10 @@ import torch
 from ranvier.config.run import Memory, Pipeline, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
-from ranvier.testing.reference import Reference, relative_error
 from tests.covering import without
 from tests.errors import raises
 from tests.pipeline.parity import frozen
-from tests.tensor.split_parity import SEED, TOLERANCE, assert_parity, legal, on_mesh, share, token_batches
+from tests.tensor.split_parity import assert_parity, assert_predictions, legal, on_mesh, token_batches
 
 SIZES = dict(family="llama", hidden=36, heads=12, kv_heads=4, intermediate=48, vocab=61, sequence=8)
 KINDS = {
@@ -115,17 +114,9 @@ def test_a_frozen_prefix(mesh, scheme, kind):
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), [
     (2, 2, "stationary", "gemma2"), (1, 4, "sequence", "llama")])
 def test_predictions_are_whole(rows, cols, scheme, kind):
-    """Every rank of a row has all logits of its sequences."""
     mesh = Mesh(pipe=2, row=rows, col=cols)
     batches = token_batches(mesh, count=2, per_row=2)
-    expected = Reference(make(kind, num_layers=2), seed=SEED, dtype=torch.float64).predict(batches[0])
-
-    def work(engine):
-        found = engine.predict(share(engine, batches))
-        for mine, whole in zip(found or [], expected if engine.is_last_stage else [], strict=True):
-            assert relative_error(mine, whole.chunk(rows)[engine.coordinates.row]) <= TOLERANCE
-
-    on_mesh(partial(make, kind, num_layers=2), mesh, work, scheme=scheme)
+    assert_predictions(partial(make, kind, num_layers=2), batches, mesh, scheme)
 
 
 @pytest.mark.parametrize(("mesh", "kind", "error"), [

@@ -75,3 +75,14 @@ def test_a_cpu_has_as_many_as_its_cache_asks_for():
 def test_fewer_bytes_a_panel_are_more_panels():
     mesh = meta_mesh(Mesh(col=8), replace(SCHEMES["sequence"], panel_bytes=8 << 20), "cuda")
     assert len(mesh.panels(torch.empty(1, 128, HIDDEN, dtype=torch.bfloat16), exposed=True)) == 2
+
+
+@pytest.mark.parametrize(("sequences", "width", "panels"), [
+    (4, 6144, [(1, 4096)] * 4), (7, 6144, [(1, 4096)] * 7), (1, 24576, [(4, 256)] * 4), (3, 8192, [(1, 4096)] * 3)])
+def test_panels_are_of_whole_sequences_or_of_whole_tiles(sequences, width, panels):
+    """Three panels of four sequences would have 341 of the 1,024 positions of each sequence and column: products of 16
+    batches with a nearly empty tile each."""
+    mesh = meta_mesh(Mesh(col=4), SCHEMES["sequence"], "cuda")
+    x = torch.empty(sequences, 1024, width, dtype=torch.bfloat16, device="meta")
+    flat = torch.empty(sequences * 4096, width, dtype=torch.bfloat16, device="meta")
+    assert [mesh.activations.rows(flat, x, panel).shape[:-1] for panel in mesh.panels(x)] == panels

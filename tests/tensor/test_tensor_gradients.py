@@ -13,7 +13,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.mesh import BUNDLE_ELEMENTS
-from ranvier.testing.reference import Reference, relative_error
+from ranvier.testing.reference import Reference
 from tests.covering import chosen, first, quick
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import (
@@ -24,6 +24,7 @@ from tests.tensor.split_parity import (
     assemble,
     assert_close,
     assert_parity,
+    assert_predictions,
     every,
     gradients_of,
     gradients_on,
@@ -205,23 +206,8 @@ def test_partly_frozen_on_stages(which):
     [(2, 2, "summa", 2), (1, 2, "megatron", 1), (1, 4, "sequence", 1)],
     [*EACH, (3, 3, "stationary"), (1, 4, "sequence")], [1, 2]))
 def test_predictions_are_whole(rows, cols, scheme, count):
-    """Every rank of a row has all the logits of its sequences; an evaluation afterwards has its part again."""
     mesh = Mesh(pipe=count, row=rows, col=cols)
-    batches = token_batches(mesh, count=2)
-    reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)
-    expected = reference.predict(batches[0])
-    loss = reference.evaluate(batches[0])
-
-    def work(engine):
-        found = engine.predict(share(engine, batches))
-        assert abs(engine.evaluate(share(engine, batches)).loss - loss) <= TOLERANCE * loss
-        if not engine.is_last_stage:
-            assert found is None
-            return
-        for mine, whole in zip(found, expected, strict=True):
-            assert relative_error(mine, whole.chunk(rows)[engine.coordinates.row]) <= TOLERANCE
-
-    on_mesh(tiny_gpt, mesh, work, scheme=scheme)
+    assert_predictions(tiny_gpt, token_batches(mesh, count=2), mesh, scheme)
 
 
 @pytest.mark.parametrize(("mesh", "scheme"), first(

@@ -7,7 +7,8 @@ import torch
 
 from ranvier.layout import part
 from ranvier.tensor.split import summa
-from ranvier.tensor.split.products import InputStationary, OutputStationary, SummaProduct, SummaVocabulary
+from ranvier.tensor.split.stationary import InputStationary, OutputStationary
+from ranvier.tensor.split.summa import SummaProduct, SummaVocabulary
 from ranvier.tensor.under_way import Arriving
 from ranvier.testing.reference import relative_error
 from tests.covering import covering, pairwise, quick
@@ -83,20 +84,20 @@ def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, p
         gather, shape = partial(column_weight, mesh, product, weight), weight.shape
         like_x, like_dy = (tensor.new_empty(()).expand(tensor.shape) for tensor in (x, dy))
         found = {"y": (product.forward(x, gather(), bias, None), right[0])}
-        dx, dw = product.gradients(dy, x, gather(), shape, gathered_x=None, into=None, reuse=False)
+        dx, dw = product.gradients(dy, x, gather(), shape, gathered=None, into=None, reuse=False)
         found |= {"dx": (dx, right[1]), "dW": (dw.wait().clone(), right[2])}
         found["dx alone"] = product.input_gradient(dy, like_x, gather()), right[1]
         found["dW alone"] = product.weight_gradient(dy, x, shape).wait().clone(), right[2]
         gathered_x, gathered_dy = product.gather_x(x), product.gather_dy(dy)
         if gathered_x is not None:
             found["y of gathered"] = product.forward(x, gather(), bias, gathered_x), right[0]
-            dw = product.weight_gradient(dy, like_x, shape, gathered_x=gathered_x)
+            dw = product.weight_gradient(dy, like_x, shape, gathered=gathered_x)
             found["dW of gathered x"] = dw.wait().clone(), right[2]
-            dx, dw = product.gradients(dy, like_x, gather(), shape, gathered_x=gathered_x, into=None, reuse=False)
+            dx, dw = product.gradients(dy, like_x, gather(), shape, gathered=gathered_x, into=None, reuse=False)
             found |= {"dx beside gathered x": (dx, right[1]), "dW beside it": (dw.wait().clone(), right[2])}
         if gathered_dy is not None:
             found["dx of gathered dy"] = product.input_gradient(dy, like_x, gather(), gathered_dy), right[1]
-            dw = product.weight_gradient(like_dy, x, shape, gathered_dy=gathered_dy)
+            dw = product.weight_gradient(like_dy, x, shape, gathered=gathered_dy)
             found["dW of gathered dy"] = dw.wait().clone(), right[2]
         if rows == 1:
             into = torch.ones_like(weight)
@@ -152,7 +153,7 @@ def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
         product.forward(x, column_weight(mesh, product, weight), bias, None)
         weight = column_weight(mesh, product, weight)
-        product.gradients(dy, x, weight, weight.tensor.shape[1:], gathered_x=None, into=None, reuse=False)[1].wait()
+        product.gradients(dy, x, weight, weight.tensor.shape[1:], gathered=None, into=None, reuse=False)[1].wait()
         return mesh.over_rows.bytes_received, mesh.over_cols.bytes_received
 
     one, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], work, panel_bytes=size) for size in (1 << 30, SMALL))
@@ -168,7 +169,7 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
         seen, results = [], []
         for _ in range(3):
             y = product.forward(x, column_weight(mesh, product, weight), bias, None)
-            dx, dw = product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered_x=None,
+            dx, dw = product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered=None,
                                        into=None, reuse=False)
             dw.wait()
             seen.append((mesh.workspace.num_bytes, {key: buffer.data_ptr() for key, buffer
@@ -192,7 +193,7 @@ def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
         x, dy = x.repeat(factor, 1, 1), dy.repeat(factor, 1, 1)
         product, x, weight, _, dy, *_ = split(mesh, scheme, "output", x, weight, random(INNER), dy)
         product.forward(x, column_weight(mesh, product, weight), None, None)
-        product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered_x=None, into=None,
+        product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered=None, into=None,
                           reuse=False)[1].wait()
         return mesh.workspace.num_bytes
 

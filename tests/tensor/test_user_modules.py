@@ -316,6 +316,10 @@ REFUSED = {
         block, "own", nn.Parameter(torch.ones(HIDDEN)))), "parameter 1.own"),
     "weights in a list": (MLP(lambda block, x: block.method(x) * block.kept[0].norm(),
                               lambda block: setattr(block, "kept", [block.up.weight])), "1.kept: keeps a parameter"),
+    "a view of a weight": (MLP(lambda block, x: block.method(x) * block.kept.norm(), lambda block: setattr(
+        block, "kept", block.up.weight.data.t())), "1.kept: keeps a parameter"),
+    "a view as a buffer": (MLP(lambda block, x: block.method(x) * block.kept.norm(), lambda block: (
+        block.register_buffer("kept", block.up.weight.detach()[:2]))), "1.kept: keeps a parameter"),
     "a closure": (MLP(lambda block, x: block.run(x), lambda block: setattr(
         block, "run", lambda x: block.method(x))), "1.run: has a function that would run the layers of the whole"),
     "an object": (MLP(lambda block, x: block.holder.block.method(x), lambda block: setattr(
@@ -335,7 +339,7 @@ REFUSED = {
 def test_refused_on_rows_alone_too(name):
     block, what = REFUSED[name]
     for mesh in ((2, 1), (1, 2)):
-        kept = reports("layer-parameter-kept") if name == "weights in a list" else nullcontext()
+        kept = reports("layer-parameter-kept") if "keeps a parameter" in what else nullcontext()
         with kept, pytest.raises(ModelError, match=what):
             check_split([Words(), block], IDS, meshes=[mesh], schemes=["stationary"])
 

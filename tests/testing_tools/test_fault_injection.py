@@ -25,12 +25,14 @@ from ranvier.testing.faults import faulty, flipped, parse
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
 from ranvier.world import World
+from tests import tiny_runs
 from tests.comm import conformance
 from tests.comm.conformance import everyone, receive
 from tests.covering import quick
 from tests.errors import raises
 from tests.pipeline.parity import points, squared
 from tests.pipeline.test_unusual_blocks import Plain
+from tests.processes import processes_with
 
 HERE = "tests.testing_tools.test_fault_injection"
 MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
@@ -380,15 +382,9 @@ def command(*args, cwd=None):
 
 @pytest.fixture
 def tiny(tmp_path):
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    for number in range(20):
-        (folder / f"{number}.txt").write_text("".join(f"line {number * line} of a small text\n" for line in range(40)))
-    return ["train", "gpt-tiny", "--data.corpus", folder, "--data.cache-dir", tmp_path / "cache", "--mesh.data", "1",
-            "--mesh.pipe", "2", "--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2",
-            "--model.vocab", "260", "--model.sequence", "16", "--batch.global-size", "4", "--batch.microbatch-size",
-            "2", "--train.steps", "200", "--train.warmup-steps", "0", "--train.eval-sequences", "4",
-            "--train.sample-tokens", "2", "--run-dir", tmp_path / "run"]
+    return ["train", "gpt-tiny", *tiny_runs.flags(
+        tmp_path, mesh__data=1, mesh__pipe=2, model__num_layers=1, batch__global_size=4, train__steps=200,
+        train__sample_tokens=2, run_dir=tmp_path / "run")]
 
 
 def test_the_command_refuses_what_is_no_fault():
@@ -428,17 +424,4 @@ def test_a_command_whose_rank_hangs(tiny, transport):
     assert done.returncode == 2
     assert re.search(r"comm.timeout-seconds: a message did not come\npipe 0 waits \d s for .* from pipe 1, which is ",
                      done.stderr), done.stderr
-    assert not ranks_of(tiny[-1])
-
-
-def ranks_of(folder):
-    """Processes that have this folder on their command line."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/cmdline") as file:
-                if str(folder) in file.read() and int(name) != os.getpid():
-                    found.append(int(name))
-        except OSError:
-            continue
-    return found
+    assert not processes_with(tiny[-1])

@@ -149,5 +149,5 @@ def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
 def test_a_metric_that_is_none(settings, tmp_path, capsys):
     assert run_command(["train", *settings, "--run-dir", str(tmp_path / "run"), "--checkpoint.best", "eval_f1"]) in (
         1, 2)
-    assert "checkpoint.best: is no metric of this run's evaluations" in (said := capsys.readouterr().err)
+    assert "checkpoint.best: is not a metric of this run's evaluations" in (said := capsys.readouterr().err)
     assert "eval_loss, eval_accuracy, eval_count" in said

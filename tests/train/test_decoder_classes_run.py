@@ -134,7 +134,7 @@ def test_from_a_language_model_to_transformers_and_back(folder, base, tmp_path, 
     assert_scores(trained(again)[0], logits, names)
     assert run_command(["import", str(out), str(imported)]) == 0
     assert 'task = "classification"' in (imported / "run.toml").read_text()
-    assert run_command(["generate", str(out)]) == 2, "it is no language model"
+    assert run_command(["generate", str(out)]) == 2, "it is not a language model"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from ranvier.train.guards import Guards
 from ranvier.train.loop import train
 from tests.covering import quick
 from tests.errors import raises
+from tests.tiny_runs import random_texts
 
 # ---------------------------------------------------------------------- the decisions alone
 
@@ -177,12 +177,7 @@ def test_replicas_are_compared_every_so_many_steps():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    choose = random.Random(0)
-    words = ("the", "arrow", "flies", "over", "a", "green", "field", "and", "the", "archer", "waits", "for", "wind")
-    (folder / "texts").mkdir()
-    for number in range(40):
-        lines = [" ".join(choose.choices(words, k=10)) for _ in range(30)]
-        (folder / "texts" / f"{number}.txt").write_text("\n".join(lines))
+    random_texts(folder / "texts", 40, lines=30)
     return folder
 
 
@@ -341,7 +336,7 @@ def test_check_tells_what_cannot_be_guarded():
     assert problems(run) == [], "stop is the default, and means none here"
     problem, = problems(replace(run, guard=Guard(bad_step="rollback")))
     assert str(problem) == (
-        "guard.bad-step: cannot look at a step before blocks are updated: optim.update-in-backward is set (got "
+        "guard.bad-step: cannot check a step before blocks are updated: optim.update-in-backward is set (got "
         "'rollback'). Set --guard.bad-step stop, or leave --optim.update-in-backward out.")
     problem, = problems(replace(run, guard=Guard(loss_spike_factor=3.0)))
     assert problem.where == "guard.loss-spike-factor"

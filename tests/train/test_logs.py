@@ -48,7 +48,7 @@ def test_whole_logs_are_read_as_they_were_written(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "problem"), [
-    (b'{"step": 5, "lo', "is no JSON"), (b'{"step": 5, "loss": 1.0', "is no JSON"), (b"[1, 2]", "is no object"),
+    (b'{"step": 5, "lo', "is not JSON"), (b'{"step": 5, "loss": 1.0', "is not JSON"), (b"[1, 2]", "is no object"),
     (b'{"step": null, "loss": 1.0}', "has no step"), (b'{"step": true, "loss": 1.0}', "has no step"),
     (b'{"step": -5, "loss": 1.0}', "has no step"), (b'{"step": 1e3, "loss": 1.0}', "has no step"),
     (b'{"step": 99999999999999999999, "loss": 1.0}', "has no step"), (b'{"loss": 1.0}', "has no step"),
@@ -63,7 +63,7 @@ def test_whole_logs_are_read_as_they_were_written(tmp_path):
     (b"[" * 100_000, "is nested too deeply"),
     (b'{"step": 5, "loss": ' + b"[" * 40 + b"]" * 40 + b"}", "is nested too deeply"),
     (b'{"step": 5, "x": "' + b"a" * (2 * MOST_BYTES) + b'"}', "is longer than 1,048,576 bytes"),
-    (b"\0" * 64, "is no JSON")],
+    (b"\0" * 64, "is not JSON")],
     ids=lambda value: value if isinstance(value, str) else value[:24].decode(errors="replace"))
 def test_a_damaged_step_is_told_and_left_out(tmp_path, line, problem):
     write(tmp_path, "metrics.jsonl", STEPS[:4])

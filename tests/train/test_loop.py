@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import random
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from ranvier.train.events import EndEvent, StartEvent, StepEvent
 from ranvier.train.loop import train
 from tests.covering import covering, quick
 from tests.errors import raises
+from tests.tiny_runs import random_texts
 
 pytestmark = pytest.mark.pictures
 STEPS = 6
@@ -31,12 +31,7 @@ STEPS = 6
 def corpus(tmp_path_factory):
     """A folder with a hundred small texts of few words, and room for the cache beside it."""
     folder = tmp_path_factory.mktemp("corpus")
-    words = ("the", "arrow", "flies", "over", "a", "green", "field", "and", "the", "archer", "waits", "for", "wind")
-    choose = random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(100):
-        lines = [" ".join(choose.choices(words, k=10)) for _ in range(30)]
-        (folder / "texts" / f"{number}.txt").write_text("\n".join(lines))
+    random_texts(folder / "texts", 100, lines=30)
     return folder
 
 

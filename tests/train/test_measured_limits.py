@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import tomllib
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from ranvier.train import measured_limits, resize
 from ranvier.train.loop import train
 from tests.errors import raises
 from tests.pipeline.parity import small_gpt
+from tests.tiny_runs import random_texts
 
 RUN = resolve(Run(model=Transformer(num_layers=4, hidden=32, heads=4, vocab=512, sequence=16), mesh=Mesh(pipe=2),
                   batch=Batch(global_size=16, microbatch_size=2), pipeline=Pipeline(boundaries=(5,))))
@@ -132,11 +132,7 @@ def test_one_number_for_each_rank():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
-    choose = random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(40):
-        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields"), k=200))
-        (folder / "texts" / f"{number}.txt").write_text(words)
+    random_texts(folder / "texts", 40, words=200)
     return Run(mesh=Mesh(pipe=2), batch=Batch(global_size=8, microbatch_size=1),
                train=Train(steps=STEPS + 3, sample_tokens=0, eval_sequences=4),
                model=Transformer(num_layers=2, hidden=16, heads=2, vocab=300, sequence=16), seed=1,

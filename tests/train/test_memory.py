@@ -175,11 +175,11 @@ def test_devices_and_hosts_are_judged_apart():
     device, host = max(entry.device_bytes for entry in entries), sum(entry.host_bytes for entry in entries)
     settings = {"run": run, "processes": 1}
     assert too_large(entries, place="device", available_bytes=device, **settings) is None
-    assert "memory of the device: does not suffice: a rank of stage" in str(
+    assert "memory of the device: is too small: a rank of stage" in str(
         too_large(entries, place="device", available_bytes=device - 1, **settings))
     settings = {"run": run, "processes": 2}
     assert too_large(entries, place="host", available_bytes=host, **settings) is None
-    assert "memory of the machine: does not suffice: 2 ranks here need" in str(
+    assert "memory of the machine: is too small: 2 ranks here need" in str(
         too_large(entries, place="host", available_bytes=host - 1, **settings))
     assert too_large(entries, place="host", available_bytes=host, process_bytes=1, **settings) is not None
 
@@ -188,7 +188,7 @@ def test_remedies_are_those_that_are_left():
     run = ResolvedRun(mesh=Mesh(data=2))
     assert remedies(run, shared=False) == [
         "lower `--batch.microbatch-size` (it is 4)",
-        "set `--memory.recompute selective`, or to auto if that does not suffice", "set `--optim.shard true`",
+        "set `--memory.recompute selective`, or to auto if that is not enough", "set `--optim.shard true`",
         "set `--precision bf16`", "set `--optim.offload hybrid`", "raise `--mesh.pipe`, with more ranks"]
     frugal = replace(run, batch=Batch(microbatch_size=1), memory=Memory(recompute="auto"), precision="bf16",
                      optim=Optim(shard=True, offload="stream"))

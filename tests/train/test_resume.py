@@ -2,7 +2,6 @@
 
 import io
 import json
-import random
 import re
 import shutil
 import time
@@ -34,16 +33,13 @@ from ranvier.train.saving import differences
 from tests.checkpoint.anywhere import everything, write_manifest
 from tests.covering import quick
 from tests.errors import raises
+from tests.tiny_runs import random_texts
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    choose = random.Random(0)
-    (folder / "texts").mkdir()
-    for number in range(60):
-        words = " ".join(choose.choices(("arrow", "flies", "over", "green", "fields", "and", "waits"), k=300))
-        (folder / "texts" / f"{number}.txt").write_text(words)
+    random_texts(folder / "texts", 60, words=300)
     return folder
 
 
@@ -220,7 +216,7 @@ def test_fewer_steps_than_the_checkpoint_has(text, done):
 
 def test_from_the_start_where_there_is_none(text, tmp_path):
     _, said = run_all(tiny(text, tmp_path, steps=2, resume="auto"))
-    assert f"step 0: no checkpoint in {tmp_path}/checkpoint: from the start" in said
+    assert f"step 0: no checkpoint in {tmp_path}/checkpoint: starting anew" in said
     assert list(losses(tmp_path)) == [1, 2]
 
 
@@ -313,7 +309,7 @@ def test_other_text_is_told(text, whole, tmp_path):
     with raises("checkpoint-of-other-tokenizer", "step-8", f"{whole}/tokenizer.json"):
         run_all(run)
     _, said = run_all(replace(run, data=replace(run.data, tokenizer=str(whole / "tokenizer.json"))))
-    assert "the text is another one than before" in said and "seed was 0 and is 1 now" in said
+    assert "the text has changed" in said and "seed was 0 and is 1 now" in said
 
 
 def test_every_setting_that_changed_is_told(text, whole, tmp_path):
@@ -565,9 +561,9 @@ def test_signals_end_a_run_at_once_that_has_not_begun(text, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--resume", ""], "resume: is no checkpoint that is there (got '')"),
-    (["--resume", "nowhere"], "resume: is no checkpoint that is there (got 'nowhere')"),
-    (["--run-dir", "runs/\udcffbad"], "run-dir: cannot be written down as text")])
+    (["--resume", ""], "resume: is not an existing checkpoint (got '')"),
+    (["--resume", "nowhere"], "resume: is not an existing checkpoint (got 'nowhere')"),
+    (["--run-dir", "runs/\udcffbad"], "run-dir: cannot be written as text")])
 def test_paths_that_cannot_be(flags, message):
     done = CliRunner().invoke(cli.command, ["check", "gpt-tiny", "--ranks", "4", "--json", *flags])
     problems = json.loads(done.output)["problems"]

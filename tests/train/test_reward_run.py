@@ -133,7 +133,7 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
     assert abs(summary["eval_loss"] + float(torch.nn.functional.logsigmoid(differences).mean())) < 1e-5
     assert run_command(["import", str(out), str(imported)]) == 0
     assert 'task = "reward"' in (imported / "run.toml").read_text()
-    assert run_command(["generate", str(out)]) == 2, "it is no language model"
+    assert run_command(["generate", str(out)]) == 2, "it is not a language model"
 
 
 def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path):

@@ -158,7 +158,7 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
     for key in sizes:
         if key not in document:
             raise ModelError("is missing", code="config-json-missing", where=f"{key} in config.json",
-                             remedy="Take config.json from where the model comes from.")
+                             remedy="Fetch config.json again from the model's source.")
     try:
         # Of JSON, strict reading takes no text or truth value for a number, but a dict for a dataclass.
         config = _adapter.validate_json(json.dumps({**{ours: document[key] for key, ours in sizes.items()}, **more}),
@@ -171,12 +171,12 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
             "norm_epsilon": "layer_norm_eps"} | {ours: key for key, ours in sizes.items()}
         raise ModelError(f"is invalid: {first['msg']}", code="config-json-invalid",
                          where=f"{theirs.get(ours, ours)} in config.json", value=first["input"],
-                         remedy="Take config.json from where the model comes from.") from error
+                         remedy="Fetch config.json again from the model's source.") from error
     if config.head_dim is None and config.hidden % config.heads:
         key_of = {ours: key for key, ours in sizes.items()}
         raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", code="config-json-heads",
                          where=f"{key_of['heads']} in config.json", value=config.heads,
-                         remedy="Take config.json from where the model comes from.")
+                         remedy="Fetch config.json again from the model's source.")
     return config
 
 

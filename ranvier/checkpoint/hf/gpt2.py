@@ -90,7 +90,7 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     if document.get("n_inner") not in (None, 4 * config.hidden):
         raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", code="gpt2-inner-size",
                          where="n_inner in config.json", value=document["n_inner"],
-                         remedy="Name a model whose MLPs are four times as wide as it is.")
+                         remedy="Name a model whose MLPs are four times as wide as its hidden size.")
     return config, left_out(document, config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
 
 

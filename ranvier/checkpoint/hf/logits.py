@@ -134,7 +134,7 @@ def comparison_of(config: Transformer, head: str, ours: Tensor, theirs: Tensor, 
 def check(comparison: Comparison, where: Path) -> None:
     """CheckpointError if the logits differ or are NaN. where: of the new folder, for the error."""
     if not comparison.is_equal:
-        raise CheckpointError(f"computes something else than its source: {comparison}. Nothing was left there",
+        raise CheckpointError(f"does not compute the same as its source: {comparison}. It was removed",
                               code="export-computes-otherwise", where=str(where),
                               remedy="Please report this, with the model's settings.")
 

@@ -69,7 +69,7 @@ def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Tra
 def check_equal(comparison: logits.Comparison, folder: Path) -> None:
     """CheckpointError where what we compute of a folder is something else. folder: for the error."""
     if not comparison.is_equal:
-        raise CheckpointError(f"computes something else here than there: {comparison}",
+        raise CheckpointError(f"has other logits in Ranvier than in transformers or PEFT: {comparison}",
                               code="source-computes-otherwise", where=str(folder), value=comparison.largest,
                               remedy="Please report this, with its config.json or adapter_config.json. `pip install -U "
                                      "transformers peft` may help, if they are older than the folder.")

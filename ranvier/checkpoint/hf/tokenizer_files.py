@@ -93,7 +93,7 @@ def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], Non
     except (ValueError, TypeError) as error:
         raise DataError("is not a JSON object", code="generation-config-not-json",
                         where=str(tokenizer.parent / GENERATION), value=str(error),
-                        remedy="Take it from where the model comes from, or delete it.") from error
+                        remedy="Fetch it again from the model's source, or delete it.") from error
 
 
 def padding_of(folder: Path) -> dict[str, object]:

@@ -50,7 +50,7 @@ def _snapshot(name: str, patterns: list[str], *, from_cache: bool = False) -> Pa
                                         local_files_only=from_cache))
     except Exception as error:  # whatever the package, the hub or the network raise
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise DataError("is no folder that exists, and could not be read from the Hugging Face hub",
+        raise DataError("is not an existing folder, and could not be read from the Hugging Face hub",
                         code="hub-model-unreadable", where=f"model {name}", value=reason,
                         remedy="Check the name and the connection (`hf auth login` for restricted models), "
                                "or name a local folder or GGUF file.") from error

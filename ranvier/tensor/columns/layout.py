@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ranvier.layout import part
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.over_columns import exchanged
 
 
 class ColumnLayout(NamedTuple):
@@ -84,26 +85,12 @@ class ColumnLayout(NamedTuple):
 
 def summed_gradient(x: Tensor, mesh: TensorMesh) -> Tensor:
     """A replicated tensor as the operand beside a sharded one: `x`, whose gradient is all-reduced over columns."""
-    return _SummedGradient.apply(x, mesh) if torch.is_grad_enabled() and x.requires_grad else x
+    return exchanged(x, mesh, "none", "features") if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def own_part_of(x: Tensor, dim: int, layout: ColumnLayout) -> Tensor:
     """This column's shard of `dim` of a replicated tensor, copied; the backward collects the shards' gradients."""
     return _OwnPart.apply(x, dim, layout)
-
-
-class _SummedGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        total = dy.clone(memory_format=torch.contiguous_format)  # autograd may hand `dy` to others too
-        ctx.mesh.over_cols.all_reduce(total).wait()
-        return total, None
 
 
 class _OwnPart(Function):

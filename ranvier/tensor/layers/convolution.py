@@ -7,17 +7,16 @@ all tokens of its features:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ranvier.errors import ModelError
-from ranvier.tensor.autograd import Function
 from ranvier.tensor.layers.features import OverFeatures
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.over_columns import transposed
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.splittable import Constraint, Layer
 
@@ -86,8 +85,8 @@ class SplitStreamConv1d(SplitLayer):
         own = x.shape[-1] // self.mesh.num_cols
         features = slice(self.mesh.col * own, (self.mesh.col + 1) * own)
         bias = None if self.bias is None else self.bias[features]
-        y = depthwise(_Exchanged.apply(x, 2, 1, self.mesh), self.weight[features], bias, causal=self._causal)
-        return _Exchanged.apply(y, 1, 2, self.mesh)
+        y = depthwise(transposed(x, 2, 1, self.mesh), self.weight[features], bias, causal=self._causal)
+        return transposed(y, 1, 2, self.mesh)
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
@@ -96,25 +95,3 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, *, causal: bool) -
     before = size - 1 if causal else (size - 1) // 2
     padded = functional.pad(x.transpose(1, 2), (before, size - 1 - before))
     return functional.conv1d(padded, weight, bias, groups=len(weight)).transpose(1, 2)
-
-
-class _Exchanged(Function):
-    """Shards of `given` of x, of which each column has one of `taken`: afterwards it has one of `given`, and all of
-    `taken`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
-        ctx.given, ctx.taken, ctx.mesh = given, taken, mesh
-        return _exchange(x, given, taken, mesh)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(dy, ctx.taken, ctx.given, ctx.mesh), None, None, None
-
-
-def _exchange(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
-    parts = torch.stack(x.chunk(mesh.num_cols, given))
-    received = torch.empty_like(parts)
-    mesh.over_cols.all_to_all(received, parts).wait()
-    return torch.cat(received.unbind(), taken)

@@ -20,6 +20,7 @@ from ranvier.precision import wide
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.over_columns import transposed
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
@@ -185,8 +186,10 @@ class HiddenEmbedding(SplitLayer):
         """ids_BS to this rank's part of x_BSH. Rows may have different numbers of tokens: an all-to-all needs equal
         ones, so that ids are padded."""
         x = self._own_features(ids)
-        by_sequence = self.mesh.activations.name == "sequence" and self.mesh.num_cols > 1
-        return _FeaturesToTokens.apply(x, self.mesh) if by_sequence else x
+        if self.mesh.activations.name != "sequence" or self.mesh.num_cols == 1:
+            return x
+        self.mesh.activations.own_dims(ids.shape)  # refuses a sequence that the columns cannot share
+        return transposed(x, 1, 2, self.mesh)
 
     def _own_features(self, ids: Tensor) -> Tensor:
         """[B, S, H/c]."""
@@ -229,27 +232,6 @@ class _AllToAllEmbedding(Function):
             parts = received
         table = torch.ops.aten.embedding_dense_backward(parts, everyones, ctx.shape[0], ctx.padding, False)
         return table, None, None, None
-
-
-class _FeaturesToTokens(Function):
-    """All tokens of a column's features [B, S, H/c] to all features of its tokens [B, S/c, H], by an all-to-all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
-        ctx.mesh = mesh
-        batch, own = mesh.activations.own_dims(x.shape[:2])
-        parts = x.view(batch, mesh.num_cols, own, x.shape[2]).movedim(1, 0).contiguous()  # [c, B, S/c, H/c]
-        received = torch.empty_like(parts)
-        mesh.over_cols.all_to_all(received, parts).wait()
-        return received.movedim(0, 2).flatten(2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        parts = dx.unflatten(2, (ctx.mesh.num_cols, -1)).movedim(2, 0).contiguous()
-        received = torch.empty_like(parts)
-        ctx.mesh.over_cols.all_to_all(received, parts).wait()
-        return received.movedim(0, 1).flatten(1, 2), None
 
 
 class SummaEmbedding(SplitLayer):

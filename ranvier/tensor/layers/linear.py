@@ -20,9 +20,12 @@ from ranvier.tensor.activations import layout_of
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import PaddedLinear
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.over_columns import exchanged, gathered
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
-from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaProduct
+from ranvier.tensor.split.products import Product
+from ranvier.tensor.split.stationary import InputStationary, OutputStationary
+from ranvier.tensor.split.summa import SummaProduct
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
 
 
@@ -175,24 +178,8 @@ class SplitClassifierHead(SplitLayer):
                 x = x if token is None else x[:, token]
         dtype, total = x.dtype, self.mesh.sum_dtype(x.dtype)
         own = functional.linear(x.to(total), self.weight.to(total))
-        scores = _SumOverColumns.apply(own, self.mesh)
+        scores = exchanged(own, self.mesh, "features", "none")
         return (scores if self.bias is None else scores + self.bias).to(dtype)
-
-
-class _SumOverColumns(Function):
-    """All-reduce forward, identity backward (Megatron-LM's reduce_from_tensor_model_parallel_region): every column
-    computes the same from the sum, so it has the full gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        mesh.over_cols.all_reduce(total).wait()
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
 
 
 class _TokenOfColumn(Function):
@@ -226,9 +213,7 @@ class _TokensOfColumns(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
         ctx.mesh, ctx.length = mesh, x.shape[1]
-        whole = x.new_empty(mesh.num_cols, *x.shape)
-        mesh.over_cols.all_gather(whole, x.contiguous()).wait()
-        return whole.movedim(0, 1).flatten(1, 2).data  # no view, which a block could not change in place
+        return gathered(x, mesh).data  # no view, which a block could not change in place
 
     @staticmethod
     @once_differentiable

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
+from ranvier.originals.same_memory import overlaps, storage_of
 from ranvier.tensor.splittable import Splittable
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
@@ -29,7 +30,7 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
 
     done: modules of `whole` -> their copies. check_only: change nothing, of copies by `copy.deepcopy`.
     """
-    parameters = {id(parameter) for parameter in whole.parameters()}
+    parameters = _Parameters(whole)
     for path, module in whole.named_modules():
         if module not in done or isinstance(module, Splittable):
             continue
@@ -42,15 +43,34 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
                 found = _Rebinding(done, parameters, f"{named}.{shown}", module).of(value)
                 if not check_only:
                     copied.__dict__[name] = found
+        for name, buffer in module._buffers.items():
+            _Rebinding(done, parameters, f"{named}.{name}", module).of(buffer)
         for name in _HOOKS:
             for hook in list((copied.__dict__.get(name) or {}).values()):
                 _Rebinding(done, parameters, f"{named}.{name.strip('_')}", module).check(hook)
 
 
+class _Parameters:
+    """Those of a whole module."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        self._found = {id(one) for one in whole.parameters()}
+        self._trained: dict[int, list[nn.Parameter]] = {}
+        """By storage."""
+        for one in whole.parameters():
+            if one.requires_grad and (storage := storage_of(one)):
+                self._trained.setdefault(storage, []).append(one)
+
+    def have(self, value: Tensor) -> bool:
+        """Whether it is one of them, or has values of one that trains in its memory."""
+        return id(value) in self._found or any(
+            overlaps(value, one) for one in self._trained.get(storage_of(value), ()))
+
+
 class _Rebinding:
     """Rebinds one attribute of `module`."""
 
-    def __init__(self, done: Mapping[nn.Module, nn.Module], parameters: set[int], where: str, module: nn.Module
+    def __init__(self, done: Mapping[nn.Module, nn.Module], parameters: _Parameters, where: str, module: nn.Module
                  ) -> None:
         self._done, self._parameters, self._where, self._module = done, parameters, where, module
         self._memo: dict[int, Any] = {}
@@ -60,8 +80,8 @@ class _Rebinding:
         if isinstance(value, nn.Module):
             return self._done.get(value, value)
         if isinstance(value, Tensor):
-            if id(value) in self._parameters:
-                raise ModelError("keeps a parameter of a layer, of which each rank has a part",
+            if self._parameters.have(value):
+                raise ModelError("keeps a parameter of a layer, or its memory, of which each rank has a part",
                                  code="layer-parameter-kept", where=self._where, value=type(self._module).__name__,
                                  remedy="Call the layer. A penalty on weights is optim.weight_decay.")
             return value

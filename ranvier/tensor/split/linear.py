@@ -28,8 +28,9 @@ from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.own_part import SplitLayer
-from ranvier.tensor.split.products import InputStationary, OutputStationary, Product, SummaVocabulary
-from ranvier.tensor.split.stationary import Gathered
+from ranvier.tensor.split.products import Gathered, Product
+from ranvier.tensor.split.stationary import InputStationary, OutputStationary
+from ranvier.tensor.split.summa import SummaVocabulary
 from ranvier.tensor.splittable import Layer
 from ranvier.tensor.under_way import Arriving, WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
@@ -259,13 +260,13 @@ class SplitLinear(SplitLayer):
             gradients.last and self._unreduced is None and not self._waiting)
         dx, dw = None, None
         if weight is not None and wants_weight:
-            dx, dw = product.gradients(dy, like if x is None else x, weight, self.weight_shape, gathered_x=gathered,
+            dx, dw = product.gradients(dy, like if x is None else x, weight, self.weight_shape, gathered=gathered,
                                        into=into, reuse=self._reuse_input and x is not None and x.is_contiguous(),
                                        summed=summed)
         elif weight is not None:
             dx = product.input_gradient(dy, like, weight)
         elif wants_weight:
-            dw = product.weight_gradient(dy, like if x is None else x, self.weight_shape, gathered_x=gathered,
+            dw = product.weight_gradient(dy, like if x is None else x, self.weight_shape, gathered=gathered,
                                          into=into, summed=summed)
         for one in self._coming.values():  # saved, and not wanted
             one.wait()
@@ -322,7 +323,7 @@ class SplitLinear(SplitLayer):
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
-        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered_dy=gathered, into=self._into(x.dtype),
+        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered=gathered, into=self._into(x.dtype),
                                            summed=summed)
         if dw is not None:
             self._take(dw, summed)

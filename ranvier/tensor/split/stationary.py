@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,27 +38,10 @@ from ranvier.precision import wide
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.local_products import multiply, multiply_rows, multiply_slabs
+from ranvier.tensor.split.products import Gathered, Product, flat
 from ranvier.tensor.under_way import Arriving
 
-Gathered = Sequence[Arriving]
-"""The panels of a gathered tensor, each in memory of its own."""
-
 # ---------------------------------------------------------------------- collectives
-
-
-def gather_whole(mesh: TensorMesh, x: Tensor) -> Gathered:
-    """Start gathering all panels of `x`."""
-    found = []
-    for panel in _gathered_panels(mesh, x):
-        parts, work = mesh.activations.gather(x, panel, lambda _, shape: x.new_empty(shape))
-        found.append(Arriving(parts, work))
-    return found
-
-
-def arrived(mesh: TensorMesh, x: Tensor, gathered: Gathered) -> Iterator[tuple[Panel, Tensor]]:
-    """(panel, tokens) of each panel of `gathered`, that of an x of this shape, when it has arrived."""
-    for panel, tokens in zip(_gathered_panels(mesh, x), gathered, strict=True):
-        yield panel, tokens.wait().flatten(0, -2)
 
 
 def _gathered_panels(mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> Sequence[Panel]:
@@ -65,31 +49,35 @@ def _gathered_panels(mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> Se
     return mesh.panels(x, exposed=exposed, travels=mesh.activations.num_parts > 1)
 
 
-class Stream:
-    """Iterates over (panel, tokens [m, width]) of each panel of x, while the next one travels; the first starts
-    at once.
+def _gather_whole(mesh: TensorMesh, x: Tensor) -> Gathered:
+    """Start gathering all panels of `x`."""
+    return [Arriving(*mesh.activations.gather(x, panel, lambda _, shape: x.new_empty(shape)))
+            for panel in _gathered_panels(mesh, x)]
 
-    exposed: False where products are computed before the first panel is wanted.
+
+def _panels_of(mesh: TensorMesh, x: Tensor, gathered: Gathered | None, *, exposed: bool = True
+               ) -> Iterator[tuple[Panel, Tensor]]:
+    """(panel, tokens [m, width]) of each panel of x, while the next one travels; the first starts at once.
+
+    gathered: x, on its way already; of x only the shape is used then. exposed: False where products are computed before
+    the first panel is wanted.
     """
+    panels = _gathered_panels(mesh, x, exposed=exposed or gathered is not None)
+    coming = deque(gathered or ())
 
-    def __init__(self, mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> None:
-        self._mesh, self._x = mesh, x
-        self._panels = _gathered_panels(mesh, x, exposed=exposed)
-        self._coming = self._start(0) if self._panels else None
+    def start(number: int) -> None:
+        if gathered is None and number < len(panels):
+            # Two buffers: one is multiplied while the next panel arrives in the other.
+            buffer = partial(_panel_buffer, mesh, number % 2, x)
+            coming.append(Arriving(*mesh.activations.gather(x, panels[number], buffer)))
 
-    def _start(self, number: int) -> tuple[Tensor, Work]:
-        # Two buffers: one is multiplied while the next panel arrives in the other.
-        return self._mesh.activations.gather(self._x, self._panels[number],
-                                             partial(_panel_buffer, self._mesh, number % 2, self._x))
+    def in_turn() -> Iterator[tuple[Panel, Tensor]]:
+        for number, panel in enumerate(panels):
+            start(number + 1)
+            yield panel, coming.popleft().wait().flatten(0, -2)
 
-    def __iter__(self) -> Iterator[tuple[Panel, Tensor]]:
-        for number, panel in enumerate(self._panels):
-            assert self._coming is not None
-            parts, work = self._coming
-            if number + 1 < len(self._panels):
-                self._coming = self._start(number + 1)
-            work.wait()
-            yield panel, parts.flatten(0, -2)
+    start(0)
+    return in_turn()
 
 
 def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[Panel, Tensor], None], *, exposed: bool = True,
@@ -119,12 +107,6 @@ def _panel_buffer(mesh: TensorMesh, number: int, like: Tensor, name: str, shape:
     return mesh.workspace.take(f"{name} {number}", shape, like)
 
 
-def _scatter_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor) -> Arriving:
-    """Reduce-scatter `slabs` [rows, ...] over a column: this row's shard of the sum, in `out` where there are several
-    rows."""
-    return Arriving(slabs[0]) if mesh.num_rows == 1 else mesh.sums.start(slabs, out)
-
-
 def _after(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) -> Iterator[tuple[Panel, Tensor]]:
     """`panels`, of which the first (or the end, where there is none) comes after something else has arrived."""
     for panel in panels:
@@ -134,61 +116,6 @@ def _after(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) ->
         yield panel
     if arriving is not None:
         arriving.wait()
-
-
-# ---------------------------------------------------------------------- output-stationary
-
-
-def column_matrix(weight: Tensor) -> Tensor:
-    """[in, out_j], of a column's weight: [1, out_j, in] on one row, on several [rows, in_i, out_j]."""
-    return weight[0].t() if len(weight) == 1 else weight.flatten(0, 1)
-
-
-def output_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, bias: Tensor | None, y: Tensor,
-                   gathered: Gathered | None = None) -> Tensor:
-    """y [tokens, out_j] of x, in the layout of the residual stream, and a column's weight.
-
-    gathered: x, on its way already.
-    """
-    matrix = None
-    for panel, tokens in _after(weight, Stream(mesh, x) if gathered is None else arrived(mesh, x, gathered)):
-        matrix = column_matrix(weight.tensor) if matrix is None else matrix  # here now
-        multiply_rows(mesh.activations.rows(y, x, panel), tokens.unsqueeze(0), matrix, bias)
-    return y
-
-
-def output_input_gradient(mesh: TensorMesh, dy: Tensor, weight: Arriving, like: Tensor, *,
-                          exposed: bool = True) -> Arriving:
-    """dx, in the layout and shape of `like`, of dy [tokens, out_j] and a column's weight.
-
-    exposed: as of `scatter`.
-    """
-    matrix = column_matrix(weight.wait())
-
-    def fill(panel: Panel, dx_slabs: Tensor) -> None:
-        multiply_slabs(dx_slabs, mesh.activations.rows(dy, like, panel), matrix.t())
-
-    return scatter(mesh, dy.new_empty(like.shape), fill, exposed=exposed)
-
-
-def output_weight_gradient(mesh: TensorMesh, dy: Tensor, like: Tensor, panels: Iterable[tuple[Panel, Tensor]],
-                           shape: torch.Size, into: Tensor | None = None, *, summed: bool = True) -> Arriving | None:
-    """dW in the shape and order of the weight as it travels, on its way into the workspace; or None, and it has been
-    added to `into`: on one row only. panels: of x, whose shape `like` has. summed: False for this row's part of the
-    sum, [rows, *shape]."""
-    partial_sums, total, begin = _gradient_buffers(mesh, shape, dy, into)
-    for panel, tokens in panels:
-        rows = mesh.activations.rows(dy, like, panel).flatten(0, 1)
-        if mesh.num_rows == 1:
-            multiply(partial_sums[0], rows.t(), tokens, adds=not begin)
-        else:
-            multiply(partial_sums.flatten(0, 1), tokens.t(), rows, adds=not begin)
-        begin = False
-    if begin:  # no tokens
-        partial_sums.zero_()
-    if into is not None:
-        return None
-    return _scatter_weight(mesh, partial_sums, total) if summed else Arriving(partial_sums)
 
 
 def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
@@ -205,41 +132,140 @@ def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
     return partial_sums, total, True
 
 
-# ---------------------------------------------------------------------- input-stationary
+def _summed_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor, into: Tensor | None, summed: bool, *, is_empty: bool
+                   ) -> Arriving | None:
+    """What `Product.weight_gradient` returns of partial sums [rows, ...]: this row's shard of their sum over a column,
+    on its way into `out` where there are several rows.
 
-
-def input_forward(mesh: TensorMesh, x: Tensor, weight: Arriving, bias: Tensor | None, out: Tensor) -> Tensor:
-    """y of x [tokens, in_j] and a column's weight [rows, out_i, in_j], into `out` in the layout of the residual
-    stream."""
-    whole = weight.wait().flatten(0, 1)  # [out, in_j]
-
-    def fill(panel: Panel, y_slabs: Tensor) -> None:
-        multiply_slabs(y_slabs, mesh.activations.rows(x, out, panel), whole.t(), bias if mesh.num_cols == 1 else None)
-
-    return scatter(mesh, out, fill, bias=bias).wait()
-
-
-def input_gradients(mesh: TensorMesh, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
-                    gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
-                    summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
-    """dx [tokens, in_j], and dW [out_i, in_j] on its way into the workspace, of dy in the residual stream's layout.
-
-    weight: the column's; None: dx is not wanted. shape: of dW; None: it is not wanted. gathered: dy, on its way
-    already. into, summed: as in `output_weight_gradient`. reuse: dx takes the place of x in memory.
+    is_empty: nothing has been written into `slabs`, because there were no tokens.
     """
-    whole = None
-    dx = None if weight is None else x if reuse else dy.new_empty(x.shape)
-    dw, out, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
-    for panel, tokens in _after(weight, Stream(mesh, dy) if gathered is None else arrived(mesh, dy, gathered)):
-        # dW first: with `reuse` dx overwrites x.
-        if dw is not None:
-            multiply(dw.flatten(0, 1), tokens.t(), mesh.activations.rows(x, dy, panel).flatten(0, 1), adds=not begin)
-        if dx is not None and weight is not None:
-            whole = weight.tensor.flatten(0, 1) if whole is None else whole  # [out, in_j]; here now
-            multiply_rows(mesh.activations.rows(dx, dy, panel), tokens.unsqueeze(0), whole)
-        begin = False
-    if dw is not None and begin:  # no tokens
-        dw.zero_()
-    if dw is None or out is None or into is not None:
-        return dx, None
-    return dx, _scatter_weight(mesh, dw, out) if summed else Arriving(dw)
+    if is_empty:
+        slabs.zero_()
+    if into is not None:
+        return None
+    if mesh.num_rows == 1 and summed:
+        return Arriving(slabs[0])
+    return mesh.sums.start(slabs, out) if summed else Arriving(slabs)
+
+
+# ---------------------------------------------------------------------- the two kinds of product
+
+
+class OutputStationary(Product):
+    """x is gathered along the row and W along the column; y stays."""
+
+    def __init__(self, mesh: TensorMesh) -> None:
+        super().__init__(mesh)
+        self.transposes_weight = mesh.num_rows > 1
+
+    def out_shape(self, x: Tensor, features: int) -> tuple[int, ...]:
+        return (*self._mesh.activations.whole_dims(x), features)
+
+    def gather_x(self, x: Tensor) -> Gathered:
+        return _gather_whole(self._mesh, x)
+
+    def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
+        shape = self.out_shape(x, weight.tensor.shape[2 if self.transposes_weight else 1])
+        y, matrix = x.new_empty(prod(shape[:-1]), shape[-1]), None
+        for panel, tokens in _after(weight, _panels_of(self._mesh, x, gathered)):
+            matrix = _column_matrix(weight.tensor) if matrix is None else matrix  # here now
+            multiply_rows(self._mesh.activations.rows(y, x, panel), tokens.unsqueeze(0), matrix, bias)
+        return y.view(shape)
+
+    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
+        return self._input_gradient(flat(dy), like, weight).wait()
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
+                        into: Tensor | None = None, summed: bool = True) -> Arriving | None:
+        return self._weight_gradient(flat(dy), x, _panels_of(self._mesh, x, gathered), shape, into, summed)
+
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
+        panels = _panels_of(self._mesh, x, gathered, exposed=False)
+        dx = self._input_gradient(flat(dy), x, weight, exposed=False)
+        dw = self._weight_gradient(flat(dy), x, panels, shape, into, summed)
+        return dx.wait(), dw
+
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, *, exposed: bool = True) -> Arriving:
+        """dx of dy [tokens, out_j]. exposed: as of `scatter`."""
+        matrix = _column_matrix(weight.wait())
+
+        def fill(panel: Panel, dx_slabs: Tensor) -> None:
+            multiply_slabs(dx_slabs, self._mesh.activations.rows(dy, like, panel), matrix.t())
+
+        return scatter(self._mesh, dy.new_empty(like.shape), fill, exposed=exposed)
+
+    def _weight_gradient(self, dy: Tensor, like: Tensor, panels: Iterable[tuple[Panel, Tensor]], shape: torch.Size,
+                         into: Tensor | None, summed: bool) -> Arriving | None:
+        """dW of dy [tokens, out_j], in the order of the weight as it travels. panels: of x, whose shape `like` has."""
+        partial_sums, total, begin = _gradient_buffers(self._mesh, shape, dy, into)
+        for panel, tokens in panels:
+            rows = self._mesh.activations.rows(dy, like, panel).flatten(0, 1)
+            if self._mesh.num_rows == 1:
+                multiply(partial_sums[0], rows.t(), tokens, adds=not begin)
+            else:
+                multiply(partial_sums.flatten(0, 1), tokens.t(), rows, adds=not begin)
+            begin = False
+        return _summed_weight(self._mesh, partial_sums, total, into, summed, is_empty=begin)
+
+
+def _column_matrix(weight: Tensor) -> Tensor:
+    """[in, out_j], of a column's weight: [1, out_j, in] on one row, on several [rows, in_i, out_j]."""
+    return weight[0].t() if len(weight) == 1 else weight.flatten(0, 1)
+
+
+class InputStationary(Product):
+    """W is gathered along the column and y is reduce-scattered along the row; x stays."""
+
+    def out_shape(self, x: Tensor, features: int) -> tuple[int, ...]:
+        activations = self._mesh.activations
+        return *activations.own_dims(x.shape[:-1]), activations.own_width(features * self._mesh.num_rows)
+
+    def gather_dy(self, dy: Tensor) -> Gathered:
+        return _gather_whole(self._mesh, dy.contiguous())
+
+    def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
+        mesh, tokens = self._mesh, flat(x)
+        out, whole = x.new_empty(self.out_shape(x, weight.tensor.shape[1])), weight.wait().flatten(0, 1)  # [out, in_j]
+
+        def fill(panel: Panel, y_slabs: Tensor) -> None:
+            multiply_slabs(y_slabs, mesh.activations.rows(tokens, out, panel), whole.t(),
+                           bias if mesh.num_cols == 1 else None)
+
+        return scatter(mesh, out, fill, bias=bias).wait()
+
+    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
+        dx, _ = self._gradients(dy, like, weight, None, gathered)
+        assert dx is not None
+        return dx
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
+                        into: Tensor | None = None, summed: bool = True) -> Arriving | None:
+        return self._gradients(dy, x, None, shape, gathered, into, summed=summed)[1]
+
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
+        dx, dw = self._gradients(dy, x, weight, shape, None, into, reuse=reuse, summed=summed)
+        assert dx is not None
+        return dx, dw
+
+    def _gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None,
+                   gathered: Gathered | None, into: Tensor | None = None, *, reuse: bool = False, summed: bool = True
+                   ) -> tuple[Tensor | None, Arriving | None]:
+        """dx, unless `weight` is None, and dW, unless its `shape` is None. gathered: dy, on its way already."""
+        mesh, dy, tokens_x, whole = self._mesh, dy if gathered is not None else dy.contiguous(), flat(x), None
+        dx = None if weight is None else tokens_x if reuse else dy.new_empty(tokens_x.shape)
+        dw, total, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
+        for panel, tokens in _after(weight, _panels_of(mesh, dy, gathered)):
+            # dW first: with `reuse` dx overwrites x.
+            if dw is not None:
+                rows = mesh.activations.rows(tokens_x, dy, panel).flatten(0, 1)
+                multiply(dw.flatten(0, 1), tokens.t(), rows, adds=not begin)
+            if dx is not None and weight is not None:
+                whole = weight.tensor.flatten(0, 1) if whole is None else whole  # [out, in_j]; here now
+                multiply_rows(mesh.activations.rows(dx, dy, panel), tokens.unsqueeze(0), whole)
+            begin = False
+        dx = None if dx is None else dx.view(x.shape)
+        if dw is None or total is None:
+            return dx, None
+        return dx, _summed_weight(mesh, dw, total, into, summed, is_empty=begin)

@@ -14,6 +14,7 @@ weight, stays in fp32.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,8 @@ from ranvier.layout import part
 from ranvier.precision import wide
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.local_products import multiply
+from ranvier.tensor.split.products import Gathered, Product, flat
+from ranvier.tensor.under_way import Arriving
 
 
 @lru_cache(maxsize=256)  # each product asks, and sizes are few
@@ -193,3 +196,67 @@ def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Te
 
     _into(mesh, fill(), "row", keep)
     return c.t() if flip else c
+
+
+class _Summa(Product):
+    """Base of Optimus' two uses of a weight: x, W and y are all held in blocks, and nothing gathered is kept."""
+
+    gathers_weight = False
+
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
+                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
+        dw = self.weight_gradient(dy, x, shape)
+        return self._input_gradient(dy, x, weight.tensor[0], out=flat(x) if reuse else None), dw
+
+    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
+        return self._input_gradient(dy, like, weight.tensor[0], out=None)
+
+    @abstractmethod
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        """dx in the shape of `like`; out: memory for it."""
+
+
+class SummaProduct(_Summa):
+    """C = AB with B = W^T; its gradients are AB^T and A^TB."""
+
+    def out_shape(self, x: Tensor, features: int) -> tuple[int, ...]:
+        return (*x.shape[:-1], features)
+
+    def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
+        w = weight.tensor[0]
+        return ab(self._mesh, flat(x), w.t(), self._width(x), flip=True, bias=bias
+                        ).view(self.out_shape(x, len(w)))
+
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        return abt(self._mesh, flat(dy), weight.t(), self._width(like), flip=True, out=out).view(like.shape)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
+                        into: Tensor | None = None, summed: bool = True) -> Arriving:
+        return Arriving(atb(self._mesh, flat(x), flat(dy), self._width(x), flip=True).t())
+
+    def _width(self, x: Tensor) -> int:
+        return x.shape[-1] * self._mesh.num_cols
+
+
+class SummaVocabulary(_Summa):
+    """C = AB^T with the token embedding's table as B, of `vocab` rows; its gradients are AB and A^TB.
+
+    own: entries of the vocabulary on this column.
+    """
+
+    def __init__(self, mesh: TensorMesh, vocab: int, own: int) -> None:
+        super().__init__(mesh)
+        self._vocab, self._own = vocab, own
+
+    def out_shape(self, x: Tensor, features: int) -> tuple[int, ...]:
+        return (*x.shape[:-1], self._own)
+
+    def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
+        return abt(self._mesh, flat(x), weight.tensor[0], self._vocab, flip=False).view(*x.shape[:-1], self._own)
+
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        return ab(self._mesh, flat(dy), weight, self._vocab, flip=False).view(like.shape)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
+                        into: Tensor | None = None, summed: bool = True) -> Arriving:
+        return Arriving(atb(self._mesh, flat(dy), flat(x), self._vocab, flip=False))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.cluster import cluster, missing
+from tests.processes import processes_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 SCRIPT = Path(__file__).parents[3] / "examples/slurm/train.sbatch"
@@ -105,8 +106,7 @@ def test_a_lost_task_ends_the_job_with_its_report(slurm, tmp_path):
     """No checkpoint, so no progress: the job is not put back into the queue."""
     number = submit(slurm, tmp_path, "--partition=low")
     under_way(slurm, tmp_path, 5)
-    ranks = {_task_of(path): int(path.name) for path in Path("/proc").iterdir()
-             if path.name.isdigit() and _is_rank(path, tmp_path)}
+    ranks = {int(process.environ()["SLURM_PROCID"]): process.pid for process in _ranks(tmp_path)}
     assert sorted(ranks) == [0, 1, 2, 3]
     os.kill(ranks[2], signal.SIGKILL)
     job = slurm.wait(number, "FAILED", "COMPLETED", "CANCELLED", "TIMEOUT")
@@ -117,18 +117,9 @@ def test_a_lost_task_ends_the_job_with_its_report(slurm, tmp_path):
     assert slurm.run("squeue", "--noheader") == ""
 
 
-def _task_of(process):
-    """The rank of a task: srun's number of it."""
-    return int(re.search(rb"(?:^|\0)SLURM_PROCID=(\d+)", (process / "environ").read_bytes())[1])
-
-
-def _is_rank(process, folder):
-    try:
-        return (str(folder / "run").encode() in (process / "cmdline").read_bytes()
-                and b"SLURM_PROCID" in (process / "environ").read_bytes()
-                and b"python" in os.readlink(process / "exe").encode())
-    except OSError:
-        return False
+def _ranks(folder):
+    """Processes of tasks: srun's number of each is in their environment."""
+    return [process for process in processes_with(folder / "run", "SLURM_PROCID") if "python" in process.exe()]
 
 
 def test_scancel_ends_the_job_for_good(slurm, tmp_path):
@@ -137,6 +128,6 @@ def test_scancel_ends_the_job_for_good(slurm, tmp_path):
     slurm.run("scancel", number)
     assert slurm.wait(number, "CANCELLED", "COMPLETED")["JobState"] == "CANCELLED"
     end = time.monotonic() + 30
-    while any(_is_rank(path, tmp_path) for path in Path("/proc").iterdir() if path.name.isdigit()):
+    while _ranks(tmp_path):
         assert time.monotonic() < end, "ranks are still running"
         time.sleep(0.2)

@@ -1,0 +1,112 @@
+"""Tensors of a user's that lie over the memory of parameters, such as views made before there is an engine.
+
+    self.weight_t = self.linear.weight.data.t()
+    self.register_buffer("start", self.linear.weight.detach()[0])
+
+In plain PyTorch they have the parameter's values, whatever updates it. So they move when an engine moves the parameter:
+
+    views = ViewsOfParameters(parameters)
+    ...                                       the parameters get other memory, contiguous and with the same values
+    views.follow()
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, starmap
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+_IS_ENGINES = "ranvier_flat_parameters"
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of its elements and of that behind the last one."""
+    start, sizes = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + tensor.itemsize * (1 + sum((size - 1) * step for size, step in sizes)) * bool(tensor.numel())
+
+
+def overlaps(one: Tensor, other: Tensor) -> bool:
+    """Whether both, of one storage, lie over the same memory, or one between the elements of the other."""
+    (start, stop), (first, last) = extent(one), extent(other)
+    return start < last and first < stop
+
+
+def mark_as_engines(tensor: Tensor) -> None:
+    """Parameters of an engine are views of `tensor`, which is nothing of a user's."""
+    setattr(tensor, _IS_ENGINES, True)
+
+
+class ViewsOfParameters:
+    """All tensors of the program over the memory of `parameters`, whoever holds them.
+
+    Whether there are any, the count of references to a storage tells; only then is each object looked at.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._following: list[tuple[Tensor, nn.Parameter, int]] = []
+        """View, parameter, and the number of elements between the beginnings of both."""
+        self.left: list[ref[Tensor]] = []
+        """Tensors that cannot follow: over several parameters, over other values too, or over one whose elements are
+        not in order."""
+        shared: dict[int, list[nn.Parameter]] = {}
+        for one in parameters:
+            if start := storage_of(one):
+                shared.setdefault(start, []).append(one)
+        shared = {start: group for start, group in shared.items() if _num_references(group[0]) > len(group)}
+        if shared:
+            for tensor in _all_tensors():
+                if (group := shared.get(storage_of(tensor))) is not None:
+                    self._add(tensor, group)
+
+    def _add(self, tensor: Tensor, parameters: list[nn.Parameter]) -> None:
+        if hasattr(tensor, _IS_ENGINES) or hasattr(tensor._base, _IS_ENGINES):
+            return
+        start, stop = extent(tensor)
+        for one in parameters:
+            first, last = extent(one)
+            if one is tensor or stop <= first or last <= start:
+                continue
+            if first <= start and stop <= last and one.is_contiguous() and one.dtype == tensor.dtype:
+                self._following.append((tensor, one, (start - first) // one.itemsize))
+            else:
+                self.left.append(ref(tensor))
+
+    def follow(self) -> None:
+        """The parameters have other memory, in which their elements are in order."""
+        for tensor, parameter, before in self._following:
+            tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + before)
+        self._following = []
+
+
+def _all_tensors() -> list[Tensor]:
+    """Of the whole program.
+
+    All objects go through one call of C code, which refers to none but tensors when it ends. Another thread that goes
+    on would fail where somebody else referred to a tuple that it is just filling.
+    """
+    none_of: dict[Any, Any] = dict.fromkeys({*map(type, _all_objects())} - {Tensor, nn.Parameter}, ())
+    found = list[Any](chain.from_iterable(starmap(none_of.get, groupby(_all_objects(), type))))
+    return [one for one in found if type(one) in (Tensor, nn.Parameter)]  # a type may be new
+
+
+def _all_objects() -> Iterator[Any]:
+    """They are looked up with the first `next`."""
+    return chain.from_iterable(map(gc.get_objects, (None,)))
+
+
+def _num_references(tensor: Tensor) -> int:
+    """How many tensors there are over the storage of this one."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1

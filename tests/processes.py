@@ -1,0 +1,22 @@
+"""Processes of this machine that a test has started, found by what they were started with."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import psutil
+
+
+def processes_with(path, variable=""):
+    """Other processes with `path` on their command line and `variable` ("RANK=1", or "RANK" of any value) in their
+    environment."""
+    name, equals, value = variable.partition("=")
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or its environment is not to be read
+            of_path = process.pid != os.getpid() and any(str(path) in word for word in process.cmdline())
+            told = process.environ().get(name) if of_path and name else None
+            if of_path and (not name or (told == value if equals else told is not None)):
+                found.append(process)
+    return found
