@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
                     [(str(case["size"]["width"]), *(f"{v:.2f}" for v in case["milliseconds_a_microbatch"].values()),
                       "{median:.2f} [{least:.2f}, {greatest:.2f}]".format(**case["host_milliseconds_a_microbatch"]))
                      for case in found["cases"]]))
-        path = options.output or results_file("pipeline", "host-time", quick=options.quick)
+        path = options.output or results_file("pipeline", f"host-time-{world.backend.name}", quick=options.quick)
         write_results(path, found)
         print(f"wrote {path}")
     return found
