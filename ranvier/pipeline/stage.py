@@ -129,7 +129,7 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
-        self._steady = SteadyParameters(blocks, sums_arrive=mesh is not None)
+        self._steady = SteadyParameters(blocks)
         self._looked_at, self._is_watched = 0, False
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
@@ -240,6 +240,8 @@ class Stage:
         if self._left is not None:
             self._left.begin(first=number == 0)
         if self._is_watched:
+            if self._mesh is not None:
+                self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
             self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
         wanted = training and (bool(requires_grad) or self._trains)
