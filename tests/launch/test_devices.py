@@ -78,9 +78,10 @@ def test_sights_travel_over_the_store():
     assert all(found[number] == TORCHRUN for number in range(4))
 
 
-def test_a_rank_that_never_starts_is_named():
+def test_a_rank_that_never_starts_is_named(monkeypatch):
     from datetime import timedelta
 
+    monkeypatch.setattr("ranvier.launch.devices.TELL_SECONDS", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     with raises("devices-not-reported", 1):
