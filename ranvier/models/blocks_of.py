@@ -279,7 +279,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
-    read = ReadAttributes(set().union(*(trace.reads for trace in traces.values())))
+    read = ReadAttributes(traces[True].reads | traces[False].reads)
     for block in blocks.values():
         block.stand_for(module)
         block.read_attributes = read
@@ -303,11 +303,10 @@ def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_
         if node.op != "get_attr" and block_of(node) < number:
             copies[node] = own.placeholder(node.name)
             takes.append(node.name)
-    for node in wanted:
-        if node.op == "get_attr":
-            copies[node] = own.get_attr(node.target)
-    for node in mine:
-        copies[node] = own.node_copy(node, copies.__getitem__)
+    own_nodes = {*mine, *(node for node in wanted if node.op == "get_attr")}
+    for node in graph.nodes:  # in order: a module's call may change its buffers
+        if node in own_nodes:
+            copies[node] = own.node_copy(node, copies.__getitem__)
     later = {one for node in nodes if block_of(node) > number or node is output for one in node.all_input_nodes
              if one.op != "get_attr"}
     gives = [node for node in mine if node in later]

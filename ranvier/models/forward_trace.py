@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import operator
 import random
 import sys
 import threading
@@ -18,21 +19,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from ranvier.block import HOOKS
 from ranvier.errors import ModelError, RanvierError
-from ranvier.originals.read_attributes import Reads, reads_of
+from ranvier.originals.read_attributes import Reads, reads_of, variables_of
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
           "(docs/own-model.md).")
 
+
+_CONSTANT = "uses a tensor that is neither computed from its inputs nor a module's"
 
 _ALONE = threading.Lock()
 """torch.fx changes the call of all modules of the process while it traces, and ranks may be threads."""
@@ -88,6 +91,7 @@ class _Tracer(fx.Tracer):
                     kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:  # of another rank, which runs its modules meanwhile
             return forward(*args, **kwargs)
+        self._check_modes()
         name = self.path_of_module(m)
         if name in self._cuts:
             self.calls[name] = self.calls.get(name, 0) + 1
@@ -100,12 +104,21 @@ class _Tracer(fx.Tracer):
             self._called = True
         return super().call_module(m, forward, args, kwargs)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def _check_modes(self) -> None:
         if _modes() != self._modes:
             raise fx.proxy.TraceError("switches gradients or autocast on or off")
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        self._check_modes()
         node = super().create_node(*args, **kwargs)
         node.meta["block"] = len(self.starts) - 1
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        found = super().create_arg(a)
+        if isinstance(a, Tensor) and isinstance(found, fx.Node) and str(found.target).startswith("_tensor_constant"):
+            raise fx.proxy.TraceError(_CONSTANT)
+        return found
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
@@ -118,7 +131,8 @@ class _Tracer(fx.Tracer):
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls of torch functions that take no traced value, such as torch.rand(3), too."""
+    """Records calls of torch functions that take no traced value, such as torch.rand(3), and parts of plain tensors up
+    to a traced size: self.table[:x.shape[1]]."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -126,9 +140,18 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.__getitem__ and _is_traced(args[1]):
+            return self._tracer.create_proxy("call_function", operator.getitem, args, {})
         if isinstance(func, type) or is_tensor_method_or_property(func) or func is torch._C._set_grad_enabled:
             return func(*args, **kwargs or {})
         return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+
+
+def _is_traced(index: Any) -> bool:
+    """Whether a traced value is part of an index."""
+    found: list[Any] = []
+    fx.node.map_aggregate(index, found.append)
+    return any(type(one) is _Value for one in found)
 
 
 _SIZES_ONE_BY_ONE = ("ones", "zeros", "empty", "rand", "randn")
@@ -204,7 +227,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     for _ in range(_DRAWING_TRACES):
         tracer = _Tracer(cuts, inputs, output)
         try:
-            with _ALONE, _sizes_joined(), reads_of(traced) as reads, _Recorder(tracer):
+            with _ALONE, _sizes_joined(), reads_of(module.named_modules()) as reads, _Recorder(tracer):
                 states = _random_states()
                 graph = tracer.trace(module)
                 draws = _random_states() != states
@@ -220,6 +243,8 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                          remedy=f"Draw them with torch.rand or similar. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
+        for function in {value() for value in reads.values() if isinstance(value(), FunctionType)}:
+            reads |= variables_of(function)  # of forwards and the methods that they call
         return Trace(graph=graph, starts=tracer.starts, reads=reads)
     if not strict:
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
@@ -246,11 +271,13 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
               if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
     inner = traced[-1] if traced else ""
     code = f"the code of {inner}" if inner else "this code"
-    size = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else "M"
+    better = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else (
+        "Make a constant a buffer (self.register_buffer), and return what the forward of a submodule computes. Else m"
+        if reason == _CONSTANT else "M")
     return ModelError(f"cannot be cut into blocks, because {code} is traced without values ({reason})",
                       code="forward-not-traceable", where=where,
                       remedy=f'Cut at "{inner}" itself, which is then called as it is. Or m{REMEDY[1:]}' if inner else
-                      size + REMEDY[1:])
+                      better + REMEDY[1:])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.block import State
-from ranvier.originals.read_attributes import ReadAttributes
+from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
 from ranvier.pipeline.stage import Blocks, Stage
 
@@ -69,8 +69,7 @@ class RankStages:
 
     def check(self, *, training: bool) -> None:
         """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
-        for read in {id(one): one for _, _, module in self.blocks
-                     if isinstance(one := vars(module).get("read_attributes"), ReadAttributes)}.values():
+        for read in read_attributes_of(module for _, _, module in self.blocks):
             read.check()
         for stage in self._stages if training else ():
             stage.check()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.held_parameters import SteadyParameters
@@ -268,6 +269,8 @@ class Stage:
                          carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
                 outputs = carried_tensors.with_notes(outputs, notes, self._device)
         self._shared.check()
+        for read in read_attributes_of(module for _, _, module in self.blocks) if number == 0 else ():
+            read.check_after_forward()
         if self._is_watched:
             self._steady.check()
         if self._left is not None:

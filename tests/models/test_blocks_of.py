@@ -351,6 +351,73 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
 
 
+LOSSES, CONSTANT = [], torch.ones(4)
+
+
+class Storing(nn.Module):
+    """Leaves the mean of what it computes, as layers of experts do with a loss of their own."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.linear, self.store, self.state = nn.Linear(4, 4), store, SimpleNamespace(loss=0.0)
+        self.loss, self.losses, self.zero = 0.0, [], torch.ones(())
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.store(self, y.mean())
+        return y
+
+    def current(self):
+        return self.loss + sum(LOSSES)
+
+
+@pytest.mark.parametrize(("store", "read", "where"), [
+    (lambda m, value: setattr(m, "loss", value), lambda m: m.loss, "attribute a.loss"),
+    (lambda m, value: setattr(m, "loss", value), lambda m: m.current(), "attribute a.loss"),
+    (lambda m, value: setattr(m, "late", value), lambda m: getattr(m, "late", 0.0), "attribute a.late"),
+    (lambda m, value: setattr(m, "zero", value), lambda m: m.zero, "attribute a.zero"),
+    (lambda m, value: m.losses.append(value), lambda m: sum(m.losses), "attribute a.losses"),
+    (lambda m, value: setattr(m.state, "loss", value), lambda m: m.state.loss, "attribute a.state"),
+    (lambda m, value: LOSSES.append(value), lambda m: m.current(), "variable LOSSES"),
+], ids=["number", "by a method", "new", "tensor", "list", "object", "global"])
+@pytest.mark.parametrize("cut", [["a", "b"], ["b"]], ids=["another block", "the same block"])
+def test_what_a_forward_leaves_for_traced_code_is_refused(store, read, where, cut):
+    """The graph has the value that it had when the module was cut."""
+    LOSSES.clear()
+    module = Forward(lambda m, x: m.b(m.a(x) + read(m.a)))
+    module.a = Storing(store)
+
+    def rank(world):
+        engine = Engine(blocks_of(module, cut), world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
+        with raises("traced-attribute-stored", where=where):
+            engine.forward_backward(batch)
+
+    run_ranks(rank, 1)
+
+
+class Tables(nn.Module):
+    """Takes parts of plain tensors up to the size of its input, as models do that were written before buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.places = torch.randn(9, 4)
+        self.mask = torch.ones(9, 9, dtype=torch.bool).tril()
+
+    def forward(self, x):
+        x = self.a(x) + self.places[:x.shape[1]]
+        scores = x @ x.transpose(1, 2)
+        return self.b(scores.masked_fill(~self.mask[:x.size(1), :x.size(1)], 0.0) @ x)
+
+
+def test_parts_of_plain_tensors():
+    module = Tables()
+    blocks = blocks_of(module)
+    for size in (3, 5):
+        check_blocks(module, blocks, torch.randn(2, size, 4))
+
+
 class Fixed(OrderedDict):
     """As the configuration that models of diffusers have."""
 
@@ -562,6 +629,7 @@ def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
     (autocasts, ("forward-not-traceable",)),
     (reads, ("forward-not-traceable",)),
     (lambda m, x: nn.Linear(4, 4)(x), ("forward-not-traceable",)),
+    (lambda m, x: m.b(m.a(x) + CONSTANT), ("forward-not-traceable", "register_buffer")),
     (lambda m, x: (m.a(x), m.b(x)), ("forward-returns-several", 2)),
 ])
 def test_code_that_cannot_be_traced_is_named(run, error):
