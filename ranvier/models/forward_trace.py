@@ -8,6 +8,7 @@ too.
 
 from __future__ import annotations
 
+import ast
 import dis
 import linecache
 import operator
@@ -53,6 +54,9 @@ class Trace:
 
 class _Value(fx.Proxy):
     """A value that is not known yet. Code that asks for its type is refused: it would get another answer later."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     @property  # type: ignore[misc]  # it is only read
     def __class__(self) -> Any:
@@ -124,10 +128,13 @@ class _Tracer(fx.Tracer):
         return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        if not _in_assert(sys._getframe(2)):
+        frame = sys._getframe(2)
+        expected = _without_error(frame)
+        if expected is None:
             raise fx.proxy.TraceError("depends on a value")
-        self.create_proxy("call_function", torch._assert, (obj, _line(sys._getframe(2))), {})
-        return True
+        holds = obj if expected else self.create_proxy("call_function", operator.not_, (obj,), {})
+        self.create_proxy("call_function", torch._assert, (holds, _line(frame)), {})
+        return expected
 
 
 class _Recorder(TorchFunctionMode):
@@ -192,11 +199,32 @@ def _random_states() -> tuple[object, ...]:
     return random.getstate(), *(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in parts)
 
 
-def _in_assert(frame: FrameType) -> bool:
-    """Whether the condition that `frame` evaluates is that of an assert statement."""
-    following = [one.opname for one in dis.get_instructions(frame.f_code)
-                 if one.offset >= frame.f_lasti and one.opname != "CACHE"][:2]
-    return len(following) == 2 and following[0].startswith("POP_JUMP") and following[1] == "LOAD_ASSERTION_ERROR"
+def _without_error(frame: FrameType) -> bool | None:
+    """The value of the condition that `frame` evaluates with which the code does not raise: of an assertion, or of an
+    `if` that does nothing but raise. None for other conditions."""
+    if not any("JUMP" in one.opname for one in dis.get_instructions(frame.f_code) if one.offset == frame.f_lasti):
+        return None
+    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))):
+        raises = isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and not node.orelse
+        if isinstance(node, ast.If | ast.Assert) and (raises or isinstance(node, ast.Assert)) and (
+                node.test.lineno <= frame.f_lineno <= (node.test.end_lineno or 0)):
+            values = set(_operand_values(node.test, not raises))
+            return values.pop() if len(values) == 1 else None
+    return None
+
+
+def _operand_values(test: ast.expr, value: bool) -> Iterator[bool | None]:
+    """The values of all operands of `test` with which it has `value`; None where they are not determined by it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operand_values(test.operand, not value)
+    elif isinstance(test, ast.BoolOp):
+        for operand in test.values if isinstance(test.op, ast.And) == value else ():
+            yield from _operand_values(operand, value)
+        if isinstance(test.op, ast.And) != value:
+            yield None
+    else:
+        chained = isinstance(test, ast.Compare) and len(test.ops) > 1 and not value
+        yield None if chained or any(isinstance(one, ast.IfExp) for one in ast.walk(test)) else value
 
 
 def _running(frame: FrameType) -> str:
@@ -243,8 +271,8 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                          remedy=f"Draw them with torch.rand or similar. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
-        for function in {value() for value in reads.values() if isinstance(value(), FunctionType)}:
-            reads |= variables_of(function)  # of forwards and the methods that they call
+        for function in [found for value in reads.values() if isinstance(found := value(), FunctionType)]:
+            reads |= variables_of(function)  # of forwards, and of methods that they call
         return Trace(graph=graph, starts=tracer.starts, reads=reads)
     if not strict:
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)

@@ -276,6 +276,12 @@ def branches(m, x):
     return m.b(x)
 
 
+def raises_where_both(m, x):
+    if x.shape[0] > 4 and x.shape[1] > 4:
+        raise ValueError("too large")
+    return m.b(m.a(x))
+
+
 def asks_type(m, x):
     return m.b(x if isinstance(m.a(x), torch.Tensor) else -x)
 
@@ -416,6 +422,43 @@ def test_parts_of_plain_tensors():
     blocks = blocks_of(module)
     for size in (3, 5):
         check_blocks(module, blocks, torch.randn(2, size, 4))
+
+
+def asserts(m, x):
+    assert x.shape[1] <= 4 and x.shape[2] == 4
+    return m.b(m.a(x))
+
+
+def raises_itself(m, x):
+    if x.shape[1] > 4 or x.shape[2] != 4:
+        raise ValueError("too long")
+    return m.b(m.a(x))
+
+
+def raises_unless(m, x):
+    if not 0 < x.shape[1] <= 4:
+        raise ValueError("too long")
+    return m.b(m.a(x))
+
+
+@pytest.mark.parametrize("run", [asserts, raises_itself, raises_unless])
+def test_a_condition_whose_only_effect_is_an_error_is_checked_in_the_blocks(run):
+    module = Forward(run)
+    blocks = blocks_of(module, ["b"])
+    check_blocks(module, blocks, torch.randn(2, 3, 4))
+    with pytest.raises(AssertionError, match="test_blocks_of"):
+        blocks["a"](torch.randn(2, 5, 4))
+
+
+def sets_items(m, x):
+    x = m.a(x).clone()
+    x[:, 0] = 0.0
+    return m.b(x)
+
+
+def test_items_that_traced_code_sets():
+    module = Forward(sets_items)
+    check_blocks(module, blocks_of(module, ["b"]), torch.randn(2, 3, 4))
 
 
 class Fixed(OrderedDict):
@@ -621,6 +664,7 @@ def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
 
 @pytest.mark.parametrize(("run", "error"), [
     (branches, ("forward-not-traceable", 0)),
+    (raises_where_both, ("forward-not-traceable",)),
     (asks_type, ("forward-not-traceable",)),
     (loops, ("forward-not-traceable",)),
     (counts, ("forward-not-traceable",)),
