@@ -62,10 +62,11 @@ def _attribute(module: ref[nn.Module], name: str) -> object:
 def variables_of(function: FunctionType, known: frozenset[FunctionType] = frozenset()) -> Reads:
     """Global variables, and those of functions around, that the code of `function` reads, and of functions that it
     names."""
-    found: Reads = {f"variable {name}": partial(function.__globals__.get, name, _MISSING)
-                    for name in _globals_read(function.__code__) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        found[f"variable {name}"] = partial(_cell_value, cell)
+    code, reader = function.__code__, function.__qualname__
+    found: Reads = {f"variable {name} of {reader}": partial(function.__globals__.get, name, _MISSING)
+                    for name in _globals_read(code) if name in function.__globals__}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        found[f"variable {name} of {reader}"] = partial(_cell_value, cell)
     known |= {function}
     for one in [value() for value in found.values()]:
         if isinstance(one, FunctionType) and one not in known and one.__module__.partition(".")[0] != "torch":
@@ -137,14 +138,15 @@ def _known(value: object, depth: int = 0, *, fields: bool = False) -> object:
         return id(value)
     if callable(value):  # the engine replaces methods
         return callable
-    known = partial(_known, depth=depth + 1, fields=fields)
-    if fields and depth < _MOST_DEPTH and hasattr(value, "__dict__") and not isinstance(value, ModuleType):
-        return type(value), [(name, known(one)) for name, one in list(vars(value).items())[:_MOST_ENTRIES]]
-    if depth == _MOST_DEPTH or not isinstance(value, list | tuple | dict | set) or len(value) > _MOST_ENTRIES:
-        return type(value)
-    if isinstance(value, dict):
-        return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), known(one))
-                             for key, one in value.items()]
-    if isinstance(value, set):
-        return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
-    return type(value), [known(one) for one in value]
+    if isinstance(value, list | tuple | dict | set):
+        if depth == _MOST_DEPTH or len(value) > _MOST_ENTRIES:
+            return type(value), len(value)
+        if isinstance(value, dict):
+            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _known(one, depth + 1))
+                                 for key, one in value.items()]
+        if isinstance(value, set):
+            return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
+        return type(value), [_known(one, depth + 1) for one in value]
+    if fields and not isinstance(value, ModuleType):
+        return type(value), _known(dict(getattr(value, "__dict__", {})))
+    return type(value)

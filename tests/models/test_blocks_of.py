@@ -384,7 +384,7 @@ class Storing(nn.Module):
     (lambda m, value: setattr(m, "zero", value), lambda m: m.zero, "attribute a.zero"),
     (lambda m, value: m.losses.append(value), lambda m: sum(m.losses), "attribute a.losses"),
     (lambda m, value: setattr(m.state, "loss", value), lambda m: m.state.loss, "attribute a.state"),
-    (lambda m, value: LOSSES.append(value), lambda m: m.current(), "variable LOSSES"),
+    (lambda m, value: LOSSES.append(value), lambda m: m.current(), "variable LOSSES of Storing.current"),
 ], ids=["number", "by a method", "new", "tensor", "list", "object", "global"])
 @pytest.mark.parametrize("cut", [["a", "b"], ["b"]], ids=["another block", "the same block"])
 def test_what_a_forward_leaves_for_traced_code_is_refused(store, read, where, cut):
