@@ -6,16 +6,16 @@ one takes its place.
 
 from __future__ import annotations
 
+import json
 import os
-import selectors
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 from ranvier.data import template_process
@@ -93,24 +93,15 @@ class _Process:
 
     def _answer(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None  # pipes
-        deadline = time.monotonic() + _WAIT_SECONDS
         try:
-            template_process.write(process.stdin, request)  # type: ignore[arg-type]  # IO[bytes]
-            content, size = b"", 8
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                while len(content) < size:
-                    if not selector.select(max(0.0, deadline - time.monotonic())):
-                        raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
-                    part = os.read(process.stdout.fileno(), 1 << 20)
-                    if not part:
-                        raise EOFError
-                    content += part
-                    if len(content) >= 8:
-                        size = 8 + int.from_bytes(content[:8], "little")
-        except (EOFError, BrokenPipeError):
+            with Connection(os.dup(process.stdin.fileno()), readable=False) as requests, \
+                    Connection(os.dup(process.stdout.fileno()), writable=False) as answers:
+                requests.send_bytes(json.dumps(request, default=str).encode())  # what JSON does not have becomes text
+                if not answers.poll(_WAIT_SECONDS):
+                    raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
+                answer: dict[str, Any] = json.loads(answers.recv_bytes())
+        except (EOFError, OSError):
             raise TemplateLimitError(self._reason(process)) from None
-        answer: dict[str, Any] = template_process.parsed(content[8:])
         return answer
 
     @staticmethod
