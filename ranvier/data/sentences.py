@@ -99,14 +99,13 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     text = text_of(row, columns.text, "data.text-column").strip()
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()
     if isinstance(label, (float, list, tuple, dict)):
-        raise DataError("has a label that is neither the name nor the number of a class: regression and several labels "
-                        "for one text are not supported", code="label-not-class", where=row.place,
-                        value=repr(label)[:80],
-                        remedy="Give each text one class, or name another column in `--data.label-column`.")
+        raise row.wrong("label-not-class", "has a label that is neither the name nor the number of a class: regression "
+                        "and several labels for one text are not supported", label,
+                        "Give each text one class, or name another column in `--data.label-column`.")
     if not isinstance(label, (str, int)) or not str(label).strip() or not text or pair == "":
         empty = "label" if text and pair != "" else "text"
-        raise DataError(f"has no {empty}", code="sentence-empty", where=row.place, value=repr(dict(row.values))[:80],
-                        remedy="Leave such rows out, or name other columns.")
+        raise row.wrong("sentence-empty", f"has no {empty}", dict(row.values),
+                        "Leave such rows out, or name other columns.")
     return Sentence(text, str(label).strip(), row.place, pair)
 
 
