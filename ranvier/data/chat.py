@@ -17,20 +17,10 @@ import numpy as np
 
 from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz, token_numbers
+from ranvier.data import encoded_rows, quiz, token_numbers
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
-from ranvier.data.encoded_rows import (
-    Counts,
-    Encoded,
-    Use,
-    Words,
-    about_counts,
-    counts_of,
-    left_out_warning,
-    stored_samples,
-)
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import first_rows, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
@@ -77,9 +67,9 @@ class Chat(Task):
         sources = sources_of(run.data, run.data.train or "")
         stored = [_stored(run, source, tokenizer, progress) for source in sources]
         told = [one for source, parts in zip(sources, stored, strict=True)
-                for one in counts_of(parts, (source.name, run.data.eval))]
-        words = Words(samples="samples", silent=_SILENT, empty=_SILENT,
-                      too_long=f"whose answers lie beyond {run.model.sequence} tokens")
+                for one in encoded_rows.counts_of(parts, (source.name, run.data.eval))]
+        words = encoded_rows.Words(samples="samples", silent=_SILENT, empty=_SILENT,
+                                   too_long=f"whose answers lie beyond {run.model.sequence} tokens")
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
@@ -94,8 +84,8 @@ class Chat(Task):
             padding=padding_text(lengths, run, can_pack=True),
             about=f"{', '.join(source.name for source in sources)}: {sizes[0]:,} conversations in "
                   f"{' and '.join(forms)}, {sizes[1]:,} held out, {targets:,} tokens of the assistant in "
-                  f"{int(lengths.sum()):,}{about_counts(told, words, run.model.sequence)}",
-            warnings=tuple(warning for setting, counts in told for warning in left_out_warning(
+                  f"{int(lengths.sum()):,}{encoded_rows.about_counts(told, words, run.model.sequence)}",
+            warnings=tuple(warning for setting, counts in told for warning in encoded_rows.left_out_warning(
                 "samples-left-out", counts, words, setting, run.model.sequence,
                 "Leave conversations without answers out of the data set.")),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
@@ -196,25 +186,26 @@ def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progre
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
     place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "counts of rows")
 
-    def nothing(counts: Counts, where: str) -> DataError:
+    def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f" within `model.sequence` {sequence}" if counts.too_long else ""
         return DataError(f"has no conversation in which the assistant says something{within}", code="nothing-said",
                          where=where, value=counts.samples - counts.empty,
                          remedy="Give more conversations, or a longer `--model.sequence`.")
 
-    return stored_samples(place, source.name, held, partial(conversations, data=run.data),
-                          partial(_encoded, tokenizer, sequence), nothing, "conversations", tokenizer.vocab, progress)
+    return encoded_rows.stored_samples(place, source.name, held, partial(conversations, data=run.data),
+                                       partial(_encoded, tokenizer, sequence), nothing, "conversations",
+                                       tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[Encoded]:
+def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[encoded_rows.Encoded]:
     """The samples of a conversation, which have one key."""
     key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
     found = []
     for ids, is_target in tokenizer.encode(one):
         within = is_target[:sequence + 1]
-        use: Use = "cut" if len(ids) > sequence + 1 else "whole"
+        use: encoded_rows.Use = "cut" if len(ids) > sequence + 1 else "whole"
         if not within[1:].any():
             use = "too_long" if is_target[1:].any() else "silent"
-        found.append(Encoded(runs=((np.array(ids[:sequence + 1], dtype=np.uint32), within),), key=key,
-                             length=len(ids) - 1, use=use))
+        found.append(encoded_rows.Encoded(runs=((np.array(ids[:sequence + 1], dtype=np.uint32), within),), key=key,
+                                          length=len(ids) - 1, use=use))
     return found

@@ -22,22 +22,12 @@ import numpy as np
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz
+from ranvier.data import encoded_rows, quiz
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
 from ranvier.data.chat_template import ChatTokenizer, Conversation, Sample
 from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
-from ranvier.data.encoded_rows import (
-    Counts,
-    Encoded,
-    Use,
-    Words,
-    about_counts,
-    counts_of,
-    left_out_warning,
-    stored_samples,
-)
 from ranvier.data.named_files import first_rows, readable_file, text_only, training_name
 from ranvier.data.padding import padding_text
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
@@ -78,10 +68,10 @@ class PreferenceTask(Task):
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
         used = taken(run, whole)
         train, held = used if self._scores else map(WithReference, used)
-        told = counts_of(parts, (training_name(run.data), run.data.eval))
-        words = Words(samples="pairs", silent="with an empty answer", empty="whose answers are the same",
-                      too_long=f"whose answers have more than {run.model.sequence} tokens together")
-        warnings = [warning for setting, counts in told for warning in left_out_warning(
+        told = encoded_rows.counts_of(parts, (training_name(run.data), run.data.eval))
+        words = encoded_rows.Words(samples="pairs", silent="with an empty answer", empty="whose answers are the same",
+                                   too_long=f"whose answers have more than {run.model.sequence} tokens together")
+        warnings = [warning for setting, counts in told for warning in encoded_rows.left_out_warning(
             "pairs-left-out", counts, words, setting, run.model.sequence,
             "Leave pairs without a difference out of the data set.")]
         if not self._scores:
@@ -93,7 +83,7 @@ class PreferenceTask(Task):
             train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
             padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
-                  f"{about_counts(told, words, run.model.sequence)}",
+                  f"{encoded_rows.about_counts(told, words, run.model.sequence)}",
             warnings=tuple(warnings),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
             fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
@@ -159,27 +149,28 @@ def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: b
         tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores,
         "counts of rows")
 
-    def nothing(counts: Counts, where: str) -> DataError:
+    def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
         return DataError(f"has no pair of answers {within}", code="no-pairs", where=where, value=counts.rows,
                          remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
                          "many positions." if counts.too_long else "Give pairs whose answers differ.")
 
-    return stored_samples(place, name, held, partial(pairs, form=form), partial(_encoded, tokenizer, sequence, scores),
-                          nothing, "pairs", tokenizer.vocab, progress)
+    return encoded_rows.stored_samples(place, name, held, partial(pairs, form=form),
+                                       partial(_encoded, tokenizer, sequence, scores), nothing, "pairs",
+                                       tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[Encoded]:
+def _encoded(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
     """The sample of a pair. Its key is its prompt, so that all pairs of a prompt lie together."""
     prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
                                           zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
     key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
     answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
     length = sum(len(ids) - (not scores) for ids, _ in answers)
-    use: Use = "too_long" if length > sequence else "whole"
+    use: encoded_rows.Use = "too_long" if length > sequence else "whole"
     if not all(is_target[1:].any() for _, is_target in answers):
         use = "silent"
-    return [Encoded(runs=answers, key=key, length=length, margin=pair.margin, use=use)]
+    return [encoded_rows.Encoded(runs=answers, key=key, length=length, margin=pair.margin, use=use)]
 
 
 def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> Sample:
