@@ -123,12 +123,10 @@ class Corpus(Protocol):
     @property
     def fingerprint(self) -> str:
         """Differs where the documents differ. Tokens are cached by it, so it is known without reading all of them."""
-        ...
 
     def read(self, max_bytes: int) -> Iterator[Document]:
         """All documents, the same ones in the same order each time, of each at least its first `max_bytes` bytes of
         UTF-8 (less where it is shorter). Whoever calls stops when there is enough."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
