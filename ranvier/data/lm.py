@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.arrays import Ids, Tokens, made_once, write_tokens
+from ranvier.data.arrays import Tokens, made_once, write_tokens
 from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
 from ranvier.data.corpus import (
     HELD_OUT_EVERY,
@@ -237,23 +238,14 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                         cut=lambda: bool(cuts))
     progress(f"tokenising {corpus.name}")
     done = reported = 0
-    encode = partial(_encoded, tokenizer)
-    processes = processes_of(progress)
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
         documents = ((document, True) for document in read) if whole else split(read)
-        if processes > 1:
-            encoded: Iterator[tuple[Iterable[Ids], int, bool]] = (
-                ([part], size, is_held) for piece in map_in_order(encode, _pieces(documents), processes)
-                for part, size, is_held in piece)
-        else:
-            encoded = ((tokenizer.encode_in_parts(document.text), len(document.text), is_held)
-                       for document, is_held in documents)
-        for parts, size, is_held in encoded:
+        pieces = map_in_order(partial(_encoded, tokenizer), _pieces(documents), processes_of(progress))
+        for ids, size, is_held in chain.from_iterable(pieces):
             append = held if is_held else train
             append(tokenizer.start)
-            for part in parts:
-                append(part)
+            append(ids)
             append([tokenizer.end])
             done += size
             advance(progress, f"characters of {corpus.name}", done)
@@ -278,5 +270,8 @@ def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[D
 
 def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
     """Tokens, characters, and whether it is held out, of each document."""
-    return [(np.array(tokenizer.encode(document.text), dtype=np.uint32), len(document.text), is_held)
-            for document, is_held in piece]
+    found = []
+    for document, is_held in piece:
+        parts = [np.array(part, dtype=np.uint32) for part in tokenizer.encode_in_parts(document.text)]
+        found.append((np.concatenate(parts), len(document.text), is_held))
+    return found

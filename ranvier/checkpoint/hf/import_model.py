@@ -27,7 +27,7 @@ from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.hf.source_check import check_equal, compare_source, initial_value
+from ranvier.checkpoint.hf.source_check import check_equal, compare_source, value_of
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.new_folder import check_free, new_folder
@@ -103,12 +103,6 @@ def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot
     return found
 
 
-def _value(source: Pretrained, slot: Slot, name: str) -> Tensor:
-    """A parameter of ours, from the folder or, if it does not have it, initialised from the seed 0."""
-    return source.read(name) if name not in source.missing else initial_value(source.config, source.head, name,
-                                                                             slot.shape)
-
-
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
                       about: dict[str, object]) -> None:
     """Write checkpoint/step-0."""
@@ -118,7 +112,7 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
     def tensors(part: list[Slot]) -> Iterator[Tensor]:
         for slot in part:
-            yield hf.finite(_value(source, slot, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
+            yield hf.finite(value_of(source, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
 
     written = [File(name, *write_tensors(temporary / name, part, tensors(part)))
                for index, part in enumerate(parts) for name in [files.part_name(index)]]

@@ -87,7 +87,7 @@ def compare_source(source: Pretrained) -> logits.Comparison | str:
 
 def _compared(transformers: Any, part: Pretrained) -> logits.Comparison | str:
     def read(name: str) -> Tensor:
-        return _value(part, name)
+        return value_of(part, name)
 
     try:
         theirs = logits.source_logits(transformers, part, part.head, read)
@@ -127,7 +127,7 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
         return _peft_model(peft, model, adapters, inside)
 
     def base_value(name: str) -> Tensor:
-        return _value(part, name)
+        return value_of(part, name)
 
     try:
         theirs = logits.source_logits(transformers, part, part.head, base_value, with_adapters)
@@ -152,17 +152,12 @@ def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str
     return found
 
 
-def _value(source: Pretrained, name: str) -> Tensor:
+def value_of(source: Pretrained, name: str) -> Tensor:
     """A parameter of ours; one that the folder does not have is initialised from the seed 0."""
     if name not in source.missing:
         return source.read(name)
-    shape = form_of(source.config).places(source.config, source.head)[name].shape
-    return initial_value(source.config, source.head, name, shape)
-
-
-def initial_value(config: Transformer, head: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A parameter as the seed 0 initialises it."""
-    values = torch.empty(shape)
+    config, head = source.config, source.head
+    values = torch.empty(form_of(config).places(config, head)[name].shape)
     initial = family_named(config.family).model(config, head, dtype=torch.float32).initial
     assert initial is not None, "families that can be imported say how each parameter is initialised"
     initialise(values, name, initial(name), seed=0)
