@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ranvier.config.run import Data
 from ranvier.data.cache import Progress, fingerprint
-from ranvier.data.named_files import is_data_set, read_bytes, readable_file
+from ranvier.data.named_files import check_is_file, is_data_set, read_bytes, readable_file
 from ranvier.data.offline.fetch import fetch, python_package
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
@@ -216,9 +216,7 @@ def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> Non
                                       FORM))
         return
     with readable_file(path, setting, FORM):
-        if not path.is_file():
-            raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
-                            remedy=f"Give {FORM}.")
+        check_is_file(path, setting, FORM)
         columns.in_table(open_file(path, str(path), quoted_tabs=False))
 
 
