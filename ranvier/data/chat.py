@@ -20,7 +20,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import encoded_rows, quiz, token_numbers
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
-from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import first_rows, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
@@ -111,15 +111,18 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
 
 
 def tokenizer_problems(run: Run) -> list[RanvierError]:
-    """Problems of the run's chat tokenizer, if it is on this machine."""
-    try:
-        folder = tokenizer_folder(run)
-    except DataError as problem:
-        return [problem]
-    if folder is None:
-        return []
-    missing = look_at_folder(folder, run.data.chat_template)
-    return number_problems(run, folder) if missing is None else [missing]
+    """Problems of the run's chat tokenizer, as far as it and the model are on this machine."""
+    def look() -> None:
+        folder, model = tokenizer_folder(run), token_numbers.local_folder(run)
+        if folder is None:
+            return
+        check_folder(folder, run.data.chat_template)
+        if model is not None or run.model.pretrained is None:
+            numbers = token_numbers.numbers_in(folder)
+            assert numbers is not None  # the folder has been checked
+            token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
+
+    return [*refusals(look)]
 
 
 def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
@@ -130,20 +133,6 @@ def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
     model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
     token_numbers.check(tokenizer.numbers(), run, model, None if model is None else token_numbers.numbers_in(model))
     return tokenizer
-
-
-def number_problems(run: Run, folder: Path) -> list[RanvierError]:
-    """Whether the tokens in the tokenizer's folder are the model's, as far as both are on this machine."""
-    model = token_numbers.local_folder(run)
-    if model is None and run.model.pretrained is not None:
-        return []
-
-    def check() -> None:
-        numbers = token_numbers.numbers_in(folder)
-        assert numbers is not None  # the folder has been looked at
-        token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
-
-    return [*refusals(check)]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
