@@ -199,7 +199,9 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if names_corpus(name):
         return own_corpus(name)
     if name == "python-stdlib":
-        return _standard_library(progress)
+        root = Path(sysconfig.get_path("stdlib"))
+        names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
+        return _files(name, root, names, progress, version=platform.python_version())
     if name == "sotu":
         return OpenCorpus(name=name, fingerprint=fingerprint(name, SOTU.sha256),
                           read=lambda max_bytes: archive_texts(fetch(SOTU, cache, progress), "package/data/"))
@@ -262,12 +264,6 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except (OSError, ValueError):
         return None
-
-
-def _standard_library(progress: Progress) -> OpenCorpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
-    return _files("python-stdlib", root, names, progress, version=platform.python_version())
 
 
 def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str]:

@@ -172,8 +172,7 @@ class _BERT:
         targets_B = torch.zeros(count, dtype=torch.int64)
         return inputs, targets_B if head == "classes" else {"start": targets_B, "end": targets_B.clone()}
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
     def describe(self, settings: Transformer) -> family.ModelFacts:
         return family.ModelFacts(text=family.text_transformer_in_words("bert", settings), tokens=settings.sequence)

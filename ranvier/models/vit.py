@@ -172,8 +172,7 @@ class _ViT:
         images_BCII = torch.zeros(count, CHANNELS, settings.image_size, settings.image_size)
         return images_BCII, torch.zeros(count, dtype=torch.int64)
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
     def describe(self, settings: Transformer) -> family.ModelFacts:
         text = (f"{family.transformer_in_words('vit', settings)}, images of {settings.image_size} in patches of "

@@ -61,7 +61,9 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     """
     check_free(out)
     source = Pretrained(model)
-    precision = precision or _format_of(source.dtypes)
+    if precision is None:
+        found = next(iter(source.dtypes)) if len(source.dtypes) == 1 else torch.float32
+        precision = next(name for name, dtype in DTYPES.items() if dtype is found)
     slots = _slots(source, DTYPES[precision])
     with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
         tokenizer = import_tokenizer(model, folder / TOKENIZER, source.config, tell)
@@ -86,12 +88,6 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     if isinstance(part, logits.Comparison):
         tell(str(part))
     return recipe
-
-
-def _format_of(dtypes: set[torch.dtype]) -> str:
-    """The precision with the number format of the files, or fp32 if they have several."""
-    return next(name for name, dtype in DTYPES.items() if dtype is (
-        next(iter(dtypes)) if len(dtypes) == 1 else torch.float32))
 
 
 def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot]:
