@@ -46,7 +46,8 @@ STARTING = ("os.exec", "os.spawn", "os.posix_spawn", "pty.", "subprocess.", "mul
             "asyncio.create_subprocess_", "asyncio.subprocess.", "torch.distributed.launcher.")
 """Beginnings of names."""
 STARTS_NOTHING = {"subprocess.PIPE", "subprocess.STDOUT", "subprocess.DEVNULL", "subprocess.SubprocessError",
-                  "subprocess.TimeoutExpired", "subprocess.CalledProcessError", "subprocess.CompletedProcess"}
+                  "subprocess.TimeoutExpired", "subprocess.CalledProcessError", "subprocess.CompletedProcess",
+                  "multiprocessing.connection.Connection"}
 
 
 def starts_process(reference: Reference) -> bool:
@@ -117,7 +118,6 @@ def opens_file(reference: Reference) -> bool:
 
 PARSES_JSON = {
     "system/untrusted_file.py": "the door",
-    "train/logs.py": "lines of a run's logs, each by itself",
     # what ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
                      "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/joining.py"),
@@ -126,7 +126,8 @@ PARSES_JSON = {
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
     "errors.py": "its own text",
-    "checkpoint/user_optimizer.py": "its own text", "data/template_process.py": "lines of the process that started it",
+    "checkpoint/user_optimizer.py": "its own text",
+    "data/template_process.py": "messages of the process that started it",
     "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
     # texts that a checksum has judged
@@ -148,6 +149,7 @@ CONNECTS = {
     "cli/watch.py": "a page on the loopback address",
     "comm/torch_backend.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",
+    **dict.fromkeys(("data/template_renderer.py", "data/template_process.py"), "messages over the pipes of a child"),
 }
 CONNECTORS = {"torch.distributed.TCPStore", "torch.distributed.FileStore", "torch.distributed.rendezvous",
               "socket.socket", "socket.create_server", "socket.create_connection", "socket.fromfd",

@@ -86,11 +86,12 @@ def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> 
 
 def problems(run: Run) -> list[RanvierError]:
     """Problems of an encoder's tokenizer, if it is on this machine."""
-    folder = token_numbers.local_folder(run)
-    if run.model.pretrained is None and run.data.tokenizer in BUILT_IN:
+    if run.model.pretrained is not None:
+        folder = token_numbers.local_folder(run)
+        return [] if folder is None else [*refusals(lambda: _existing(run, folder))]
+    if run.data.tokenizer in BUILT_IN:
         return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < wordpiece.SMALLEST_VOCAB else []
-    is_here = run.model.pretrained is None or folder is not None
-    return [*refusals(lambda: _existing(run, folder))] if is_here else []
+    return [*refusals(lambda: _existing(run, None))]
 
 
 def _existing(run: Run, folder: Path | None) -> WordPiece | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ranvier.data import template_process
 from ranvier.system import child
+from ranvier.system.untrusted_file import parse_json
 
 _WAIT_SECONDS = 300.0
 """Longest wait for an answer, with the start of the process before the first one. The kernel ends a template that
@@ -99,10 +100,10 @@ class _Process:
                 requests.send_bytes(json.dumps(request, default=str).encode())  # what JSON does not have becomes text
                 if not answers.poll(_WAIT_SECONDS):
                     raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
-                answer: dict[str, Any] = json.loads(answers.recv_bytes())
+                answer: Any = parse_json(answers.recv_bytes())
         except (EOFError, OSError):
             raise TemplateLimitError(self._reason(process)) from None
-        return answer
+        return dict(answer)
 
     @staticmethod
     def _reason(process: subprocess.Popen[bytes]) -> str:
