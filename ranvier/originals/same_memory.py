@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, starmap
+from itertools import chain, compress, tee
 from typing import Any
 from weakref import ref
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 _IS_ENGINES = "ranvier_flat_parameters"
+_BEFORE = "ranvier_memory_before"
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -86,6 +87,8 @@ class ViewsOfParameters:
     def follow(self) -> None:
         """The parameters have other memory, in which their elements are in order."""
         for tensor, parameter, before in self._following:
+            if not (memory := tensor.untyped_storage()).resizable():  # as where a NumPy array is over it, which keeps
+                vars(tensor).setdefault(_BEFORE, []).append(memory)  # the tensor, and no memory
             tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + before)
         self._following = []
 
@@ -93,17 +96,15 @@ class ViewsOfParameters:
 def _all_tensors() -> list[Tensor]:
     """Of the whole program.
 
-    All objects go through one call of C code, which refers to none but tensors when it ends. Another thread that goes
-    on would fail where somebody else referred to a tuple that it is just filling.
+    All objects go through one call of C code, which refers to none but tensors when it ends, and calls nothing of a
+    user's. Another thread that goes on would fail where somebody else referred to a tuple that it is just filling.
     """
-    none_of: dict[Any, Any] = dict.fromkeys({*map(type, _all_objects())} - {Tensor, nn.Parameter}, ())
-    found = list[Any](chain.from_iterable(starmap(none_of.get, groupby(_all_objects(), type))))
-    return [one for one in found if type(one) in (Tensor, nn.Parameter)]  # a type may be new
+    return list(_with_types(*tee(chain.from_iterable(map(gc.get_objects, (None,))))))
 
 
-def _all_objects() -> Iterator[Any]:
-    """They are looked up with the first `next`."""
-    return chain.from_iterable(map(gc.get_objects, (None,)))
+def _with_types(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
+    """Those of `objects` that are tensors. By identity: a class may have a comparison of its own, and no hash."""
+    return compress(objects, map({id(Tensor), id(nn.Parameter)}.__contains__, map(id, map(type, same))))
 
 
 def _num_references(tensor: Tensor) -> int:
