@@ -447,11 +447,8 @@ class Stage:
         targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
             lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
         try:
-            if self._others is None:
+            with _AS_THEY_ARE if self._others is None else self._others.around("loss"):
                 total, weight = loss_parts(self._loss(state, targets))
-            else:
-                with self._others.around("loss"):
-                    total, weight = loss_parts(self._loss(state, targets))
         except SystemExit as error:
             raise _ended(f"the loss of microbatch {number}", error) from error
         except Exception as error:
