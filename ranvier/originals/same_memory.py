@@ -16,13 +16,12 @@ import gc
 from collections.abc import Iterable, Iterator
 from itertools import chain, compress, tee
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 
 _IS_ENGINES = "ranvier_flat_parameters"
-_BEFORE = "ranvier_memory_before"
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -87,8 +86,8 @@ class ViewsOfParameters:
     def follow(self) -> None:
         """The parameters have other memory, in which their elements are in order."""
         for tensor, parameter, before in self._following:
-            if not (memory := tensor.untyped_storage()).resizable():  # as where a NumPy array is over it, which keeps
-                vars(tensor).setdefault(_BEFORE, []).append(memory)  # the tensor, and no memory
+            if not (memory := tensor.untyped_storage()).resizable():
+                finalize(tensor, id, memory)  # a NumPy array over the memory keeps the tensor alone
             tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + before)
         self._following = []
 
