@@ -26,9 +26,12 @@ _IS_ENGINES = "ranvier_flat_parameters"
 
 def storage_of(tensor: Tensor) -> int:
     """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in (Tensor, nn.Parameter):
         return 0
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a sparse one, or one inside a transform of functions
+        return 0
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -201,8 +201,10 @@ class _Compared(type):
         raise AssertionError
 
 
-def test_objects_of_classes_without_a_hash_are_passed_over():
-    one, model = _Compared("Class", (), {})(), nn.Linear(2, 2)
+def test_objects_that_are_none_of_ours_are_passed_over():
+    """Of a class that has no hash, and a tensor without memory of its own."""
+    one, model, inside = _Compared("Class", (), {})(), nn.Linear(2, 2), []
+    torch.func.vmap(lambda x: inside.append(x) or x)(torch.ones(2))
     held = [one, model.weight.detach()]
     views = ViewsOfParameters(model.parameters())
     model.weight.data = model.weight.detach().clone()
