@@ -86,6 +86,6 @@ def kill_stopped_ranks(launcher: Process, variable: str) -> None:
     For the end of a run, which would leave them behind.
     """
     for process in descendants(launcher.pid):
-        if process.pid != os.getpid() and process.is_stopped and process.has_variable(variable):
+        if process.pid != os.getpid() and process.is_stopped and process.variable(variable) is not None:
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
