@@ -47,7 +47,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     with options.no_collections():
         from ranvier.launch import start as launch
         from ranvier.launch.launchers import detect
-        from ranvier.system.lease import check_usable
+        from ranvier.system.lease import check_writable
         from ranvier.train.restart import Restarts
 
     name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
@@ -64,7 +64,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     run = dataclasses.replace(run, run_dir=run_dir)
     if started is None:
         check_folder(run_dir, run.resume)
-        check_usable([run_dir, run.checkpoint.dir or run_dir / "checkpoint"], tell=say)
+        check_writable([run_dir, run.checkpoint.dir or run_dir / "checkpoint"])
     _print_warnings(run, resolved, asked, started, warnings)
     if _planned_flags(asked, run) and (started is None or started.rank == 0):
         say(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}")

@@ -120,7 +120,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
                 stack.enter_context(lock)
         except StillLockError as error:
             holder = error.holder
-            kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
+            kill = f" (kill {holder.pid} on {holder.host})" if holder is not None else ""
             raise DataError(f"is being prepared by {_in_words(holder)}, which has shown no life for "
                             f"{error.seconds:.0f} s", code="data-preparation-stalled", where=str(path),
                             value=None if holder is None else str(holder),

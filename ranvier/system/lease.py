@@ -45,8 +45,6 @@ WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _LEASE = re.compile(r"\.owner\.([1-9][0-9]{0,11})")
 _COUNT_DIGITS = 12
-_MACHINES_OWN = "pid:[4026531836]"
-"""The first pid namespace of every Linux kernel, in which no container is (PROC_PID_INIT_INO)."""
 _MOST_BYTES = 1 << 14
 
 
@@ -78,20 +76,12 @@ class Owner:
         return cls(host=socket.gethostname(), machine=machine if state else "", pid=pid,
                    started=state[1] if state else "", since=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC")
 
-    @property
-    def has_known_pid(self) -> bool:
-        """Whether the process id is that of a machine, or of this process's own container, and not of another one."""
-        own = _this_machine()
-        boot, _, namespace = self.machine.partition(" ")
-        return self.machine == own or (boot != own.partition(" ")[0] and namespace in ("", _MACHINES_OWN))
-
     def has_exited(self, state: tuple[str, str] | None) -> bool:
         """Whether its process, one of this machine, is gone. state: `process_state` of its pid."""
         return state is None or state[0] in "ZX" or state[1] != self.started
 
     def __str__(self) -> str:
-        name = f"process {self.pid}" if self.has_known_pid else "a process in a container"
-        return f"{name} on {self.host}"
+        return f"process {self.pid} on {self.host}"
 
 
 def _this_machine() -> str:
@@ -190,7 +180,7 @@ class _Watch:
         name = "an unknown process" if owner is None else str(owner)
         state = ", which is stopped," if stopped else ""
         since = f" since {owner.since}" if owner is not None and owner.since else ""
-        kill = f" (kill {owner.pid} on {owner.host})" if owner is not None and owner.has_known_pid else ""
+        kill = f" (kill {owner.pid} on {owner.host})" if owner is not None else ""
         return OwnershipError(
             f"belongs to a run in progress: {name}{state} owns it{since} (generation {generation})",
             code="folder-in-use", where=f"folder {self._folder}",
@@ -288,36 +278,14 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
         return held
 
 
-def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambda text: None,
-                 wait_seconds: float = WAIT_SECONDS) -> None:
-    """Refuse early what `Lease.acquire` would refuse: a folder that cannot be written, or that another process of this
-    machine owns. Leaves nothing behind, and waits for an owner that may be about to exit, of which it tells once.
-    Errors as of `acquire`."""
-    this, told = Owner.this_process(), False
-    for folder in dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders):
+def check_writable(folders: Sequence[Path]) -> None:
+    """CheckpointError for a folder in which nothing can be written, as of `Lease.acquire`. Leaves nothing behind."""
+    for folder in folders:
         with _writable(folder):
-            there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+            there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
             with TemporaryFile(dir=there) as file:
                 file.write(bytes(_MOST_BYTES))
                 file.flush()
-            if there != folder:
-                continue
-            watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
-            while (newest := max(_generations(folder), default=0)) and (
-                    _is_owned_here(folder, newest, this) and not watch.gone(newest)):
-                if not told:
-                    tell(watch.describe())
-                told = True
-                time.sleep(_POLL_SECONDS)
-
-
-def _is_owned_here(folder: Path, generation: int, this: Owner) -> bool:
-    """Whether this lease names a process of this machine."""
-    try:
-        owner = owner_in(_read(_path(folder, generation)))
-    except OSError:
-        return False
-    return owner is not None and bool(owner.machine) and owner.machine == this.machine
 
 
 # --- the lease of a run ----------------------------------------------------------------------------------------------
