@@ -32,7 +32,7 @@ import tomli_w
 from pydantic import TypeAdapter
 
 from ranvier.config import aliases, named_code, presets
-from ranvier.config.named_object import import_named
+from ranvier.config.named_object import call_named
 from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe, words
 from ranvier.config.urls import has_user_information, without_user_information
@@ -452,9 +452,8 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
             raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="recipe-unreadable",
                               where="recipe", value=recipe,
                               remedy="Name a TOML file that exists and is readable.") from error
-    module, colon, function = recipe.partition(":")
-    if colon:
-        return function, _call(recipe, module, function)
+    if ":" in recipe:
+        return recipe.partition(":")[2], _call(recipe)
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
@@ -498,16 +497,8 @@ def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
     return Layer(origin=origin, values=values, problems=tuple(problems))
 
 
-def _call(recipe: str, module: str, function: str) -> Layer:
-    try:
-        named: Any = import_named(module, function)
-        made = named()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="recipe-function-raised",
-                          where="recipe", value=recipe,
-                          remedy="Name an importable module and a function that takes no arguments.") from error
+def _call(recipe: str) -> Layer:
+    made = call_named(recipe, "recipe", "recipe-function-raised")
     if isinstance(made, Run):
         defaults = {name: setting.default for name, setting in settings().items()}
         return Layer(origin=f"function {recipe}", code="allowed", values={

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, beside_modules, carried, initialise, named
-from ranvier.config.named_object import import_named
+from ranvier.config.named_object import call_named
 from ranvier.config.run import TensorParallel
-from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
+from ranvier.errors import ConfigError, DivisibilityError, ModelError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
@@ -204,17 +204,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
 
 def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
     """Result of the function "module:function", with None for a loss that it leaves out."""
-    module, _, function = target.partition(":")
-    try:
-        made: Any = import_named(module, function)
-        made = made()
-    except RanvierError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="split-function-raised",
-                          where="split", value=target,
-                          remedy="Name module:function, an importable module and a function that takes no "
-                                 "arguments.") from error
+    made = call_named(target, "split", "split-function-raised")
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError("must return (model, sample) or (model, sample, loss)", code="split-function-result",
                           where=f"split {target}", value=type(made).__name__,
