@@ -53,7 +53,6 @@ def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any,
               help="With --out, a job file: slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More on the bottleneck, and on memory against speed.")
 @options.json_option
-@options.rare_collections()
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: str | None,
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **flags: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""

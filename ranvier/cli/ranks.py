@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,15 @@ if TYPE_CHECKING:
     from ranvier.world import World
 
 
+_COLLECTIONS = gc.get_threshold()
+"""Python's own pace of collections, at which a rank works: tensors in cycles are freed in time."""
+
+
 def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
     """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
     from ranvier.launch import failures
 
+    gc.set_threshold(*_COLLECTIONS)
     try:
         work()
         world.close()

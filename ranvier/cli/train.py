@@ -44,11 +44,10 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
 
     Under plain python this command starts the local ranks; under torchrun, mpiexec or srun this process is one of them.
     """
-    with options.no_collections():
-        from ranvier.launch import start as launch
-        from ranvier.launch.launchers import detect
-        from ranvier.system.lease import check_writable
-        from ranvier.train.restart import Restarts
+    from ranvier.launch import start as launch
+    from ranvier.launch.launchers import detect
+    from ranvier.system.lease import check_writable
+    from ranvier.train.restart import Restarts
 
     name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
     resolved = options.for_this_machine(resolved)
@@ -86,13 +85,12 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     ConfigProblems if the run cannot work. With `--resume auto` and another number of ranks than the mesh needs, the run
     gets another mesh.
     """
-    with options.no_collections():
-        from ranvier.config.other_mesh import refit
-        from ranvier.launch.start import local_devices
-        from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
-        from ranvier.planner.problems import problems as find_problems
-        from ranvier.planner.start_trial import StartTrial
-        from ranvier.train.experiment_trackers import tracker_problems
+    from ranvier.config.other_mesh import refit
+    from ranvier.launch.start import local_devices
+    from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
+    from ranvier.planner.problems import problems as find_problems
+    from ranvier.planner.start_trial import StartTrial
+    from ranvier.train.experiment_trackers import tracker_problems
 
     asked, problems = with_pretrained(resolved.run)
     ranks = local_devices(asked.launch.device) if started is None else started.size
@@ -179,8 +177,7 @@ def _newest(run: ResolvedRun) -> str:
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
                    change_world: Callable[[World], World] | None, stream: TextIO, as_json: bool,
                    origins: Mapping[str, str]) -> int:
-    with options.no_collections():
-        from ranvier.train.loop import train as train_loop
+    from ranvier.train.loop import train as train_loop
 
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
