@@ -472,8 +472,7 @@ def _wait(seconds: float, condition: Callable[[], bool]) -> None:
 def _kill(processes: Sequence[Process]) -> Sequence[Process]:
     """Kill `processes`; returns them."""
     for process in processes:
-        with suppress(OSError):
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     return processes
 
 

@@ -46,6 +46,11 @@ class Process:
             return str(self.handle.status()) if self.handle.is_running() else None
         return None
 
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        with suppress(psutil.Error):
+            self.handle.kill()
+
     @property
     def num_threads(self) -> int | None:
         """Its number of threads; None if that is unknown."""
