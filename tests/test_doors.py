@@ -67,8 +67,8 @@ OPENS_FILES = {
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "pictures/timelines.py": "/proc",
     "data/template_process.py": "/proc",
     # files of the package
-    "config/read.py": "a shipped recipe", "cost/cluster_files.py": "a shipped cluster",
-    "pictures/report_page.py": "the template of report.html",
+    "config/read.py": "a shipped recipe", "config/presets.py": "shipped presets",
+    "cost/cluster_files.py": "a shipped cluster", "pictures/report_page.py": "the template of report.html",
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
