@@ -122,7 +122,7 @@ def test_what_launchers_lack(monkeypatch):
     with raises("local-size-unknown", "srun"):
         start._with_local_rank(started)
     with raises("mpi-contradicts-launcher", "rank 0 of 2", "rank 0 of 1"):
-        start._check_mpi(started, 0, 1)
+        start.check_mpi(started, 0, 1)
 
     def fail(*args):
         raise RuntimeError("no route to host\nmore")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -46,6 +46,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     """
     from ranvier.launch import start as launch
     from ranvier.launch.launchers import detect
+    from ranvier.planner.problems import warnings as warnings_of
     from ranvier.system.lease import check_writable
     from ranvier.train.restart import Restarts
 
@@ -64,7 +65,8 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     if started is None:
         check_folder(run_dir, run.resume)
         check_writable([run_dir, run.checkpoint.dir or run_dir / "checkpoint"])
-    _print_warnings(run, resolved, asked, started, warnings)
+    if started is None or (started.launcher != "local" and started.rank == 0):
+        print_warnings([*warnings, *warnings_of(run, resolved.chosen, asked)])
     if _planned_flags(asked, run) and (started is None or started.rank == 0):
         say(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}")
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
@@ -137,15 +139,6 @@ def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
     if not same or mesh.size > ranks or before.batch.global_size != asked.batch.global_size:
         return None
     return resolve(asked, Facts(mesh=mesh, microbatch_size=found if size == "auto" else size))
-
-
-def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started: Started | None,
-                    more: Sequence[RanvierError]) -> None:
-    """Print warnings once: before ranks are started, or on rank 0 of another launcher."""
-    from ranvier.planner.problems import warnings
-
-    if started is None or (started.launcher != "local" and started.rank == 0):
-        print_warnings([*more, *warnings(run, resolved.chosen, asked)])
 
 
 def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:

@@ -164,12 +164,23 @@ def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> T
     return stores.create_store_everywhere(host, port, timeout)
 
 
+def check_mpi(started: Started, rank: int, size: int) -> None:
+    """LaunchError unless MPI's `rank` and `size` are the launcher's."""
+    if (rank, size) != (started.rank, started.size):
+        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. The launcher "
+                          "belongs to another MPI", code="mpi-contradicts-launcher", where="comm.transport",
+                          value="mpi",
+                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set `--comm.transport "
+                                 "torch`.")
+
+
 def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, SharedStore]:
     if not started.mpi or find_spec("mpi4py") is None:
         raise LaunchError(f"{started.launcher} does not give the address of rank 0, and mpi4py, which could, is not "
                           "installed", code="rank-0-address-unknown", where="launch", remedy=_REMEDY)
     from mpi4py import MPI
 
+    check_mpi(started, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     hosts = MPI.COMM_WORLD.gather(socket.gethostname())
     store: TCPStore | None = None
     contact: tuple[str, int, str] | None = None

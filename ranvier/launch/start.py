@@ -37,7 +37,7 @@ from ranvier.launch.devices import choose_devices, exchange, visible_devices
 from ranvier.launch.heartbeat import exit_with_launcher, mpi_start_watch
 from ranvier.launch.launchers import Setting, Started, detect
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.launch.shared_store import open_store
+from ranvier.launch.shared_store import check_mpi, open_store
 from ranvier.mesh import Mesh
 from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
@@ -173,7 +173,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
     os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
     with mpi_start_watch(started, seconds, launch.stopped_seconds):
         started, local_rank, local_size = _with_local_rank(started)
-        stores = None if started.size == 1 and address is None else _open_store(started, seconds)
+        stores = None if started.size == 1 and address is None else open_store(started, seconds)
     torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
     place, device, local_ranks = _agree_on_device(started, launch.device, comm.transport if comm.collectives == "auto"
                                                   else f"{comm.transport}, collectives {comm.collectives}", stores)
@@ -406,24 +406,6 @@ def _with_local_rank(started: Started) -> tuple[Started, int, int]:
     return replace(started, local_rank=local_rank, local_size=local_size), local_rank, local_size
 
 
-def _open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedStore]:
-    """The store, after a check that MPI, if the store is found through it, has the launcher's ranks."""
-    if started.master is None and started.mpi and find_spec("mpi4py") is not None:
-        from mpi4py import MPI
-
-        _check_mpi(started, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    return open_store(started, timeout_seconds)
-
-
-def _check_mpi(started: Started, rank: int, size: int) -> None:
-    if (rank, size) != (started.rank, started.size):
-        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. The launcher "
-                          "belongs to another MPI", code="mpi-contradicts-launcher", where="comm.transport",
-                          value="mpi",
-                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set `--comm.transport "
-                                 "torch`.")
-
-
 def _connect(started: Started, transport: str, collectives: str, device: torch.device, timeout_seconds: float,
              stores: tuple[Store, SharedStore] | None) -> tuple[Backend, SharedStore]:
     if stores is None:
@@ -432,7 +414,7 @@ def _connect(started: Started, transport: str, collectives: str, device: torch.d
     if transport == "torch":
         return _connect_torch(started, device, timeout_seconds, torch_store), store
     backend = MPIBackend(device, timeout_seconds)
-    _check_mpi(started, backend.rank, backend.size)
+    check_mpi(started, backend.rank, backend.size)
     if collectives == "mpi":
         return backend, store
     return MixedBackend(backend, _connect_torch(started, device, timeout_seconds, torch_store)), store
