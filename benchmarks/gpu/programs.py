@@ -134,8 +134,8 @@ def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folde
         os.environ.update(one_device_environment(world.rank))
     backend: Any = world.backend
     world.lost = backend.waits.lost
-    install_error_handlers(world, Mesh(**program.mesh), Launch(stopped_seconds=0.0, hang_seconds=0.0),
-                           timeout_seconds=300.0)
+    world.mesh = Mesh(**program.mesh)
+    install_error_handlers(world, Launch(stopped_seconds=0.0, hang_seconds=0.0), timeout_seconds=300.0)
     with engine_of(program, world) as engine:
         for number, batch in enumerate(batches(program, engine.mesh, world.rank)):
             (Path(folder) / str(world.rank)).write_text(str(number))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ranvier.mesh import Mesh
     from ranvier.world import World
 
 
@@ -15,7 +14,7 @@ _COLLECTIONS = gc.get_threshold()
 """Python's own pace of collections, at which a rank works: tensors in cycles are freed in time."""
 
 
-def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
+def work_as_rank(world: World, work: Callable[[], None]) -> int:
     """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
     from ranvier.launch import failures
 
@@ -24,7 +23,7 @@ def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
         work()
         world.close()
     except BaseException as error:
-        code = failures.report_failure(world, world.mesh or mesh, error)
+        code = failures.report_failure(world, error)
         if not world.is_alone:
             failures.abort_all_ranks(world, code)
         return code

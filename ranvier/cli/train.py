@@ -185,7 +185,7 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
             print(json.dumps({"run_dir": str(run_dir), **summary}), flush=True)
 
     world = world if change_world is None else change_world(world)
-    return work_as_rank(world, run.mesh, work)
+    return work_as_rank(world, work)
 
 
 def check_folder(run_dir: Path, resume: str) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -245,17 +245,9 @@ def _watch(done: int, rank: Process, launcher: Process | None, started: Started,
     variable = launcher_variable(started.launcher)
     while not select.select([done], [], [], CHECK_SECONDS)[0]:
         ranks = {} if launcher is None else find_rank_processes_by_variable(launcher, variable)
-        if stopped := detector.check(ranks):
-            error = LaunchError("is stopped (SIGSTOP) while all others wait for it to start MPI, so the run ends",
-                                code="rank-stopped-before-mpi", where=f"rank {stopped[0]}",
-                                value=f"process {ranks[stopped[0]].pid}",
-                                remedy="Start again; `--launch.stopped-seconds 0` allows a rank to be stopped.")
-        elif time.monotonic() > deadline:
-            error = LaunchError("has not started on all ranks", code="mpi-start-late", where="MPI",
-                                value=f"more than {timeout_seconds:g} s",
-                                remedy="Check that the launcher started every rank and whether the machines reach each "
-                                       "other, or raise `--comm.timeout-seconds`.")
-        else:
+        error = _error({number: ranks[number] for number in detector.check(ranks)}, time.monotonic() > deadline,
+                       timeout_seconds)
+        if error is None:
             continue
         able = [number for number, process in ranks.items() if not process.is_stopped]
         if started.rank == min(able, default=started.rank):
@@ -263,3 +255,16 @@ def _watch(done: int, rank: Process, launcher: Process | None, started: Started,
         time.sleep(_RELAY_SECONDS)
         os.kill(rank.pid, signal.SIGKILL)
         return
+
+
+def _error(stopped: Mapping[int, Process], late: bool, timeout_seconds: float) -> LaunchError | None:
+    for number, process in stopped.items():
+        return LaunchError("is stopped (SIGSTOP) while all others wait for it to start MPI, so the run ends",
+                           code="rank-stopped-before-mpi", where=f"rank {number}", value=f"process {process.pid}",
+                           remedy="Start again; `--launch.stopped-seconds 0` allows a rank to be stopped.")
+    if not late:
+        return None
+    return LaunchError("has not started on all ranks", code="mpi-start-late", where="MPI",
+                       value=f"more than {timeout_seconds:g} s",
+                       remedy="Check that the launcher started every rank and whether the machines reach each other, "
+                              "or raise `--comm.timeout-seconds`.")

@@ -158,7 +158,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
         atexit.register(failure.kill_local_stopped_ranks, started.launcher)
         raise
     if not interactive:
-        failure.install_error_handlers(world, mesh, launch, timeout_seconds=comm.timeout_seconds)
+        failure.install_error_handlers(world, launch, timeout_seconds=comm.timeout_seconds)
     return world
 
 
@@ -446,9 +446,8 @@ def _choose_interface(started: Started, store: Store) -> None:
         return
     others = (store.get(f"address/{rank}").decode() for rank in range(started.size) if rank != started.rank)
     host = started.master[0] if address else next(filter(None, others), None)
-    name = interface_towards(host) if host else None
-    if name:
-        os.environ[_INTERFACE] = name
+    if host:
+        use_interface_towards(host)
 
 
 def _print_choices(world: World, transport: Choice | None, device: Choice | None, stream: TextIO | None) -> None:
