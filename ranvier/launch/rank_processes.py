@@ -93,7 +93,7 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
                 in_time = _wait_for(children, folder, time.monotonic() + timeout_seconds, may_fail)
             finally:
                 _end(children, folder)
-        results = [_read(folder / f"{rank}.json") for rank in range(size)]
+        results: list[Any] = [json.loads(_text(folder / f"{rank}.json") or "null") for rank in range(size)]
         missing = [rank for rank in range(size) if results[rank] is None and rank not in may_fail]
         if missing or not in_time:
             shown = range(size) if not in_time else missing
@@ -137,13 +137,6 @@ def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")
     return ""
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    return None
 
 
 def run_one_rank(where: str) -> None:

@@ -11,8 +11,8 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,21 +90,14 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     _end_on_errors()
     with naming_arguments("ranvier.start"):
         mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
-        with _own_arguments():
+        try:
             comm = Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds)
             launch = Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,
                             hang_seconds=hang_seconds, join_address=join_address, survive_losses=survive_losses)
+        except ConfigError as error:  # it names the section's argument
+            where = f"ranvier.start({error.where.partition('(')[2]}"
+            raise ConfigError(**(error.texts | {"where": where}), value=error.value) from None
         return start_ranks(mesh, comm, launch, rerun=rerun)
-
-
-@contextmanager
-def _own_arguments() -> Iterator[None]:
-    """Errors about arguments of the sections that are made inside name those of `start`."""
-    try:
-        yield
-    except ConfigError as error:
-        where = f"ranvier.start({error.where.partition('(')[2]}"
-        raise ConfigError(**(error.texts | {"where": where}), value=error.value) from None
 
 
 def _end_on_errors() -> bool:

@@ -256,12 +256,8 @@ def _prepared(model: Model) -> Model:
                     initialise(parameter, f"{name}.{key}", model.initial(f"{name}.{key}"), _SEED)
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         blocks[name] = module
-    return replace(model, blocks={name: partial(_same, module) for name, module in blocks.items()}, tied=(),
-                   initial=None, alike={})
-
-
-def _same(module: nn.Module) -> nn.Module:
-    return module
+    builders = {name: partial(blocks.__getitem__, name) for name in blocks}
+    return replace(model, blocks=builders, tied=(), initial=None, alike={})
 
 
 def _doubled(batch: Microbatch) -> Microbatch:
