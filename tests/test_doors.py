@@ -144,7 +144,6 @@ def parses_text(reference: Reference) -> bool:
 CONNECTS = {
     "launch/stores.py": "the door: TCPStore, and the port that it listens on",
     "launch/contact.py": "whether anybody listens, before the door",
-    "launch/shared_store.py": "whether anybody listens, before the door",
     "cli/watch.py": "a page on the loopback address",
     "comm/torch_backend.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",

@@ -225,13 +225,25 @@ _Deposit = tuple[Any, ...]
 
 
 class _Collective:
-    """One collective in flight: the tensors of each member, and how it ended."""
+    """One collective in flight, the `protocol.Work` of every member: the tensors of each, and how it ended."""
 
-    def __init__(self, call: _Call, members: int) -> None:
-        self.call = call
-        self.deposits: list[_Deposit | None] = [None] * members
+    def __init__(self, call: _Call, world: InProcessWorld, exchange: _Exchange, group: CheckedGroup) -> None:
+        self.call, self._world, self._exchange, self._purpose = call, world, exchange, group.purpose
+        self.deposits: list[_Deposit | None] = [None] * len(group.ranks)
         self.finished = False
         self.error: TransportError | None = None
+
+    def done(self) -> bool:
+        if not self.finished:
+            self._world.check(self._purpose)
+        return self.finished
+
+    def wait(self) -> None:
+        with self._exchange.condition:
+            while not self.done():
+                self._exchange.condition.wait()
+        if self.error is not None:
+            raise self.error
 
 
 class _Exchange(_Meeting):
@@ -240,25 +252,6 @@ class _Exchange(_Meeting):
     def __init__(self) -> None:
         super().__init__()
         self.collectives: dict[int, _Collective] = {}
-
-
-class _CollectiveWork:
-    """A member's `protocol.Work`."""
-
-    def __init__(self, world: InProcessWorld, exchange: _Exchange, collective: _Collective, purpose: str) -> None:
-        self._world, self._exchange, self._collective, self._purpose = world, exchange, collective, purpose
-
-    def done(self) -> bool:
-        if not self._collective.finished:
-            self._world.check(self._purpose)
-        return self._collective.finished
-
-    def wait(self) -> None:
-        with self._exchange.condition:
-            while not self.done():
-                self._exchange.condition.wait()
-        if self._collective.error is not None:
-            raise self._collective.error
 
 
 class InProcessGroup(CheckedGroup):
@@ -278,7 +271,8 @@ class InProcessGroup(CheckedGroup):
         self._world.check(self.purpose)
         exchange = self._exchange
         with exchange.condition:
-            collective = exchange.collectives.setdefault(self._number, _Collective(call, len(self.ranks)))
+            collective = exchange.collectives.setdefault(
+                self._number, _Collective(call, self._world, exchange, self))
             if collective.call != call:
                 collective.error = self._error("collectives-differ", call[0],
                                                f"member {self.index} calls {call} where another called "
@@ -289,7 +283,7 @@ class InProcessGroup(CheckedGroup):
                 self._finish(collective, work)
                 exchange.condition.notify_all()
         self._number += 1
-        return _CollectiveWork(self._world, exchange, collective, self.purpose)
+        return collective
 
     def _finish(self, collective: _Collective, work: Callable[[list[Any]], None]) -> None:
         try:

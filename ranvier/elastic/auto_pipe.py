@@ -243,7 +243,9 @@ class _Candidate:
         """
         left = _MOST_SIMULATED
         while left > 0:
-            near = [_moved(best.boundaries, index, by) for index in range(self.num_stages - 1) for by in (-1, 1)]
+            edges = best.boundaries
+            near = [(*edges[:index], edges[index] + by, *edges[index + 1:])
+                    for index in range(self.num_stages - 1) for by in (-1, 1)]
             found = [self._predict(boundaries) for boundaries in near
                      if all(start < stop for _, start, stop in self._stages(boundaries))
                      and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
@@ -352,7 +354,3 @@ class _Candidate:
         last = sum(map(sum, self._block_times(self.last_size)))
         return self.situation.num_replicas * ((self.count - 1) * self.sums[-1] + last + self._update(
             range(self.situation.frozen, self.situation.num_blocks)))
-
-
-def _moved(boundaries: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:
-    return (*boundaries[:index], boundaries[index] + by, *boundaries[index + 1:])

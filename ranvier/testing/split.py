@@ -322,18 +322,12 @@ def _copied(x: Tensor) -> Tensor:
     return values if layout is None else mark(values, layout)
 
 
-def _whole_shape(x: Tensor, mesh: TensorMesh | None) -> list[int]:
-    """The shape of all rows' parts together."""
+def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
+    """The gradient of one whole output, of all rows' parts together, the same on every rank."""
     shape = list(x.shape)
     if mesh is not None and shape:
         shape[0] = sum(mesh.over_rows.gather_number(shape[0]))
-    return shape
-
-
-def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The gradient of one whole output, the same on every rank."""
-    generator = torch.Generator().manual_seed(len(name))
-    return torch.randn(_whole_shape(x, mesh), generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
 
 def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:

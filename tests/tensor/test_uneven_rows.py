@@ -270,7 +270,7 @@ def test_the_report_of_a_collective_that_does_not_end_has_the_layer_and_pass_of_
             time.sleep(0.01)
 
     def work(engine):
-        monkeypatch.setattr(inprocess._CollectiveWork, "wait", wait)
+        monkeypatch.setattr(inprocess._Collective, "wait", wait)
         try:
             engine.forward_backward(share(engine, FIRST_DIFFERS))
         except MessageTimeout as error:
