@@ -65,6 +65,7 @@ OTHER = {
     ("inference/evaluation.py", "ranks.all_reduce(found).wait()"): "before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
+    ("pipeline/shared_values.py", "self._updater.wait()"): _CALL,
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,
     ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",

@@ -100,7 +100,7 @@ OPENS = {"open", "os.open", "os.fdopen", "codecs.open", "gzip.open", "bz2.open",
 OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "from_file", "from_pretrained"}
 """Methods of paths and of classes that read files."""
 OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
-                               "pipeline/engine.py"), "edges"),
+                               "pipeline/parts.py"), "edges"),
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
                "plan/function_tree.py": "the source of functions of the user's own code",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}

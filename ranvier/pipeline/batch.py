@@ -23,6 +23,7 @@ from ranvier.pipeline.device_timeline import LookAhead
 from ranvier.pipeline.inbox import call_number
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.rank_stages import RankStages
+from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.schedule.limits import Limits
@@ -94,9 +95,9 @@ class BatchRunner:
             self.defer_bytes = self._deferred * sum(self._deferrable)
 
     def run(self, batch: Sequence[Microbatch], *, call: int, step: int, training: bool,
-            keep_outputs: bool = False) -> None:
+            wanted: LastOutputs | None = None) -> None:
         """Run all actions of one batch. call: the number of batches on this engine, this one included. step: the
-        training step that dropout is keyed by. keep_outputs: whether the last stage keeps what its blocks return."""
+        training step that dropout is keyed by. wanted: takes what the last block returns."""
         self._call, self._step = call_number(call, training=training), step
         leads = self._connections.sequencer.leads
         schedule = RankSchedule(
@@ -106,7 +107,7 @@ class BatchRunner:
         ran: list[Action] = []
         running: Action | None = None
         try:
-            self._stages.begin(training, len(batch))
+            self._stages.begin(training, len(batch), wanted)
             self._statistics.begin(batch, training=training)
             self._connections.inbox.begin(self._call, step, len(batch), schedule.on_message if leads else _unheard)
             if training and self.nominal_weight is not None and not (self._has_loss and batch):
@@ -115,7 +116,7 @@ class BatchRunner:
                 self._reduce_statistics(training)
             while (action := self._next_action(schedule)) is not None:
                 running = action
-                result = self.execute(action, batch, training, keep_outputs)
+                result = self.execute(action, batch)
                 running = None
                 if leads:
                     if self._deferred and result.get("deferrable_bytes", 0) > self._deferrable[action.turn]:
@@ -190,7 +191,7 @@ class BatchRunner:
         connections.sequencer.announce(self._call, found)
         return found
 
-    def execute(self, action: Action, batch: Sequence[Microbatch], training: bool, keep_outputs: bool) -> ActionResult:
+    def execute(self, action: Action, batch: Sequence[Microbatch]) -> ActionResult:
         """Run `action`, send what it produced, and return what the schedule wants to know about it."""
         number, place = action.microbatch, self._places[action.turn]
         result: ActionResult = {}
@@ -198,8 +199,7 @@ class BatchRunner:
             case "F":
                 inputs, wants = self._inputs(number, place, batch[number])
                 started = self._start(action)
-                outcome = place.stage.forward(number, self._step, batch[number], inputs, wants, training=training,
-                                              keep_outputs=keep_outputs)
+                outcome = place.stage.forward(number, self._step, batch[number], inputs, wants)
                 if place.after is not None:
                     self._connections.send(place.after, Message(MessageKind.FORWARD, self._call, number,
                                                                 outcome.tensors, outcome.requires_grad,

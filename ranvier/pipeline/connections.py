@@ -49,6 +49,8 @@ class Connections:
         self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
                                             position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
+        self.replicas: Replicas | None = None
+        """Once somebody has compared them."""
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
         self.splits: dict[tuple[TensorAxis, ...], Group] = {}
@@ -164,9 +166,9 @@ class Connections:
         self.transport.close()
         self.board.close()
 
-    def close(self, replicas: Replicas | None, *, calls: int, steps: int) -> None:
-        """Give everything back when all that was sent has left, the group of `replicas` too. Collective. calls: of the
-        engine on this rank before; steps: its training batches. TransportError where another rank makes more."""
+    def close(self, *, calls: int, steps: int) -> None:
+        """Give everything back when all that was sent has left. Collective. calls: of the engine on this rank before;
+        steps: its training batches. TransportError where another rank makes more."""
         self.transport.flush()
         closing = Closing(self._world.store, self.board.engine, self.rank, self._mesh.size)
         other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
@@ -182,8 +184,8 @@ class Connections:
         self.sequencer.close()
         for group in self._groups:
             group.close()
-        if replicas is not None:
-            replicas.close()
+        if self.replicas is not None:
+            self.replicas.close()
         self.all.close()
         self.board.close()
 

@@ -196,7 +196,7 @@ class HeldParameters:
                 warnings.warn(
                     f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
                     "replicas for itself: they diverge unless the change depends on nothing else than the "
-                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=6)
+                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=7)
 
 
 class SteadyParameters:

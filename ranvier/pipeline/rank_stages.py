@@ -3,14 +3,14 @@ its memory, and take turns by the schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import State
 from ranvier.originals.read_attributes import ReadAttributes
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
+from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Blocks, Stage
 
 
@@ -54,18 +54,9 @@ class RankStages:
         """`Stage.loss_and_weight` of the last stage."""
         return self.last.loss_and_weight
 
-    @property
-    def outputs(self) -> list[State]:
-        """`Stage.outputs` of the last stage."""
-        return self.last.outputs
-
     def set_loss_factor(self, factor: float) -> None:
         """Set the factor of the loss before the backward."""
         self.last.loss_factor = factor
-
-    def observe(self, outputs: Callable[[int, State], None] | None) -> None:
-        """Give `outputs` each microbatch's number and what the last block returns for it; None: no more."""
-        self.last.observe = outputs
 
     def check(self, *, training: bool) -> None:
         """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
@@ -75,8 +66,10 @@ class RankStages:
         for stage in self._stages if training else ():
             stage.check()
 
-    def begin(self, training: bool, num_microbatches: int) -> None:
-        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in."""
+    def begin(self, training: bool, num_microbatches: int, wanted: LastOutputs | None) -> None:
+        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in. wanted:
+        takes what the last block returns."""
+        self.last.wanted = wanted
         follow_originals(module for _, _, module in self.blocks)
         self._modes = put_in_evaluation([module for number, _, module in self.blocks
                                          if not training or number in self._eval_blocks])
@@ -87,6 +80,7 @@ class RankStages:
         """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""
         for stage in self._stages:
             stage.end()
+        self.last.wanted = None
         restore(self._modes)
         self._modes = {}
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
@@ -30,14 +30,14 @@ from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
-from ranvier.pipeline.result import KeptOutputs
+from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import Segment
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.columns import gather_whole, plain
+from ranvier.tensor.columns import plain
 from ranvier.tensor.columns.tensor import mapped
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
@@ -135,10 +135,8 @@ class Stage:
         self._autocast = autocast
         self.training = self._trains = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
-        self.observe: Callable[[int, State], None] | None = None
-        """Given each microbatch's number and what the last block has returned for it."""
-        self.kept: KeptOutputs | None = None
-        """Takes each microbatch's outputs and loss, where somebody wants them."""
+        self.wanted: LastOutputs | None = None
+        """Takes what the last block returns in this batch, where somebody wants it."""
         self.loss_factor = 1.0
         """Factor of the loss before the backward."""
         self._weights = weight_gradients
@@ -150,8 +148,6 @@ class Stage:
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
         self._loss_sum, self._weight_sum = _zero(device), _zero(device)
         self._last_number = -1
-        self.outputs: list[State] = []
-        """Outputs of the last block, microbatch by microbatch, if `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
         self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
                                   for number, _, module in blocks]
@@ -190,7 +186,6 @@ class Stage:
         self.training, self._last_number = training, num_microbatches - 1
         self._trains = training and any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
-        self.outputs = []
         self.forget_weights()
         self._is_watched = training and self._looked_at < _WATCHED_BATCHES
         if training:
@@ -235,7 +230,7 @@ class Stage:
     # ------------------------------------------------------------------ forward
 
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
-                requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
+                requires_grad: frozenset[str]) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
@@ -244,22 +239,22 @@ class Stage:
                 self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
             self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
-        wanted = training and (bool(requires_grad) or self._trains)
+        keeps_graph = self.training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._surroundings("forward"):
+        with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"):
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
-                if training and name in requires_grad:
+                if self.training and name in requires_grad:
                     leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
             self._shared = carried_tensors.SharedMemory()
             if notes:
                 self._shared.watch(entered, notes.get(carried_tensors.SHARED, ()))
                 carried_tensors.refuse_outside(entered, notes.get(carried_tensors.HOOKED, ()), self._weights.in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
-            if self._loss is not None:
-                self._show(state, number, keep=keep_outputs)
-            if self._loss is not None and not keep_outputs:
+            if self._loss is not None and self.wanted is not None:
+                self.wanted.take(number, state)
+            if self._loss is not None and (self.wanted is None or self.wanted.has_loss):
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
                 outputs = named(state, f"block {self.blocks[-1][1]}")
@@ -297,17 +292,6 @@ class Stage:
         with mesh.one_pass(self._uses[way]), casting(self._autocast if way == "forward" else None, self._device), (
                 self._others if way == "backward" and self._others is not None else _AS_THEY_ARE):
             yield
-
-    def _show(self, state: State, number: int, *, keep: bool) -> None:
-        """Give what the last block has returned, whole on every column, to those who want it: all columns of the stage
-        have an observer, or none has. keep: it is wanted later where there is no observer."""
-        if self.kept is not None:
-            self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
-                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
-        if self.observe is not None:
-            self.observe(number, gather_whole(state))
-        elif keep:
-            self.outputs.append(gather_whole(state))
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
@@ -464,8 +448,8 @@ class Stage:
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
                                     "and no_grad.")
-        if self.kept is not None:
-            self.kept.sums.append((total.detach().clone(), weight))
+        if self.wanted is not None:
+            self.wanted.take_loss(total, weight)
         total = total if total.dim() == 0 else total.reshape(())
         self._loss_sum += total.detach()
         self._weight_sum += weight.detach().reshape(()) if isinstance(weight, Tensor) else weight

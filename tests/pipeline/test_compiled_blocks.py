@@ -230,7 +230,7 @@ def test_evaluation_is_uncompiled_and_right():
 
 def test_with_auto_it_runs_uncompiled(monkeypatch):
     """As on CUDA, where auto compiles."""
-    monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")
+    monkeypatch.setattr("ranvier.pipeline.parts.compiles", lambda how, device: "auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_parity(lambda: chain(Reads), points([[2, 3]]), Mesh())
