@@ -15,7 +15,7 @@ from torch import Tensor
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import MessageTimeout, TransportError
-from ranvier.mesh import Coordinates, StagePlacement
+from ranvier.mesh import Coordinates
 from ranvier.optim.step import Updater
 from ranvier.pipeline.column_parts import whole_names
 from ranvier.pipeline.connections import Connections
@@ -26,7 +26,9 @@ from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
+from ranvier.plan.plan import Plan
 from ranvier.schedule.limits import Limits
+from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
 from ranvier.schedule.spans import Category, Timeline
 
@@ -55,35 +57,34 @@ class BatchRunner:
     """Runs batches on one rank.
 
     Args:
-        placement: which rank has which stage. stages: those of this one.
-        limits: of what may be under way.
-        look_ahead: how far the host runs ahead of a CUDA device.
-        defer_bytes: most bytes that deferred weight gradients keep alive; None for those of the microbatches that
-            `limits` allows, as forwards show them.
+        plan: of the engine. at: the place of this rank. policy: in place of the plan's.
         nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
         takes_nominal_weight: whether that becomes what losses are divided by.
         forwards_ended: called when the last forward of a training batch has run here.
     """
 
-    def __init__(self, *, placement: StagePlacement, at: Coordinates, stages: RankStages, connections: Connections,
-                 updater: Updater, statistics: BatchStatistics, timeline: Timeline, policy: Policy,
-                 limits: Limits, look_ahead: LookAhead, defer_bytes: int | None,
+    def __init__(self, plan: Plan, at: Coordinates, *, policy: Policy | None, stages: RankStages,
+                 connections: Connections, updater: Updater, statistics: BatchStatistics, timeline: Timeline,
                  nominal_weight: NominalWeight | None, takes_nominal_weight: bool,
                  forwards_ended: Callable[[], None]) -> None:
-        self._at, self._stages, self._connections = at, stages, connections
+        self._at, self._stages, self._connections, placement = at, stages, connections, plan.layout.stages
         self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
         self._has_loss = self._numbers[-1] == self._num_stages - 1
         self._places = [_Place(number, stages[turn], connections.rank_of(number - 1) if number else None,
                                connections.rank_of(number + 1) if number < self._num_stages - 1 else None)
                         for turn, number in enumerate(self._numbers)]
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
-        self._policy, self._look_ahead, self._forwards_ended = policy, look_ahead, forwards_ended
+        self._policy, self._forwards_ended = policy or policy_named(plan.policy), forwards_ended
+        self._look_ahead = LookAhead(plan.pipeline.look_ahead, device=connections.device, num_stages=self._num_stages)
         self._deferrable = [0] * len(stages)
         """Per stage, the most bytes that one microbatch's deferred products would keep alive."""
-        self._limits_follow = defer_bytes is None
-        self.defer_bytes, self._deferred = defer_bytes or 0, 0
+        defer_bytes = 0 if updater.in_backward else plan.pipeline.defer_bytes  # a product holds a block's gradients
+        self._limits_follow = defer_bytes == "auto"
+        self.defer_bytes, self._deferred = 0 if defer_bytes == "auto" else defer_bytes, 0
+        """Most bytes that deferred weight gradients keep alive; for auto those of the microbatches that the limits
+        allow, as forwards show them."""
         self._defer_last: int | None = None
-        self.use_limits(limits)
+        self.use_limits(plan.limits)
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
         self._call = self._step = 0
 
@@ -99,7 +100,7 @@ class BatchRunner:
         """Run all actions of one batch. call: the number of batches on this engine, this one included. step: the
         training step that dropout is keyed by. wanted: takes what the last block returns."""
         self._call, self._step = call_number(call, training=training), step
-        leads = self._connections.sequencer.leads
+        leads, nominal_weight = self._connections.sequencer.leads, self.nominal_weight if training else None
         schedule = RankSchedule(
             stages=self._numbers, num_stages=self._num_stages, num_microbatches=len(batch), policy=self._policy,
             in_flight=self._in_flight, training=training, defer_bytes=self.defer_bytes,
@@ -109,9 +110,10 @@ class BatchRunner:
         try:
             self._stages.begin(training, len(batch), wanted)
             self._statistics.begin(batch, training=training)
-            self._connections.inbox.begin(self._call, step, len(batch), schedule.on_message if leads else _unheard)
-            if training and self.nominal_weight is not None and not (self._has_loss and batch):
-                self.nominal_weight.start(0.0)
+            self._connections.inbox.begin(self._call, step, len(batch),
+                                          schedule.on_message if leads else lambda *_: None)  # the leader decides
+            if nominal_weight is not None and not (self._has_loss and batch):
+                nominal_weight.start(0.0)
             if not batch:
                 self._reduce_statistics(training)
             while (action := self._next_action(schedule)) is not None:
@@ -125,8 +127,10 @@ class BatchRunner:
                             self.defer_bytes, self._deferred * sum(self._deferrable))
                     schedule.on_done(action, **result)
                 if action.kind == "F" and action.turn == len(self._numbers) - 1:
-                    if training and self.nominal_weight is not None and self._has_loss and action.microbatch == 0:
-                        self._estimate_weight(self.nominal_weight, len(batch))
+                    if nominal_weight is not None and self._has_loss and action.microbatch == 0:
+                        weight = float(self._stages.last.loss_and_weight[1]) if self._at.is_first_with_samples else 0.0
+                        nominal_weight.start(weight * len(batch))
+                        self._take_nominal_weight(nominal_weight)  # all ranks need it for their first backward
                     if action.microbatch == len(batch) - 1:
                         self._forwards_ended()
                         self._reduce_statistics(training)
@@ -135,43 +139,36 @@ class BatchRunner:
                 self._connections.tensor_mesh.sums.finish()  # those of the last deferred products
                 self._connections.tensor_mesh.order.end()
         except Exception as error:
-            if running is not None and isinstance(error, TransportError):
-                self._describe(error)
+            self._explain(error, ran, running)
             self._stages.clear()
-            board, text = self._connections.board, f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
-            error.add_note(f"{board.name(self._connections.rank)}: actions so far: {text.strip() or 'none'}")
             raise
         finally:
             self._stages.end()
-        if training and self.nominal_weight is not None and self.nominal_weight.started:
-            self._take_nominal_weight(self.nominal_weight)
+        if nominal_weight is not None and nominal_weight.started:
+            self._take_nominal_weight(nominal_weight)
 
-    def _describe(self, error: TransportError) -> None:
-        """A collective between layers has failed: say in which layer, and of one that did not end in which layer each
-        rank is."""
-        place = self._connections.board.place()
-        if isinstance(error, MessageTimeout):
-            error.extend(f"\n{self._connections.board.report_all()}")
-        elif place:
+    def _explain(self, error: Exception, ran: Sequence[Action], running: Action | None) -> None:
+        """Say what has run. Where a collective between layers has failed, say in which layer; of one that did not end,
+        in which layer each rank is."""
+        board = self._connections.board
+        if running is not None and isinstance(error, MessageTimeout):
+            error.extend(f"\n{board.report_all()}")
+        elif running is not None and isinstance(error, TransportError) and (place := board.place()):
             error.extend(f" (in {place})")
-
-    def _estimate_weight(self, nominal_weight: NominalWeight, num_microbatches: int) -> None:
-        """After the first forward of the last stage: all its ranks need the estimate for their first backward."""
-        counts = self._at.is_first_with_samples
-        nominal_weight.start(float(self._stages.loss_and_weight[1]) * num_microbatches if counts else 0.0)
-        self._take_nominal_weight(nominal_weight)
+        text = f"{actions_text(ran)} >{running}<" if running else actions_text(ran)
+        error.add_note(f"{board.name(self._connections.rank)}: actions so far: {text.strip() or 'none'}")
 
     def _take_nominal_weight(self, nominal_weight: NominalWeight) -> None:
         weight = nominal_weight.agree()
         if weight is not None:
             self._updater.expect_weight(weight, divide_by_it=self._takes_nominal_weight)
-            self._stages.set_loss_factor(self._updater.loss_factor)
+            self._stages.last.loss_factor = self._updater.loss_factor
             self.nominal_weight = None
 
     def _reduce_statistics(self, training: bool) -> None:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
         counts = self._has_loss and self._at.is_first_with_samples
-        self._statistics.reduce(self._stages.loss_and_weight if counts else None, at_once=not training)
+        self._statistics.reduce(self._stages.last.loss_and_weight if counts else None, at_once=not training)
 
     # ------------------------------------------------------------------ one action
 
@@ -257,7 +254,3 @@ class BatchRunner:
             kind = MessageKind.BACKWARD if gradients else MessageKind.CREDIT
             self._connections.send(place.before,
                                    Message(kind, self._call, number, gradients, stage=place.number - 1))
-
-
-def _unheard(direction: str, microbatch: int, stage: int) -> None:
-    """Ignore an arrival: the leader decides, and no other rank needs to know."""

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -44,7 +43,7 @@ class Connections:
 
     def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
         self._world, self._mesh, self._check_order = world, layout.mesh, check_order
-        self._placement = layout.stages
+        self._placement, self.rank, self.device = layout.stages, world.rank, world.device
         at, mesh, stages = layout.mesh.coordinates(world.rank), layout.mesh, layout.stages
         self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
                                             position=at.position)) for stage in range(stages.num_stages)]
@@ -123,16 +122,6 @@ class Connections:
             self.splits[axes] = self._world.backend.group(f"update over {' and '.join(axes)}",
                                                           self._mesh.groups(*axes))
         self._groups += self.splits.values()
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._world.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._world.device
 
     def rank_of(self, stage: int) -> int:
         """The counterpart of this rank that has `stage`; it may be this rank."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.block import Loss, Model, Modules, State
+from ranvier.config import rules
 from ranvier.config.python_names import of_engine
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError, RanvierError
@@ -43,7 +44,7 @@ from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.parts import EngineParts
-from ranvier.pipeline.prepared_model import check_arguments, check_beside_plan, make_plan, prepare
+from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, LastOutputs
 from ranvier.pipeline.shared_buffers import BufferSync
@@ -159,7 +160,11 @@ class Engine:
                              memory=memory, optim=optim, own_optimizer=own)
         else:
             plan.check(given.model, world.size, given.dtype, has_optimizer=optimizer is not None)
-        check_beside_plan(given, plan, guard, compile=compile)
+        is_fp64 = given.dtype is torch.float64
+        for problem in (*rules.recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
+                        *(rules.float8_problems(plan.mesh, is_fp64=is_fp64) if float8 else ()),
+                        *rules.guard_problems(guard or Guard(bad_step="none"), plan.optim)):
+            raise problem
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
         self.coordinates = plan.mesh.coordinates(world.rank)
         self.layers, self.block_names = given.model.layers, list(given.model.blocks)
@@ -537,7 +542,7 @@ class Engine:
         self._came_in_evaluation = False
         self._users_changes.begin()
         self._step += 1
-        self._stages.set_loss_factor(self._updater.loss_factor)
+        self._stages.last.loss_factor = self._updater.loss_factor
         self._statistics.begin_training(
             self._updater.gradients.were_zeroed, updates=updates, users=self._updater.users,
             rate=None if self._updater.flat is None else self.learning_rate)
@@ -557,11 +562,11 @@ class Engine:
                  kept: LastOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         batch: all of its microbatches, where they are known."""
-        if status.refused is not None and self._refuses_bad_losses:
+        if not status.may_update and status.bad is not None and self._refuses_bad_losses:
             cause = ""
             if batch is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(batch)}"
-            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", code="step-refused",
+            raise RanvierError(f"{status.bad}, and nothing was updated{cause}", code="step-refused",
                                where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
@@ -569,7 +574,7 @@ class Engine:
         if status.may_update:
             self._values.updated()
             self._users_changes.updated()
-        elif not status.overflow and status.refused is None:
+        elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._values.wait_for_buffers()
         self._connections.board.action = _OUTSIDE

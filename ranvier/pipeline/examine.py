@@ -148,8 +148,8 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_block
             gradients.hold()
             run(one)
             if is_last_stage and one:
-                losses.append((number, *stages.loss_and_weight.tolist()))
-                watch.note("loss", [stages.loss_and_weight[:1]], num_blocks + 1)
+                losses.append((number, *stages.last.loss_and_weight.tolist()))
+                watch.note("loss", [stages.last.loss_and_weight[:1]], num_blocks + 1)
             for parameter, (place, block, name) in held.items():
                 if parameter.requires_grad:
                     watch.note("gradient", [parameter.grad], place, block, name)

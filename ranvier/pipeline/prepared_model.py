@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ranvier.block import Loss, Model, Modules, as_model, freeze, frozen_prefix, names_in_whole, ready_made
 from ranvier.config import rules
-from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
+from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.step import OptimizerFactory
@@ -95,16 +94,6 @@ def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Mic
     return make(given.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
                 memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=given.dtype,
                 device=world.device.type)
-
-
-def check_beside_plan(given: PreparedModel, plan: Plan, guard: Guard | None, *, compile: bool | Literal["auto"]
-                      ) -> None:
-    """ConfigError for arguments that cannot be beside this plan."""
-    is_fp64 = given.dtype is torch.float64
-    for problem in (*rules.recompute_problems(plan.memory, plan.mesh, compile=compile, float8=given.float8),
-                    *(rules.float8_problems(plan.mesh, is_fp64=is_fp64) if given.float8 else ()),
-                    *rules.guard_problems(guard or Guard(bad_step="none"), plan.optim)):
-        raise problem
 
 
 def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.originals.read_attributes import ReadAttributes
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
@@ -20,6 +20,11 @@ class RankStages:
 
     def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
         self._stages, self._eval_blocks = tuple(stages), eval_blocks
+        self.first, self.last = stages[0], stages[-1]
+        """With the lowest number, which alone can have frozen blocks whose outputs are cached, and the highest, which
+        alone can have the loss."""
+        self.blocks: Blocks = [block for stage in stages for block in stage.blocks]
+        """Of all stages: (number in the model, name, module)."""
         self._modes: dict[nn.Module, bool] = {}
         """Own modes of the modules that are in evaluation mode for this batch."""
 
@@ -30,33 +35,9 @@ class RankStages:
         return len(self._stages)
 
     @property
-    def first(self) -> Stage:
-        """The one with the lowest number, which alone can have frozen blocks whose outputs are cached."""
-        return self._stages[0]
-
-    @property
-    def last(self) -> Stage:
-        """The one with the highest number, which alone can have the loss."""
-        return self._stages[-1]
-
-    @property
-    def blocks(self) -> Blocks:
-        """Blocks of all stages: (number in the model, name, module)."""
-        return [block for stage in self._stages for block in stage.blocks]
-
-    @property
     def stored(self) -> int:
         """Microbatches whose graph is kept now, over all stages."""
         return sum(stage.stored for stage in self._stages)
-
-    @property
-    def loss_and_weight(self) -> Tensor:
-        """`Stage.loss_and_weight` of the last stage."""
-        return self.last.loss_and_weight
-
-    def set_loss_factor(self, factor: float) -> None:
-        """Set the factor of the loss before the backward."""
-        self.last.loss_factor = factor
 
     def check(self, *, training: bool) -> None:
         """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""

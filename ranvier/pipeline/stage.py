@@ -152,15 +152,14 @@ class Stage:
         self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
                                   for number, _, module in blocks]
         self._split_linears = [layer for _, layers in self._layers_of_blocks for layer in layers]
-        for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
-            if isinstance(layer, SplitLinear):
-                layer.recomputed = not selective
+        at_once = {place for segment in segments for place in segment}
+        for layer in (layer for place in at_once for layer in self._layers_of_blocks[place][1]):
+            layer.recomputed = not selective
         self._segments, self._selective = segments, selective
         self._use_runs(runs_of(len(blocks), segments))
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
-        at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
                                             may_wait=may_wait)
@@ -347,22 +346,20 @@ class Stage:
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
                 return self._run_some(run, step, samples, number, state)
-        is_compiled = self._compiled is not None and self.training
+        compiled = self._compiled if self.training else None
         with keyed_random.Scope(self._seed, step, samples) as scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:
                     if self._others is None:  # a context would be a third of the host's time for a block
-                        state = self._through(name, module, state, scope) if is_compiled else module(state)
+                        state = module(state) if compiled is None else compiled(module, name, state, scope)
                     else:
                         with self._others.around(name):
-                            state = self._through(name, module, state, scope)
+                            state = module(state) if compiled is None else compiled(module, name, state, scope)
                 except RanvierError:
                     raise
-                except SystemExit as error:
-                    raise _ended(f"block {name}, forward of microbatch {number}", error) from error
-                except Exception as error:
-                    error.add_note(f"in block {name}, forward of microbatch {number}")
+                except (Exception, SystemExit) as error:
+                    _note(error, f"block {name}, forward of microbatch {number}")
                     if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
                         error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
                                        "module that takes tensors put one with the line: def forward(self, state): "
@@ -379,12 +376,6 @@ class Stage:
                 if self._progress is not None:
                     self._progress()
         return state
-
-    def _through(self, name: str, module: nn.Module, state: State, scope: keyed_random.Scope) -> State:
-        if self._compiled is None or not self.training:
-            found: State = module(state)
-            return found
-        return self._compiled(module, name, state, scope)
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
@@ -436,10 +427,8 @@ class Stage:
             else:
                 with self._others.around("loss"):
                     total, weight = loss_parts(self._loss(state, targets))
-        except SystemExit as error:
-            raise _ended(f"the loss of microbatch {number}", error) from error
-        except Exception as error:
-            error.add_note(f"in the loss of microbatch {number}")
+        except (Exception, SystemExit) as error:
+            _note(error, f"the loss of microbatch {number}")
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
@@ -480,10 +469,8 @@ class Stage:
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
-        except SystemExit as error:
-            raise _ended(f"the backward of microbatch {number}", error) from error
-        except Exception as error:
-            error.add_note(f"in the backward of microbatch {number}")
+        except (Exception, SystemExit) as error:
+            _note(error, f"the backward of microbatch {number}")
             raise
         finally:
             self._last_backward = False
@@ -531,7 +518,10 @@ def _of_a_class(kind: type, name: str, block: str) -> ModelError:
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
 
 
-def _ended(where: str, error: SystemExit) -> ModelError:
-    """A rank that left here would leave the others waiting for its messages."""
-    return ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
-                      value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
+def _note(error: BaseException, where: str) -> None:
+    """Say where a user's code has failed. ModelError where it ends the program: a rank that left here would leave the
+    others waiting for its messages."""
+    if isinstance(error, SystemExit):
+        raise ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
+                         value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.") from error
+    error.add_note(f"in {where}")

@@ -16,21 +16,20 @@ from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
 from ranvier.pipeline.held_parameters import HeldParameters
-from ranvier.pipeline.others_parameters import OthersParameters, used_from_outside
+from ranvier.pipeline.others_parameters import used_from_outside
 from ranvier.pipeline.shared_objects import SharedBufferChanges
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 
 
 class UsersChanges:
     """parameters: those of this rank by key. names_in_whole: name -> those in the user's module. elsewhere: the modules
-    that other ranks train. buffers: those that blocks of several stages share. others: of each stage whose code reaches
-    parameters of other stages."""
+    that other ranks train. buffers: those that blocks of several stages share."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, nn.Parameter],
                  names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held: HeldParameters,
-                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges, others: Sequence[OthersParameters]) -> None:
+                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges) -> None:
         self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held
-        self._elsewhere, self._buffers, self._others = elsewhere, buffers, others
+        self._elsewhere, self._buffers = elsewhere, buffers
         self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
 
@@ -55,7 +54,6 @@ class UsersChanges:
         self._buffers.begin()
         self._elsewhere.begin()
         self._held.begin()
-        self._others_are_old()
 
     def check(self) -> None:
         """Its forwards and backwards have run. ModelError for what they must not do."""
@@ -72,11 +70,6 @@ class UsersChanges:
     def loaded(self) -> None:
         """Somebody has written the whole state of all ranks."""
         self._elsewhere.loaded()
-        self._others_are_old()
-
-    def _others_are_old(self) -> None:
-        for others in self._others:
-            others.is_old = True
 
     def _name(self, name: str) -> str:
         return self._names_in_whole.get(name, (name,))[0]
