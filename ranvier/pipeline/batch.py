@@ -70,13 +70,13 @@ class BatchRunner:
         self._at, self._stages, self._connections, placement = at, stages, connections, plan.layout.stages
         self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
         self._has_loss = self._numbers[-1] == self._num_stages - 1
-        self._places = [_Place(number, stages[turn], connections.rank_of(number - 1) if number else None,
+        self._places = [_Place(number, stage, connections.rank_of(number - 1) if number else None,
                                connections.rank_of(number + 1) if number < self._num_stages - 1 else None)
-                        for turn, number in enumerate(self._numbers)]
+                        for number, stage in zip(self._numbers, stages.all, strict=True)]
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
         self._policy, self._forwards_ended = policy or policy_named(plan.policy), forwards_ended
         self._look_ahead = LookAhead(plan.pipeline.look_ahead, device=connections.device, num_stages=self._num_stages)
-        self._deferrable = [0] * len(stages)
+        self._deferrable = [0] * len(self._numbers)
         """Per stage, the most bytes that one microbatch's deferred products would keep alive."""
         defer_bytes = 0 if updater.in_backward else plan.pipeline.defer_bytes  # a product holds a block's gradients
         self._limits_follow = defer_bytes == "auto"
@@ -203,7 +203,8 @@ class BatchRunner:
                                                                 stage=place.number + 1))
                 result = {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
             case "B":
-                arrived = {} if place.after is None else self._arrived(self._take_return(number, place, place.after))
+                arrived = {} if place.after is None else self._arrived(
+                    self._connections.inbox.take("return", number, place.number, place.after))
                 started = self._start(action)
                 gradients, products = place.stage.backward(number, arrived, defer=action.defer,
                                                            last=number == len(batch) - 1)
@@ -211,7 +212,7 @@ class BatchRunner:
                 result = {"products": products}
             case "C":
                 if place.after is not None:
-                    self._take_return(number, place, place.after)
+                    self._connections.inbox.take("return", number, place.number, place.after)
                 self._send_return(number, place, {})
                 return result
             case "W":
@@ -243,9 +244,6 @@ class BatchRunner:
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self._connections.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-
-    def _take_return(self, number: int, place: _Place, after: int) -> Message:
-        return self._connections.inbox.take("return", number, place.number, after)
 
     def _send_return(self, number: int, place: _Place, gradients: dict[str, Tensor]) -> None:
         """Send a microbatch's return over the edge before a stage: its gradients, or a bare credit if there are

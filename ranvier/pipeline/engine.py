@@ -160,9 +160,8 @@ class Engine:
                              memory=memory, optim=optim, own_optimizer=own)
         else:
             plan.check(given.model, world.size, given.dtype, has_optimizer=optimizer is not None)
-        is_fp64 = given.dtype is torch.float64
         for problem in (*rules.recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
-                        *(rules.float8_problems(plan.mesh, is_fp64=is_fp64) if float8 else ()),
+                        *(rules.float8_problems(plan.mesh, is_fp64=given.dtype is torch.float64) if float8 else ()),
                         *rules.guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
@@ -346,7 +345,6 @@ class Engine:
         """
         self._step, self._statistics.num_updates = steps, 0
         self._values.loaded()
-        self._users_changes.loaded()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
@@ -496,7 +494,7 @@ class Engine:
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
         self._users_changes.refuse_gradients(applied=True)
-        self._values.adopt()
+        self._values.wait()
         self._connections.board.action = "the optimizer"
         updates = self._updater.gradients.unapplied  # unless they have been let go
         with self._lifetime.working():
@@ -573,7 +571,6 @@ class Engine:
                                       "bad_step='none' applies them.")
         if status.may_update:
             self._values.updated()
-            self._users_changes.updated()
         elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._values.wait_for_buffers()
@@ -593,8 +590,7 @@ class Engine:
         self._values.wait()
         self._statistics.forget()
         self._connections.board.action = "the examination of a bad step"
-        cause = examine(batch, stages=self._stages, num_blocks=self.layout.num_blocks,
-                        is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
+        cause = examine(batch, stages=self._stages, layout=self.layout, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
         self._updater.gradients.let_go()

@@ -115,7 +115,7 @@ class EngineParts:
             statistics=self.statistics, timeline=self.timeline,
             nominal_weight=NominalWeight(self.connections.all) if given.dtype is torch.float16 else None,
             takes_nominal_weight=nominal_weight == "auto", forwards_ended=self.held.forwards_ended)
-        self.values = SharedValues(self.updater, self.ties, self.buffers, self.held, self.stages,
+        self.values = SharedValues(self.updater, self.ties, self.buffers, self.held, self.elsewhere, self.stages,
                                    self.connections.board)
         self.users_changes = UsersChanges(
             layout, self.parameters, given.names_in_whole, self.updater.gradients, held=self.held,
@@ -149,7 +149,6 @@ class EngineParts:
                        guard: Guard | None, tables: set[nn.Parameter]) -> Updater:
         plan, rank, dtype, statistics = self._plan, self._world.rank, self._given.dtype, self.statistics
         ties, connections = self.ties, self.connections
-        judges = guard is not None and rules.looks_before_update(guard, plan.optim)
         return Updater(
             gradient_specs(plan.layout, rank, self.parameters, connections.sums, connections.splits, tables=tables),
             connections.data, connections.all, optim=plan.optim, own=plan.own_optimizer, optimizer=optimizer,
@@ -159,7 +158,8 @@ class EngineParts:
             weight=statistics.weight, earlier_weight=statistics.earlier_weight, timeline=self.timeline,
             progress=connections.transport.progress,
             bad_loss=partial(statistics.bad_loss, is_scaled=dtype is torch.float16) if guard is None else None,
-            bad_steps=BadSteps(guard, statistics.loss) if guard is not None and judges else None)
+            bad_steps=BadSteps(guard, statistics.loss)
+            if guard is not None and rules.looks_before_update(guard, plan.optim) else None)
 
     def _build_stage(self, number: int, seed: int, compile: bool | Literal["auto"], tables: set[nn.Parameter]) -> Stage:
         plan, world, given, mesh = self._plan, self._world, self._given, self.connections.tensor_mesh

@@ -19,7 +19,7 @@ class RankStages:
     that compute as in evaluation even while others train."""
 
     def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
-        self._stages, self._eval_blocks = tuple(stages), eval_blocks
+        self.all, self._eval_blocks = tuple(stages), eval_blocks
         self.first, self.last = stages[0], stages[-1]
         """With the lowest number, which alone can have frozen blocks whose outputs are cached, and the highest, which
         alone can have the loss."""
@@ -28,23 +28,12 @@ class RankStages:
         self._modes: dict[nn.Module, bool] = {}
         """Own modes of the modules that are in evaluation mode for this batch."""
 
-    def __getitem__(self, turn: int) -> Stage:
-        return self._stages[turn]
-
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    @property
-    def stored(self) -> int:
-        """Microbatches whose graph is kept now, over all stages."""
-        return sum(stage.stored for stage in self._stages)
-
     def check(self, *, training: bool) -> None:
         """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
         for read in {id(one): one for _, _, module in self.blocks
                      if isinstance(one := vars(module).get("read_attributes"), ReadAttributes)}.values():
             read.check()
-        for stage in self._stages if training else ():
+        for stage in self.all if training else ():
             stage.check()
 
     def begin(self, training: bool, num_microbatches: int, wanted: LastOutputs | None) -> None:
@@ -54,12 +43,12 @@ class RankStages:
         follow_originals(module for _, _, module in self.blocks)
         self._modes = put_in_evaluation([module for number, _, module in self.blocks
                                          if not training or number in self._eval_blocks])
-        for stage in self._stages:
+        for stage in self.all:
             stage.begin(training, num_microbatches)
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.end()
         self.last.wanted = None
         restore(self._modes)
@@ -67,14 +56,14 @@ class RankStages:
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.forget_weights()
 
     def gathered_weights(self) -> list[torch.Tensor]:
         """Weights that stay gathered between microbatches."""
-        return [weight for stage in self._stages for weight in stage.gathered_weights()]
+        return [weight for stage in self.all for weight in stage.gathered_weights()]
 
     def clear(self) -> None:
         """Forget all microbatches: the batch has failed."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.clear()

@@ -4,6 +4,7 @@
     ties                                          an owner sends its value to the other ends    ties
     buffers                                       replicas exchange them after each batch       shared_buffers
     parameters that a program has replaced        their values are taken over                   held_parameters
+    a user's modules that other ranks train       are old here, and say so                      trained_elsewhere
 
 They travel while the program goes on, and are waited for when somebody reads them, or the next batch begins.
 """
@@ -20,15 +21,16 @@ from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.shared_buffers import SharedBuffers
 from ranvier.pipeline.ties import TiedParameters
+from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 
 
 class SharedValues:
     """board: counts the batches, by which messages of ties are told apart."""
 
     def __init__(self, updater: Updater, ties: TiedParameters, buffers: SharedBuffers, held: HeldParameters,
-                 stages: RankStages, board: Board) -> None:
+                 elsewhere: TrainedElsewhere, stages: RankStages, board: Board) -> None:
         self._updater, self._ties, self._buffers, self._held = updater, ties, buffers, held
-        self._stages, self._board = stages, board
+        self._elsewhere, self._stages, self._board = elsewhere, stages, board
         self._were_loaded = self._has_trained = self._are_averages = False
 
     def wait(self) -> None:
@@ -37,10 +39,6 @@ class SharedValues:
         self._updater.wait()
         self._ties.receive_values()
         self.wait_for_buffers()
-        self._held.adopt()
-
-    def adopt(self) -> None:
-        """Take over what a program has replaced; of `HeldParameters.adopt`."""
         self._held.adopt()
 
     def wait_for_buffers(self) -> None:
@@ -72,10 +70,12 @@ class SharedValues:
         if self._ties.owns:
             self._updater.wait()
         self._ties.send_values(self._board.calls, trained=True)
+        self._elsewhere.updated()
 
     def loaded(self) -> None:
         """Somebody has written the whole state of all ranks."""
         self._were_loaded = True
+        self._elsewhere.loaded()
         self._stages.forget_weights()
 
     @property

@@ -221,11 +221,6 @@ class Stage:
         self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]],
                                          selective=self._selective) for run, recomputed in runs if recomputed}
 
-    @property
-    def stored(self) -> int:
-        """Microbatches whose graph is kept now."""
-        return len(self._graphs)
-
     # ------------------------------------------------------------------ forward
 
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
@@ -318,21 +313,18 @@ class Stage:
             theirs = samples if rows is None else samples[rows]
             state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
                                    self._from_cache(state) if first else state)
-            return self._for_cache(state, f"block {self.blocks[num_blocks - 1][1]}")
+            tensors = named(state, f"block {self.blocks[num_blocks - 1][1]}")
+            if self._mesh is None:
+                return carried(tensors)
+            return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
 
         assert self._cache is not None
         with torch.no_grad():
             return self._from_cache(self._cache(samples, state, compute))
 
-    def _for_cache(self, state: State, where: str) -> State:
-        """A state as a cache keeps it: on a tensor mesh a dict, whose names say how each tensor lies on the columns."""
-        tensors = named(state, where)
-        if self._mesh is None:
-            return carried(tensors)
-        return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
-
     def _from_cache(self, state: State) -> State:
-        """The inverse of `_for_cache`."""
+        """A state that a cache has kept: on a tensor mesh a dict, whose names say how each tensor lies on the columns.
+        """
         if self._mesh is None:
             return state
         tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
@@ -432,7 +424,9 @@ class Stage:
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
-        if not total.requires_grad and _has_gradient(state) and weight and total:  # on a GPU only here a wait
+        if not total.requires_grad and torch.is_grad_enabled() and any(
+                one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor)) and (
+                weight and total):  # on a GPU only here a wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
@@ -503,10 +497,6 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
     return CompiledBlocks(how, gradients, forwards, recomputed, watched)
-
-
-def _has_gradient(state: State) -> bool:
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor))
 
 
 def _of_a_class(kind: type, name: str, block: str) -> ModelError:

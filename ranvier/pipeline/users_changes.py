@@ -63,13 +63,5 @@ class UsersChanges:
         self._elsewhere.check_of_no_block()
         self._buffers.check()
 
-    def updated(self) -> None:
-        """All ranks have updated what they train."""
-        self._elsewhere.updated()
-
-    def loaded(self) -> None:
-        """Somebody has written the whole state of all ranks."""
-        self._elsewhere.loaded()
-
     def _name(self, name: str) -> str:
         return self._names_in_whole.get(name, (name,))[0]
