@@ -87,6 +87,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     gets another mesh.
     """
     with options.no_collections():
+        from ranvier.checkpoint.hf.from_pretrained import missing_weights
         from ranvier.config.other_mesh import refit
         from ranvier.launch.start import local_devices
         from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
@@ -103,7 +104,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = []
-    problems = [*resolved.problems, *missing_data(resolved), *problems, *find_problems(run),
+    problems = [*resolved.problems, *missing_data(resolved), *problems, *missing_weights(run), *find_problems(run),
                 *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)

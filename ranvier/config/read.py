@@ -508,9 +508,19 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
         return function, _call(recipe, module, function)
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
+    remedy = f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}."
+    if _may_be_model(path):
+        remedy += (f" A model of the Hugging Face hub or a GGUF file is given to a recipe, with `--model.pretrained "
+                   f"{recipe}`, or first converted, by `ranvier import {recipe} FOLDER`.")
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
-                      code="unknown-recipe", where="recipe", value=recipe,
-                      remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
+                      code="unknown-recipe", where="recipe", value=recipe, remedy=remedy)
+
+
+def _may_be_model(path: Path) -> bool:
+    """Whether this may name a model that has to be fetched or converted: OWNER/NAME, with no folder OWNER, or a GGUF
+    file."""
+    return path.suffix.lower() == ".gguf" or (
+        len(path.parts) == 2 and not path.is_absolute() and not path.parent.is_dir())
 
 
 def _sequence_of(folder: Path) -> int:

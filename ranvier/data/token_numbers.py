@@ -13,6 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from ranvier.config.run import Run, Transformer
+from ranvier.data.offline.pretrained_models import has_weights
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import json_object, read_bytes
 
@@ -60,9 +61,10 @@ def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mappin
 
 
 def local_folder(run: Run) -> Path | None:
-    """The folder of `model.pretrained` where it is one on this machine."""
+    """The folder of `model.pretrained` where the model is on this machine: a folder without weights has only its
+    sizes."""
     path = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
-    return path if path is not None and path.is_dir() else None
+    return path if path is not None and path.is_dir() and has_weights(path) else None
 
 
 def numbers_in(folder: Path) -> dict[str, int] | None:

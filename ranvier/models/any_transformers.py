@@ -212,8 +212,9 @@ class _Transformers:
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
         folder = settings.pretrained
-        if folder is None or not (_path(folder) / "config.json").is_file():
-            return [ConfigError("is not a folder with config.json, which the family transformers needs",
+        if folder is None or not (_path(folder) / "config.json").is_file() or not any(
+                _path(folder).glob("*.safetensors")):
+            return [ConfigError("is not a folder with config.json and safetensors, which the family transformers needs",
                                 code="transformers-needs-folder", where="model.pretrained", value=folder,
                                 remedy="Fetch the model first (`hf download OWNER/NAME --local-dir FOLDER`), and name "
                                        "its folder.")]
