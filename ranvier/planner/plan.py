@@ -42,8 +42,8 @@ from ranvier.planner.training import (
     check_goal,
     failures_of,
     fewest_devices,
+    for_goal,
     training,
-    with_length,
 )
 from ranvier.planner.training import columns as training_columns
 from ranvier.planner.trial import measured
@@ -120,14 +120,13 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
         found = measured(found, request.measure, _progress)
     best, job = found.best[0], None
     if request.out is not None:
-        planned = with_length(best, found.cluster, goal)
-        _write(replace(planned, launch=run.launch, run_dir=None), request.out, request.origins)
+        _write(replace(for_goal(found, goal), launch=run.launch, run_dir=None), request.out, request.origins)
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
         choices = report.schedule_of(found) if request.explain else ()
         _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal,
-                            report.schedule_text(choices) if choices else ""), request.out_html)
+                            report.schedule_text(choices, best.cost) if choices else ""), request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
@@ -310,9 +309,9 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
         whole = training(found.best[0], found.cluster, goal, found.measured_over_predicted)
         screen.print(f"a training on {goal.tokens:,.0f} tokens has {whole.steps:,} steps")
         if whole.best_checkpoint_steps is not None:
+            given = f"; given is --checkpoint.every {whole.checkpoint_steps}" * goal.keeps_interval
             screen.print(f"a checkpoint every {whole.best_checkpoint_steps} steps, written at "
-                         f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least; the run has "
-                         f"--checkpoint.every {found.best[0].run.checkpoint.every or 0}")
+                         f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least{given}")
     if same := report.common_settings(found):
         screen.print(same)
     screen.print()
@@ -325,7 +324,7 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
     for line in (first, limits, *(more if explain else ()), *([memory] if explain or faster else ())):
         screen.print(line)
     if explain and (choices := report.schedule_of(found)):
-        screen.print(report.schedule_text(choices, found.best[0].cost.bubble_fraction))
+        screen.print(report.schedule_text(choices, found.best[0].cost))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------
@@ -427,8 +426,9 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if found.excess:
         screen.print(f"it would not fit: {found.excess}")
     pipeline = found.pipeline_seconds
-    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s (bubble "
-                 f"{step.bubble_fraction:.1%}), then averaging and update {found.seconds - pipeline:.3g} s")
+    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s "
+                 f"({step.bubble_fraction:.1%} of it bubble), then averaging and update {found.seconds - pipeline:.3g} "
+                 "s")
     if pipeline > step.seconds:
         screen.print(f"stages share cores: with one core each, the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:
