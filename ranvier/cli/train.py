@@ -104,8 +104,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = []
-    problems = [*resolved.problems, *missing_data(resolved), *problems, *missing_weights(run), *find_problems(run),
-                *tracker_problems(run.log)]
+    problems = [*resolved.problems, *missing_data(resolved), *problems, *missing_weights(run),
+                *find_problems(run, elsewhere=started is not None), *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)
         warnings.append(warning)

@@ -247,9 +247,7 @@ def _is_visible(folder: str) -> bool:
 
 def missing_path(name: str) -> DataError | None:
     """The error for a corpus name that can only be a path and does not exist; None otherwise."""
-    is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(
-        (".txt", "/", ".tgz", ".gz"))
-    if not is_path:
+    if tables.is_hub_name(name):
         return None
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
         if name and _stat(Path(name).expanduser()) is not None:

@@ -90,6 +90,14 @@ def test_a_folder_of_config_json_is_planned_and_not_trained(tmp_path, capsys):
     assert [each["code"] for each in json.loads(capsys.readouterr().out)["errors"]] == ["pretrained-without-weights"]
 
 
+def test_data_that_is_not_here_is_told_before_ranks_are_started(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ranvier.launch.start.start_ranks", pytest.fail)
+    for given, code in ((["--data.corpus", "gone.jsonl"], "corpus-missing"),
+                        (["--data.task", "chat", "--data.train", "gone.jsonl"], "unknown-data")):
+        assert run_command(["train", "llama-tiny", "--run-dir", str(tmp_path / "run"), "--json", *given]) == 2
+        assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == code
+
+
 @pytest.mark.parametrize("name", ["someone/a-model", "model.gguf", "someone/model.gguf"])
 def test_a_model_of_the_hub_in_the_place_of_a_recipe_says_how_to_get_it(name):
     with raises("unknown-recipe", value=name) as caught:
