@@ -613,15 +613,19 @@ def origin(run_dir: Path) -> str:
     return said if isinstance(said, str) and said else "none"
 
 
-def check_out(path: Path) -> None:
-    """ConfigError where no .toml file can be written to `path` of --out; before the work whose result it is to hold."""
+def not_writable(path: Path) -> str | None:
+    """Why no file can be written to `path`; None where one can. For before the work whose result it is to hold."""
     folder = path.absolute().parent
     try:
-        problem = ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
-                   None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
+        return ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
+                None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
     except OSError as error:
-        problem = error.strerror or str(error)
-    if problem is not None:
+        return error.strerror or str(error)
+
+
+def check_out(path: Path) -> None:
+    """ConfigError where no .toml file can be written to `path` of --out."""
+    if (problem := not_writable(path)) is not None:
         raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
     if path.suffix != ".toml":

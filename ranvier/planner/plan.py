@@ -21,7 +21,7 @@ from ranvier.pictures.report_page import Page
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
-from ranvier.planner.job_files import Launcher, start_command, write_job
+from ranvier.planner.job_files import Launcher, nodes_of, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
@@ -109,11 +109,15 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     clusters = [_sized(load_cluster(each), request) for each in cluster_names]
     if request.out is not None:
         read.check_out(request.out)
+    if request.out_html is not None and (reason := read.not_writable(request.out_html)) is not None:
+        raise _no_page(request.out_html, reason)
     run, problems = with_pretrained(run)
     for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
         raise problem
     if len(clusters) > 1 or request.what_if:
         return _compare(name, run, clusters, request)
+    if request.launcher is not None and request.ranks is not None:
+        nodes_of(request.ranks, clusters[0])
     tried = _searched(run, clusters[0], request)
     found, goal = tried[-1], request.goal
     if request.measure:
@@ -296,8 +300,12 @@ def _write_page(page: Page, path: Path) -> None:
     try:
         write_atomically(path, page.html())
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
-                          where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
+        raise _no_page(path, error.strerror or str(error)) from error
+
+
+def _no_page(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot be written: {reason}", code="plan-page-not-writable", where="--out-html",
+                       value=str(path), remedy="Name a file in a folder you own.")
 
 
 def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:

@@ -237,6 +237,15 @@ def test_why_a_candidate_lost_adds_up():
     assert row[-2:] == ("", "too large")  # not 0.00 GiB
 
 
+def test_what_cannot_be_written_is_told_before_the_search(here, tmp_path, monkeypatch):
+    monkeypatch.setattr("ranvier.planner.plan.search", pytest.fail)
+    with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
+        plan("small", RUN, [here], Request(ranks=8, out_html=tmp_path / "none" / "x.html"))
+    with raises("job-of-partial-nodes", 2, value=3):
+        plan("small", RUN, [here], Request(ranks=3, out=tmp_path / "x.toml", launcher="slurm"))
+    assert not (tmp_path / "x.toml").exists()
+
+
 def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
     for launcher in LAUNCHERS:
         out = tmp_path / f"{launcher}.toml"
