@@ -86,7 +86,8 @@ def test_a_folder_of_config_json_is_planned_and_not_trained(tmp_path, capsys):
     assert run_command(["check", *of_h100]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "pretrained-without-weights" in [each["code"] for each in report["warnings"]] and report["memory"]
-    assert run_command(["train", str(tmp_path), "--data.corpus", out, "--run-dir", str(tmp_path / "run"), "--json"]) == 2
+    train = ["train", str(tmp_path), "--data.corpus", out, "--run-dir", str(tmp_path / "run"), "--json"]
+    assert run_command(train) == 2
     assert [each["code"] for each in json.loads(capsys.readouterr().out)["errors"]] == ["pretrained-without-weights"]
 
 
