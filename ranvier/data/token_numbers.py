@@ -61,10 +61,10 @@ def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mappin
 
 
 def local_folder(run: Run) -> Path | None:
-    """The folder of `model.pretrained` where the model is on this machine: a folder without weights has only its
-    sizes."""
+    """The folder of `model.pretrained` where the model is on this machine; not one that has only its sizes."""
     path = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
-    return path if path is not None and path.is_dir() and has_weights(path) else None
+    is_here = path is not None and path.is_dir() and (has_weights(path) or (path / TOKENIZER).exists())
+    return path if is_here else None
 
 
 def numbers_in(folder: Path) -> dict[str, int] | None:
