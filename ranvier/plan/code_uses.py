@@ -10,28 +10,50 @@
     y.mean()                    calls mean, which reads nothing of a number that has this name
 
 What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
-are not told apart here, but for a method's own (`self`). To let another harmless form through, say in `_Function.uses`
-what becomes of a value that is a part of it, or in `old_values` where an old value makes no difference.
+are not told apart here, but for a method's own (`self`).
+
+Of a place that a function also stores in, an old value counts as needed: nobody can make it alike who has not been
+everywhere before. Only where it is stored for want of an old one, and the function goes on alike with both, it is not.
+
+    if ctx.n != n:                      if ctx.step != n:                 if n in seen:
+        ctx.n = n                           ctx.step = n                      return y
+        ctx.table = table_of(n)             y = 2 * y                     seen.add(n)
+    return y * ctx.table                return y                          return 2 * y
+
+The first finds a table or makes the same one. The other two do something on a first visit only.
 """
 
 from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ranvier.plan.function_tree import BY_NAME, CHANGES, node_of, source_of
-from ranvier.plan.old_values import OldValues
+from ranvier.plan.function_tree import BY_NAME, FUNCTIONS, bodies, node_of, place_in, source_of, text_of
+
+_CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
+"""Methods of lists, dicts, sets and deques that return nothing."""
+_COMPUTING = frozenset({
+    "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
+    "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
+    "square", "sub", "sub_", "sum", "to"})
+"""Methods that leave their object nowhere but in their result and in itself."""
+_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
 
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
                         "astuple", "deepcopy", "__getattribute__"})
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+
+_VARIABLE = re.compile(r"(?<![\w.])[a-zA-Z_]\w*")
+"""In the text of an expression."""
 
 Key = tuple[Any, ...]
 """What a key may be: ("is", value), ("own", name) for an attribute of a method's own object, ("tuple", keys), ("text",
@@ -102,8 +124,58 @@ def _all_names(code: CodeType) -> Uses:
                     names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
 
 
-class _Function(OldValues):
-    """One function, with its uses."""
+class _Store(NamedTuple):
+    """A place gets a value. place, targets: as texts; number: in the order of the function."""
+
+    place: str
+    name: str
+    node: Any
+    statement: Any
+    targets: tuple[str, ...]
+    number: int
+
+
+class _Function:
+    """One function: what is done with a value is seen by what its node is a part of."""
+
+    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
+        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+        self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + flags]
+        self._code = code
+        self._parents: dict[Any, Any] = {}
+        self._numbers: dict[Any, int] = {}
+        """The order in which nodes run, loops left aside."""
+        for one in node.body if isinstance(node.body, list) else [node.body]:
+            self._add(one, node)
+        nodes = list(self._numbers)
+        self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
+        self._reads: dict[str, list[Any]] = {}
+        for one in self._places:
+            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
+        stored = [one.id for one in self._places if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)]
+        self._once = {one.targets[0].id: one.value for one in nodes if isinstance(one, ast.Assign) and isinstance(
+            one.targets[0], ast.Name) and len(one.targets) == 1 and stored.count(one.targets[0].id) == 1
+            and one.targets[0].id not in self._arguments}
+        """Local variables with one value."""
+        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
+                 if isinstance(one, ast.Name)}
+        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
+        self._own = own if own not in stored else None
+        self._stores = [_Store(text_of(place), self._name(place), one, statement := self._statement(one), tuple(
+            map(text_of, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])
+            for one in nodes for place in self._stored_by(one)]
+
+    def _add(self, node: Any, parent: Any) -> None:
+        self._parents[node] = parent
+        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
+        if isinstance(node, FUNCTIONS):  # whose bodies are functions of their own
+            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
+        if (first := getattr(node, "value", getattr(node, "iter", None))) in inside:  # before the target
+            inside.remove(first)
+            inside.insert(0, first)
+        for one in inside:
+            self._add(one, node)
+        self._numbers[node] = len(self._numbers)
 
     def uses(self) -> Uses:
         found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
@@ -123,8 +195,6 @@ class _Function(OldValues):
                     found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
                 if how == "accumulates" or self._is_stored_later(node):
                     found["accumulates"].add(name)
-            elif isinstance(self._parents[node], ast.AugAssign):
-                found["accumulates"].add(name)
         found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
         for node in self._numbers:
             match node:
@@ -138,6 +208,51 @@ class _Function(OldValues):
         return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
                        for name, one in found.items()})
 
+    # ------------------------------------------------------------------ what a node is
+
+    def _name(self, node: Any) -> str:
+        """Private ones with their class."""
+        name: str = node.id if isinstance(node, ast.Name) else node.attr
+        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
+
+    def _is_own(self, node: Any) -> bool:
+        """Whether it is an attribute of the method's own object."""
+        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
+
+    def _call(self, node: Any) -> Any:
+        """The call of a method."""
+        call = self._parents[node]
+        return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
+
+    def _call_on(self, node: Any) -> Any:
+        """The call of a method of what a node has."""
+        method = self._parents[node]
+        return self._call(method) if isinstance(method, ast.Attribute) else None
+
+    def _statement(self, node: Any) -> Any:
+        return next((one for one in (node, *self._around(node)) if isinstance(one, ast.stmt | ast.NamedExpr)), None)
+
+    def _around(self, node: Any) -> Iterator[Any]:
+        """What a node is a part of, inside of the function."""
+        while (node := self._parents.get(node)) in self._parents:
+            yield node
+
+    def _stored_by(self, node: Any) -> Iterator[Any]:
+        """The place that a node stores in, as a variable or attribute, or that has the element."""
+        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
+                isinstance(node, ast.Attribute) and (node.attr == "setdefault" or (
+                    node.attr in _CHANGES and isinstance(self._parents.get(self._call(node)), ast.Expr)))):
+            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield ast.Name(node.name, ast.Store())
+
+    def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
+        """Whether it comes before another one, on each way to that: in the same list of statements."""
+        return any(one in around for body in bodies(self._parents[statement]) if statement in body
+                   for one in body[body.index(statement) + 1:])
+
     # ------------------------------------------------------------------ what is done with a value
 
     def _change(self, node: Any) -> str | None:
@@ -145,14 +260,164 @@ class _Function(OldValues):
         parent, call = self._parents[node], self._call_on(node)
         if isinstance(parent, ast.Subscript) and parent.value is node:
             if not isinstance(parent.ctx, ast.Load):
-                return "accumulates" if isinstance(self._parents[parent], ast.AugAssign) else "stores"
+                return "stores"
             return self._change(parent)
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
-        if not is_dropped or call.func.attr not in CHANGES:
+        if not is_dropped or call.func.attr not in _CHANGES:
             return None
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
+
+    def _flows_back(self, node: Any) -> bool:
+        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
+        at, key, is_computed = node, None, False
+        while True:
+            parent, call = self._parents[at], self._call_on(at)
+            match parent:
+                case ast.BinOp() | ast.UnaryOp(op=ast.USub()):
+                    at, is_computed = parent, True
+                case ast.BoolOp(op=ast.Or(), values=[first, ast.Constant()]) if first is at:
+                    at = parent
+                case ast.Subscript() if at is parent.value and at is node:
+                    at, key = parent, parent.slice
+                case ast.Attribute() if call is not None and parent.attr in _COMPUTING:
+                    key = call.args[0] if parent.attr == "get" and call.args else key
+                    at, is_computed = call, True
+                case ast.Expr():
+                    return is_computed
+                case ast.Assign(targets=[ast.Subscript(value=place, slice=other)]) if key is not None:
+                    return is_computed and (text_of(place), text_of(other)) == (text_of(node), text_of(key))
+                case ast.Assign(targets=[place]) if key is None:
+                    return is_computed and text_of(place) == text_of(node)
+                case _:
+                    return False
+
+    def _is_fresh(self, node: Any) -> bool:
+        """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
+        parent = self._parents[node]
+        place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
+        number, text = self._numbers[node], text_of(place) if self._stores else ""
+        for store in (one for one in self._stores if one.number < number and text in one.targets):
+            names, around = _names_in(place), [node, *self._around(node)]
+            loops = {one for one in around if isinstance(one, ast.For | ast.While | ast.AsyncFor)}.difference(
+                self._around(store.node))
+            others = [one for one in self._stores if one.name in names and (
+                one.place != text or one.name in names[:-1])]
+            if self._precedes(store.statement, around) and not any(
+                    store.number < one.number < number or loops.intersection(self._around(one.node))
+                    for one in others) and not any(
+                    self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
+                    for one in self._reads[self._name(node)]):  # the new value may come of the old one
+                return True
+        return False
+
+    # ------------------------------------------------------------------ an old value, where a new one follows
+
+    def _is_stored_later(self, node: Any) -> bool:
+        """Whether the function stores there afterwards, and needs the old value that it reads here: always, but where
+        it stores one only for want of an old one, and goes on alike with both."""
+        text = text_of(node) if self._stores else ""
+        return any(self._needs_old(node, one) for one in self._stores
+                   if one.place == text and one.number > self._numbers[node] and one.place not in self._locals
+                   and one.node not in (node, self._parents[node]))
+
+    def _needs_old(self, node: Any, store: _Store) -> bool:
+        around, asking = [node, *self._around(node)], list[Any]()
+        for branch in (one for one in self._around(store.node) if isinstance(one, _BRANCHES)):
+            here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
+            if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
+                asking += [branch] if self._grows(node, store) else []
+                break
+            if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
+                return False  # not both of them run
+            asking.append(branch)
+        asking = [one for one in asking if self._asks(one)]
+        return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
+
+    def _grows(self, node: Any, store: _Store) -> bool:
+        """Whether the old value is stored again where it is the greatest, or the least."""
+        call = self._parents[node]
+        return call is _value(store) and isinstance(call, ast.Call) and text_of(
+            call.func) in ("max", "min")
+
+    def _arm(self, branch: Any, around: list[Any]) -> Any:
+        """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
+        child = around[around.index(branch) - 1] if branch in around else None
+        return next((body for body in bodies(branch) if child in body), child)
+
+    def _asks(self, branch: Any) -> bool:
+        """Whether it depends on what is in a place that the function stores in."""
+        places = {one.place for one in self._stores if one.place not in self._locals}
+        places |= {one.place for one in self._stores if one.place in self._locals and not places.isdisjoint(
+            map(text_of, _places_in(_value(one))))}
+        tests = branch.body if isinstance(branch, ast.Try | ast.TryStar) else [
+            getattr(branch, name) for name in ("test", "subject", "iter") if hasattr(branch, name)]
+        return any(text_of(one) in places for test in tests for one in _places_in(test))
+
+    def _goes_on(self, around: list[Any], store: _Store) -> bool:
+        """Whether a variable that has been computed from the old value is used after the new one is stored."""
+        assign = next((one for one in around if isinstance(one, ast.Assign | ast.NamedExpr)), None)
+        targets = {one.place for one in self._stores if one.node in ast.walk(assign)} if assign is not None else ()
+        return any(self._numbers[one] > store.number and not any(
+            self._numbers[assign] < new.number < self._numbers[one] and new.place == one.id for new in self._stores)
+            for one in self._loads(targets))
+
+    def _has_effects(self, branch: Any, mark: _Store) -> bool:
+        """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
+        else, or uses variables or objects that have been changed there. mark: the store."""
+        inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
+        stores = [one for one in self._stores if one.node in inside]
+        local = {one.place: one for one in stores if one.place in self._locals}
+        changed = local.keys() - {name for name in self._kept if all(
+            one.node in inside or place_in(_value(one)) is not None for one in self._stores if one.place == name)}
+        returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
+        texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
+                 for one in returns}
+        if isinstance(branch, ast.IfExp | ast.BoolOp) or any(
+                isinstance(one, ast.Yield | ast.Break | ast.Continue) for one in inside):
+            return True
+        if any(isinstance(one, ast.Return) for one in inside) and (len(texts) > 1 or not changed.isdisjoint(
+                one for text in texts for one in _VARIABLE.findall(text))):
+            return True
+        last = max(self._numbers[one] for one in inside if one in self._numbers)
+        return any(one not in inside and not self._is_set(one, last) for one in self._loads(changed)) or any(
+            self._is_of_others(place, mark, local) for place in _changed(inside)) or any(
+            one.place == other.place and _text(one) != _text(other) and other.node not in inside
+            for one in stores if one.place not in self._locals for other in self._stores)
+
+    @cached_property
+    def _kept(self) -> dict[str, str]:
+        """Local variables that have what is in a place, found or stored there, and the place."""
+        found: dict[str, str] = {}
+        for one in (one for one in self._numbers if isinstance(one, ast.Assign | ast.NamedExpr)):
+            values = [one.value, *(one.targets if isinstance(one, ast.Assign) else [one.target])]
+            places = [place for value in values if (place := place_in(value)) is not None]
+            found |= {value.id: text_of(places[0]) for value in values if places and isinstance(value, ast.Name)
+                      and value.id in self._locals.difference(self._arguments)}
+        return found
+
+    def _loads(self, names: Iterable[str]) -> Iterator[Any]:
+        return (one for name in names for one in self._reads.get(name, ()) if isinstance(one, ast.Name))
+
+    def _is_set(self, load: Any, number: int) -> bool:
+        """Whether a variable gets a value after this number, on each way to where it is used."""
+        around = [load, *self._around(load)]
+        return any(number < one.number < self._numbers[load] and one.statement is not None and (
+            self._precedes(one.statement, around) or (isinstance(one.statement, ast.For) and one.statement in around))
+            for one in self._stores if one.place == load.id)
+
+    def _is_of_others(self, place: Any, mark: _Store, local: Mapping[str, _Store]) -> bool:
+        """Whether it is an object in a local variable, not one that is made there, and no part of that which has the
+        mark."""
+        root, of_mark = place, mark.place.rpartition(".")[0] or mark.place
+        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        if not isinstance(root, ast.Name) or root.id not in self._locals or f"{text_of(place)}.".startswith(
+                f"{of_mark}."):
+            return False
+        made = root.id in local and _value(local[root.id])
+        return not isinstance(made, ast.Call | ast.List | ast.Dict | ast.Set | ast.BinOp)
 
     # ------------------------------------------------------------------ keys
 
@@ -182,6 +447,38 @@ class _Function(OldValues):
                 kind = "tuple" if isinstance(node, ast.Tuple) else "text"
                 return kind, tuple(self._key(one, depth - 1) for one in parts)
         return ANY
+
+
+def _names_in(node: Any) -> list[str]:
+    """Names of variables and attributes, the last one of a path last."""
+    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
+             if isinstance(one, ast.Name | ast.Attribute)]
+    return found[::-1]
+
+
+def _places_in(node: Any) -> Iterator[Any]:
+    """Variables and attributes that an expression reads."""
+    return (one for one in (() if node is None else ast.walk(node))
+            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Load))
+
+
+def _changed(inside: Iterable[Any]) -> Iterator[Any]:
+    """The objects whose attributes, elements or values are changed."""
+    for one in inside:
+        match one:
+            case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
+                yield place
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
+                    name in _CHANGES or (name.endswith("_") and not name.startswith("_"))):
+                yield place
+
+
+def _value(store: _Store) -> Any:
+    return getattr(store.statement, "value", None)
+
+
+def _text(store: _Store) -> str:
+    return "" if _value(store) is None else ast.unparse(_value(store))
 
 
 def with_values(key: Key, values: Mapping[str, Any]) -> Key:
