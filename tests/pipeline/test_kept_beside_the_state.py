@@ -599,12 +599,12 @@ def test_steady_places_are_compared_at_once(monkeypatch):
     """After the first batch nobody looks into a place that stays as it is."""
     looks, batches = [], 4
 
-    def changes(watch):
-        looks.append(watch.place.name)
-        return inner(watch)
+    def look(watch):
+        looks.extend([watch.place.at.path] if hasattr(watch, "marks") else [])  # it is not the first time
+        inner(watch)
 
-    inner = Watch.changes
-    monkeypatch.setattr(Watch, "changes", changes)
+    inner = Watch._look
+    monkeypatch.setattr(Watch, "_look", look)
     settings = {"scale": 2.0, "sizes": [1, 2], "inner": {"of": (3, {4})}}
     train(lambda: four(lambda self, x, y: y * settings["scale"] * len(settings)), batches=batches)
     assert not looks
