@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.watched_values import Change, Identities, Mark, Watch
-from ranvier.plan.object_contents import elements, is_array, own_dict
+from ranvier.plan.object_contents import container, elements_with_keys, is_array, own_dict
 from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
@@ -154,20 +154,17 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         plain = value.detach().cpu().contiguous()
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
-    inside = elements(value)
-    is_code = isinstance(value, type | FunctionType | ModuleType)
-    if inside is None and not is_code and (own := own_dict(value)) is not None:
-        return crc32(f"{type(value).__name__} {_number(own, found, depth - 1)}".encode()) if depth else 0
-    if isinstance(value, dict) and inside is not None:  # in whatever order
-        return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) if depth else 0
-                   for key, one in zip(dict.keys(value), inside, strict=False))
-    if inside is not None:
-        numbers = [_number(one, found, depth - 1) for one in inside] if depth else []
-        return crc32(repr(sorted(numbers) if isinstance(value, set) else numbers).encode())
     if is_array(value):
         shape = f"{getattr(value, 'dtype', type(value).__name__)} {getattr(value, 'shape', len(value))}"
         return crc32(value if isinstance(value, bytearray) else value.tobytes(), crc32(shape.encode()))
-    return crc32((value.__name__ if is_code else repr(value)).encode())
+    if isinstance(value, type | FunctionType | ModuleType):
+        return crc32(value.__name__.encode())
+    kind, own = container(value), own_dict(value)
+    if kind is None and own is None:
+        return crc32(repr(value).encode())
+    inside = list(own.items()) if kind is None and own is not None else elements_with_keys(value)
+    parts = [f"{0 if kind is set else key!r} {_number(one, found, depth - 1)}" for key, one in inside if depth]
+    return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in whatever order
 
 
 def _end(entry: Entry) -> str:

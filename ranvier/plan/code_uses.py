@@ -40,11 +40,12 @@ from ranvier.plan.function_tree import BY_NAME, FUNCTIONS, bodies, node_of, plac
 _CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
 _COMPUTING = frozenset({
-    "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "get", "int",
-    "item", "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt",
-    "square", "sub", "sub_", "sum", "to"})
+    "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "int", "item",
+    "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt", "square", "sub",
+    "sub_", "sum", "to"})
 """Methods that leave their object nowhere but in their result and in itself."""
-_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_BRANCHES = (*_LOOPS, ast.If, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
 
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
@@ -71,16 +72,14 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    called: names of attributes that are called. elsewhere: names of attributes of
-    other objects than a method's own. whole, elements: of names that are read, those of which more than an element is,
-    and elements of others. stores: names that are written, or of which an element is. accumulates: names whose old
-    value is read for the new one, or before it.  reads_any, stores_any: whether it may be any name.
+    called: names of attributes that are called. whole, elements: of names that are read, those of which more than an
+    element is, and elements of others. stores: names that are written, or of which an element is. accumulates: names
+    whose old value is needed for the new one. reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
-    elsewhere: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
@@ -119,19 +118,18 @@ def _all_names(code: CodeType) -> Uses:
     """Every name of a function is read, and what it stores comes of what there was."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
-    return Uses(own=names, others=names, elsewhere=names, whole=names,
+    return Uses(own=names, others=names, whole=names,
                 stores=stores, accumulates=names, reads_any=not (_READS_ANY | BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
 
 
 class _Store(NamedTuple):
-    """A place gets a value. place, targets: as texts; number: in the order of the function."""
+    """A place gets a value. place: as a text; number: in the order of the function."""
 
     place: str
     name: str
     node: Any
     statement: Any
-    targets: tuple[str, ...]
     number: int
 
 
@@ -161,9 +159,8 @@ class _Function:
                  if isinstance(one, ast.Name)}
         self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
         self._own = own if own not in stored else None
-        self._stores = [_Store(text_of(place), self._name(place), one, statement := self._statement(one), tuple(
-            map(text_of, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])
-            for one in nodes for place in self._stored_by(one)]
+        self._stores = [_Store(text_of(place), self._name(place), one, self._statement(one), self._numbers[one])
+                        for one in nodes for place in self._stored_by(one)]
 
     def _add(self, node: Any, parent: Any) -> None:
         self._parents[node] = parent
@@ -183,8 +180,6 @@ class _Function:
             name, is_own = self._name(node), self._is_own(node)
             found["reads_any"] |= {name} & _READS_ANY
             found["stores_any"] |= {name} & _STORES_ANY
-            if isinstance(node, ast.Attribute) and not is_own:
-                found["elsewhere"].add(name)
             if isinstance(node.ctx, ast.Load):
                 how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
                 if how is not None:
@@ -201,7 +196,7 @@ class _Function:
                 case ast.Name(id=by) if by in BY_NAME:  # with a name that is computed
                     found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
                 case ast.ImportFrom():
-                    for kind in ("others", "whole", "elsewhere"):
+                    for kind in ("others", "whole"):
                         found[kind].update(one.name for one in node.names)
                 case ast.MatchClass():
                     found["reads_any"].add(node)
@@ -259,9 +254,7 @@ class _Function:
         """How a container is changed, of which nothing is read for it; None where it is not."""
         parent, call = self._parents[node], self._call_on(node)
         if isinstance(parent, ast.Subscript) and parent.value is node:
-            if not isinstance(parent.ctx, ast.Load):
-                return "stores"
-            return self._change(parent)
+            return self._change(parent) if isinstance(parent.ctx, ast.Load) else "stores"
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
@@ -271,45 +264,42 @@ class _Function:
 
     def _flows_back(self, node: Any) -> bool:
         """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
-        at, key, is_computed = node, None, False
+        call, parent = self._call_on(node), self._parents[node]
+        element = parent if isinstance(parent, ast.Subscript) and parent.value is node else (
+            call if call is not None and call.func.attr == "get" else node)
+        at, is_computed = element, False
         while True:
             parent, call = self._parents[at], self._call_on(at)
-            match parent:
-                case ast.BinOp() | ast.UnaryOp(op=ast.USub()):
-                    at, is_computed = parent, True
-                case ast.BoolOp(op=ast.Or(), values=[first, ast.Constant()]) if first is at:
-                    at = parent
-                case ast.Subscript() if at is parent.value and at is node:
-                    at, key = parent, parent.slice
-                case ast.Attribute() if call is not None and parent.attr in _COMPUTING:
-                    key = call.args[0] if parent.attr == "get" and call.args else key
-                    at, is_computed = call, True
-                case ast.Expr():
-                    return is_computed
-                case ast.Assign(targets=[ast.Subscript(value=place, slice=other)]) if key is not None:
-                    return is_computed and (text_of(place), text_of(other)) == (text_of(node), text_of(key))
-                case ast.Assign(targets=[place]) if key is None:
-                    return is_computed and text_of(place) == text_of(node)
-                case _:
-                    return False
+            if isinstance(parent, ast.BinOp | ast.UnaryOp):
+                at, is_computed = parent, True
+            elif call is not None and parent.attr in _COMPUTING:
+                at, is_computed = call, True
+            elif isinstance(parent, ast.BoolOp) and parent.values[0] is at:
+                at = parent
+            else:
+                break
+        back = [text_of(element if (place := place_in(element)) is None else place)]
+        return is_computed and (isinstance(parent, ast.Expr) or (
+            isinstance(parent, ast.Assign) and list(map(text_of, parent.targets)) == back))
 
     def _is_fresh(self, node: Any) -> bool:
         """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
-        parent = self._parents[node]
+        if not self._stores:
+            return False
+        parent, around = self._parents[node], [node, *self._around(node)]
         place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
-        number, text = self._numbers[node], text_of(place) if self._stores else ""
-        for store in (one for one in self._stores if one.number < number and text in one.targets):
-            names, around = _names_in(place), [node, *self._around(node)]
-            loops = {one for one in around if isinstance(one, ast.For | ast.While | ast.AsyncFor)}.difference(
-                self._around(store.node))
-            others = [one for one in self._stores if one.name in names and (
-                one.place != text or one.name in names[:-1])]
-            if self._precedes(store.statement, around) and not any(
-                    store.number < one.number < number or loops.intersection(self._around(one.node))
-                    for one in others) and not any(
-                    self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
-                    for one in self._reads[self._name(node)]):  # the new value may come of the old one
-                return True
+        number, text, names = self._numbers[node], text_of(place), _names_in(place)
+        others = [one for one in self._stores if one.name in names and (one.place != text or one.name in names[:-1])]
+        for store in self._stores:
+            statement = store.statement
+            if store.number < number and isinstance(statement, ast.Assign) and text in map(
+                    text_of, statement.targets) and self._precedes(statement, around):
+                loops = {one for one in around if isinstance(one, _LOOPS)}.difference(self._around(store.node))
+                if not any(store.number < one.number < number or loops.intersection(self._around(one.node))
+                           for one in others) and not any(  # the new value may come of the old one
+                        self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
+                        for one in self._reads[self._name(node)]):
+                    return True
         return False
 
     # ------------------------------------------------------------------ an old value, where a new one follows
@@ -338,8 +328,7 @@ class _Function:
     def _grows(self, node: Any, store: _Store) -> bool:
         """Whether the old value is stored again where it is the greatest, or the least."""
         call = self._parents[node]
-        return call is _value(store) and isinstance(call, ast.Call) and text_of(
-            call.func) in ("max", "min")
+        return call is _value(store) and isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
 
     def _arm(self, branch: Any, around: list[Any]) -> Any:
         """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
@@ -368,8 +357,8 @@ class _Function:
         else, or uses variables or objects that have been changed there. mark: the store."""
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
         stores = [one for one in self._stores if one.node in inside]
-        local = {one.place: one for one in stores if one.place in self._locals}
-        changed = local.keys() - {name for name in self._kept if all(
+        local = {one.place for one in stores if one.place in self._locals}
+        changed = local - {name for name in self._kept if all(
             one.node in inside or place_in(_value(one)) is not None for one in self._stores if one.place == name)}
         returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
         texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
@@ -381,8 +370,10 @@ class _Function:
                 one for text in texts for one in _VARIABLE.findall(text))):
             return True
         last = max(self._numbers[one] for one in inside if one in self._numbers)
+        of_mark = mark.place.rpartition(".")[0] or mark.place
         return any(one not in inside and not self._is_set(one, last) for one in self._loads(changed)) or any(
-            self._is_of_others(place, mark, local) for place in _changed(inside)) or any(
+            root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
+            for root, text in _changed(inside)) or any(
             one.place == other.place and _text(one) != _text(other) and other.node not in inside
             for one in stores if one.place not in self._locals for other in self._stores)
 
@@ -406,18 +397,6 @@ class _Function:
         return any(number < one.number < self._numbers[load] and one.statement is not None and (
             self._precedes(one.statement, around) or (isinstance(one.statement, ast.For) and one.statement in around))
             for one in self._stores if one.place == load.id)
-
-    def _is_of_others(self, place: Any, mark: _Store, local: Mapping[str, _Store]) -> bool:
-        """Whether it is an object in a local variable, not one that is made there, and no part of that which has the
-        mark."""
-        root, of_mark = place, mark.place.rpartition(".")[0] or mark.place
-        while isinstance(root, ast.Attribute | ast.Subscript | ast.Call):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        if not isinstance(root, ast.Name) or root.id not in self._locals or f"{text_of(place)}.".startswith(
-                f"{of_mark}."):
-            return False
-        made = root.id in local and _value(local[root.id])
-        return not isinstance(made, ast.Call | ast.List | ast.Dict | ast.Set | ast.BinOp)
 
     # ------------------------------------------------------------------ keys
 
@@ -462,15 +441,18 @@ def _places_in(node: Any) -> Iterator[Any]:
             if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Load))
 
 
-def _changed(inside: Iterable[Any]) -> Iterator[Any]:
-    """The objects whose attributes, elements or values are changed."""
+def _changed(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """The objects whose attributes, elements or values are changed: the variable that has them, and as texts."""
     for one in inside:
         match one:
             case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
-                yield place
+                pass
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
                     name in _CHANGES or (name.endswith("_") and not name.startswith("_"))):
-                yield place
+                pass
+            case _:
+                continue
+        yield next((part.id for part in ast.walk(place) if isinstance(part, ast.Name)), ""), text_of(place)
 
 
 def _value(store: _Store) -> Any:

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from ranvier.plan.code_uses import ANY, ElementRead, Key, Uses, names_own, uses_of, with_values
+from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
     attributes,
@@ -102,9 +102,9 @@ class CodeReach:
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
-        self._elements: dict[str, set[tuple[ElementRead, type | None, str | None]]] = {}
-        """Name -> elements that functions read of what has it, with the class that a function is a method of, and its
-        name there."""
+        self._elements: dict[str, set[tuple[Key, type | None]]] = {}
+        """Name -> keys of the elements that functions read of what has it, with the class that a function is a method
+        of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set() if whole is None else set(whole._names)
@@ -145,7 +145,7 @@ class CodeReach:
                 uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
-                    self._elements.setdefault(read.name, set()).add((read, link.bound, link.method))
+                    self._elements.setdefault(read.name, set()).add((read.key, link.bound))
                 found.append(uses)
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
@@ -201,8 +201,8 @@ class CodeReach:
         for name in self._names_at(id(value)):
             if name is None or name in self.uses.whole:
                 return None
-            for read, kind, method in self._elements.get(name, ()):
-                found |= self._values_of(read.key, kind, method)
+            for key, kind in self._elements.get(name, ()):
+                found |= self._values_of(key, kind)
         is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
         return None if is_from_end and type(value) is list else found
 
@@ -214,11 +214,10 @@ class CodeReach:
             else:
                 yield name
 
-    def _values_of(self, key: Key, kind: type | None, method: str | None) -> set[Key]:
+    def _values_of(self, key: Key, kind: type | None) -> set[Key]:
         if not names_own(key):
             return {with_values(key, {})}
-        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any or (  # which a forward may make
-                method in self.uses.elsewhere):  # perhaps with another object as its own
+        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # a forward may make others
             return {ANY}
         return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}

@@ -190,7 +190,7 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
 
 def _callable(value: object, names: frozenset[str]) -> frozenset[str]:
     """Those of these attributes that may be called: of a number that has a method's name, a call reads nothing."""
-    return frozenset(name for name, one in entries_of(value, names) if callable(one)) if names else names
+    return frozenset(name for name, one in entries_of(value, names) if name and callable(one)) if names else names
 
 
 def _buffers(value: object) -> frozenset[str]:

@@ -396,15 +396,6 @@ def in_a_container_with_code():
     return four(step)
 
 
-def by_a_method_with_another_self():
-    cache = {}
-
-    def step(self, x, y):
-        cache[self.number] = y.detach().mean()
-        return y * type(self).look(SimpleNamespace(number=0)) if self.number else y
-    return four(step, look=lambda self: cache.get(self.number, 1.0))
-
-
 def by_an_iterator():
     numbers = itertools.count(1)
     return four(lambda self, x, y: y / next(numbers))
@@ -540,7 +531,7 @@ def by_the_backward_of_a_function():
     by_an_iterator, by_a_factory_of_defaults, by_a_mark, in_an_object_that_a_forward_makes, by_the_key_before,
     by_a_key_that_a_loop_changes, by_code_without_source, read_by_another_self, in_a_context_variable, in_a_weak_dict,
     in_an_array_of_python, by_the_number_of_the_class, by_what_changes_its_argument, by_another_max,
-    in_a_container_with_code, by_a_method_with_another_self,
+    in_a_container_with_code,
     by_the_number_of_another, by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self,
     by_a_default, from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way,
     decided_by_the_greatest, a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data,
