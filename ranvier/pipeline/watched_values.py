@@ -5,8 +5,8 @@
     Identities(watches).is_same()           of many at once, by identity, in C: for each forward of each batch
 
 What cannot be looked into, such as a generator, is never the same. Not seen is what is as it was when somebody looks
-again, and what C code changes in a tensor's memory. Of more than 10,000 elements, and of arrays beyond 1 MiB, a sample
-is compared.
+again, and what C code changes in a tensor's memory. Of more than 10,000 elements the ends are compared, and of large
+arrays a sample.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ from ranvier.plan.shared_places import ANY_NAME, Element, Entry, SharedPlace
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MOST_DEPTH = 4
-_MOST_BYTES = 1 << 20
-_SAMPLED = 1 << 14
-"""Of larger arrays so many elements are compared, evenly spread, and of containers that hold data a hundredth."""
+_SAMPLED = 1 << 17
+"""Of larger arrays so many elements are compared, evenly spread."""
 _version_of = attrgetter("_version")
 
 
@@ -100,11 +99,10 @@ class Mark:
 
 
 class Change(NamedTuple):
-    """An entry of a watched place, before and after."""
+    """An entry of a watched place, and what it is now."""
 
     watch: Watch
     entry: Entry
-    before: Mark
     now: Mark
 
     @property
@@ -154,7 +152,7 @@ class Watch:
             then, now = before.get(entry, _NOTHING), self.marks.get(entry, _NOTHING)
             if not now.is_same(then):
                 self.has_changed = True
-                yield Change(self, entry, then, now)
+                yield Change(self, entry, now)
 
     def _iterators(self) -> list[Callable[[], Iterator[Any]]] | None:
         found, marks = list[Callable[[], Any]](), self.marks.values()
@@ -202,15 +200,14 @@ class Identities:
 
 
 def _sample(value: Any) -> list[Any]:
-    """The size of a container that holds data, its ends, and of a list a hundredth of its elements."""
+    """The size of a container that holds data, and the ends of what has some."""
     found = [size_of(value)]
     if isinstance(value, dict):
-        for ends in (dict.__iter__(value), dict.__reversed__(value)):
-            found += [key := next(ends), dict.__getitem__(value, key)]
+        found += [one for ends in (dict.__iter__(value), dict.__reversed__(value))
+                  for key in (next(ends),) for one in (key, dict.__getitem__(value, key))]
     elif isinstance(value, list | tuple):
-        kind: Any = list if isinstance(value, list) else tuple
-        found += kind.__getitem__(value, slice(None, None, 100))
-        found.append(kind.__getitem__(value, -1))
+        found += [list.__getitem__(value, end) if isinstance(value, list) else tuple.__getitem__(value, end)
+                  for end in (0, -1)]
     return found
 
 
@@ -222,9 +219,8 @@ def _is_trained(value: object) -> bool:
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() or _is_trained(value) else value._version
-    if getattr(value, "nbytes", 0) <= _MOST_BYTES:
-        return crc32(value if isinstance(value, bytearray) else value.tobytes())
-    return crc32(value.flat[::max(value.size // _SAMPLED, 1)].tobytes())
+    step = max(getattr(value, "size", 0) // _SAMPLED, 1)
+    return crc32(value.flat[::step].tobytes() if hasattr(value, "flat") else value)
 
 
 def _is_same(one: Any, other: Any) -> bool:

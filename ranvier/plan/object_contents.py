@@ -64,7 +64,8 @@ def entries_of(value: Any, names: Collection[object]) -> list[tuple[str | None, 
 def attributes_of(value: Any) -> list[Any] | None:
     """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are
     in slots, or each thread has others."""
-    found, kind = dict_of(value), type(value)
+    found = dict_of(value)
+    kind: Any = type(value)
     if isinstance(value, type | ModuleType | FunctionType):
         return [found]
     if type(found) is not dict or isinstance(value, threading.local) or slots_of(kind):

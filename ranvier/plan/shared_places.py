@@ -179,7 +179,7 @@ def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Ent
     """Those of `names`, or None for a whole value, that a stage may read of a place. Buffers of its own modules are
     its own."""
     if is_whole(one.value):
-        return (None,) if reach.reads(one.value, None) else ()
+        return (None,) if reach.reads(one.value) else ()
     own = _buffers(one.value)
     read = reach.names_read(one.value, names - own if one.is_part else names | own)
     if not one.is_part and not read.isdisjoint(_RUNNING):
