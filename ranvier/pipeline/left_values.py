@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.watched_values import Change, Identities, Mark, Watch
-from ranvier.plan.object_contents import container, elements_with_keys, is_array, own_dict
+from ranvier.plan.object_contents import bytes_of, container, elements_with_keys, is_array, own_dict
 from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
@@ -155,8 +155,8 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
     if is_array(value):
-        shape = f"{getattr(value, 'dtype', type(value).__name__)} {getattr(value, 'shape', len(value))}"
-        return crc32(value if isinstance(value, bytearray) else value.tobytes(), crc32(shape.encode()))
+        shape = f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}"
+        return crc32(bytes_of(value), crc32(shape.encode()))
     if isinstance(value, type | FunctionType | ModuleType):
         return crc32(value.__name__.encode())
     kind, own = container(value), own_dict(value)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ranvier.plan.code_uses import is_key
 from ranvier.plan.object_contents import (
     attributes_of,
+    bytes_of,
     contents,
     elements,
     elements_with_keys,
@@ -219,8 +220,7 @@ def _is_trained(value: object) -> bool:
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() or _is_trained(value) else value._version
-    step = max(getattr(value, "size", 0) // _SAMPLED, 1)
-    return crc32(value.flat[::step].tobytes() if hasattr(value, "flat") else value)
+    return crc32(bytes_of(value, _SAMPLED))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import ast
 import dis
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -150,10 +151,10 @@ class _Function:
         self._reads: dict[str, list[Any]] = {}
         for one in self._places:
             self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
-        stored = [one.id for one in self._places if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)]
-        self._once = {one.targets[0].id: one.value for one in nodes if isinstance(one, ast.Assign) and isinstance(
-            one.targets[0], ast.Name) and len(one.targets) == 1 and stored.count(one.targets[0].id) == 1
-            and one.targets[0].id not in self._arguments}
+        stored = Counter(one.id for one in self._places if isinstance(one, ast.Name)
+                         and not isinstance(one.ctx, ast.Load))
+        self._once = {target.id: one.value for one in nodes if isinstance(one, ast.Assign) for target in one.targets
+                      if isinstance(target, ast.Name) and stored[target.id] == 1 and target.id not in self._arguments}
         """Local variables with one value."""
         inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
                  if isinstance(one, ast.Name)}

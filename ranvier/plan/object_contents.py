@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -18,9 +17,11 @@ from functools import lru_cache
 from io import IOBase
 from pathlib import Path
 from queue import SimpleQueue
+from random import Random
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -96,8 +97,18 @@ def is_whole(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
+    """Whether it is an array of numpy, or a generator of random numbers, with a state that changes in place."""
     numpy = sys.modules.get("numpy")
-    return type(value) in (array, bytearray) or (numpy is not None and type(value) is numpy.ndarray)
+    return isinstance(value, torch.Generator | Random) or (numpy is not None and type(value) is numpy.ndarray)
+
+
+def bytes_of(value: Any, most: int | None = None) -> bytes:
+    """What is in such an array or generator; of no more elements than about `most`, evenly spread."""
+    if isinstance(value, Random):
+        return repr(value.getstate()).encode()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    return bytes(value.flat[::1 if most is None else max(value.size // most, 1)].tobytes())
 
 
 def is_opaque(value: object) -> bool:
