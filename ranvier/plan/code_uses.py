@@ -28,18 +28,24 @@ from __future__ import annotations
 import ast
 import dis
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ranvier.plan.function_tree import BY_NAME, FUNCTIONS, bodies, node_of, place_in, source_of, text_of
+from ranvier.plan.function_tree import (
+    BY_NAME,
+    CHANGES,
+    FunctionTree,
+    Store,
+    bodies,
+    node_of,
+    place_in,
+    source_of,
+    text_of,
+)
 
-_CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
-"""Methods of lists, dicts, sets and deques that return nothing."""
 _COMPUTING = frozenset({
     "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "int", "item",
     "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt", "square", "sub",
@@ -124,56 +130,8 @@ def _all_names(code: CodeType) -> Uses:
                     names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
 
 
-class _Store(NamedTuple):
-    """A place gets a value. place: as a text; number: in the order of the function."""
-
-    place: str
-    name: str
-    node: Any
-    statement: Any
-    number: int
-
-
-class _Function:
-    """One function: what is done with a value is seen by what its node is a part of."""
-
-    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
-        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
-        self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + flags]
-        self._code = code
-        self._parents: dict[Any, Any] = {}
-        self._numbers: dict[Any, int] = {}
-        """The order in which nodes run, loops left aside."""
-        for one in node.body if isinstance(node.body, list) else [node.body]:
-            self._add(one, node)
-        nodes = list(self._numbers)
-        self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
-        self._reads: dict[str, list[Any]] = {}
-        for one in self._places:
-            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
-        stored = Counter(one.id for one in self._places if isinstance(one, ast.Name)
-                         and not isinstance(one.ctx, ast.Load))
-        self._once = {target.id: one.value for one in nodes if isinstance(one, ast.Assign) for target in one.targets
-                      if isinstance(target, ast.Name) and stored[target.id] == 1 and target.id not in self._arguments}
-        """Local variables with one value."""
-        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
-                 if isinstance(one, ast.Name)}
-        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
-        self._own = own if own not in stored else None
-        self._stores = [_Store(text_of(place), self._name(place), one, self._statement(one), self._numbers[one])
-                        for one in nodes for place in self._stored_by(one)]
-
-    def _add(self, node: Any, parent: Any) -> None:
-        self._parents[node] = parent
-        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
-        if isinstance(node, FUNCTIONS):  # whose bodies are functions of their own
-            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
-        if (first := getattr(node, "value", getattr(node, "iter", None))) in inside:  # before the target
-            inside.remove(first)
-            inside.insert(0, first)
-        for one in inside:
-            self._add(one, node)
-        self._numbers[node] = len(self._numbers)
+class _Function(FunctionTree):
+    """One function, with its uses."""
 
     def uses(self) -> Uses:
         found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
@@ -204,51 +162,6 @@ class _Function:
         return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
                        for name, one in found.items()})
 
-    # ------------------------------------------------------------------ what a node is
-
-    def _name(self, node: Any) -> str:
-        """Private ones with their class."""
-        name: str = node.id if isinstance(node, ast.Name) else node.attr
-        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
-
-    def _is_own(self, node: Any) -> bool:
-        """Whether it is an attribute of the method's own object."""
-        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
-
-    def _call(self, node: Any) -> Any:
-        """The call of a method."""
-        call = self._parents[node]
-        return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
-
-    def _call_on(self, node: Any) -> Any:
-        """The call of a method of what a node has."""
-        method = self._parents[node]
-        return self._call(method) if isinstance(method, ast.Attribute) else None
-
-    def _statement(self, node: Any) -> Any:
-        return next((one for one in (node, *self._around(node)) if isinstance(one, ast.stmt | ast.NamedExpr)), None)
-
-    def _around(self, node: Any) -> Iterator[Any]:
-        """What a node is a part of, inside of the function."""
-        while (node := self._parents.get(node)) in self._parents:
-            yield node
-
-    def _stored_by(self, node: Any) -> Iterator[Any]:
-        """The place that a node stores in, as a variable or attribute, or that has the element."""
-        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            yield node
-        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
-                isinstance(node, ast.Attribute) and (node.attr == "setdefault" or (
-                    node.attr in _CHANGES and isinstance(self._parents.get(self._call(node)), ast.Expr)))):
-            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield ast.Name(node.name, ast.Store())
-
-    def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
-        """Whether it comes before another one, on each way to that: in the same list of statements."""
-        return any(one in around for body in bodies(self._parents[statement]) if statement in body
-                   for one in body[body.index(statement) + 1:])
-
     # ------------------------------------------------------------------ what is done with a value
 
     def _change(self, node: Any) -> str | None:
@@ -259,7 +172,7 @@ class _Function:
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
-        if not is_dropped or call.func.attr not in _CHANGES:
+        if not is_dropped or call.func.attr not in CHANGES:
             return None
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
 
@@ -313,7 +226,7 @@ class _Function:
                    if one.place == text and one.number > self._numbers[node] and one.place not in self._locals
                    and one.node not in (node, self._parents[node]))
 
-    def _needs_old(self, node: Any, store: _Store) -> bool:
+    def _needs_old(self, node: Any, store: Store) -> bool:
         around, asking = [node, *self._around(node)], list[Any]()
         for branch in (one for one in self._around(store.node) if isinstance(one, _BRANCHES)):
             here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
@@ -326,7 +239,7 @@ class _Function:
         asking = [one for one in asking if self._asks(one)]
         return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
 
-    def _grows(self, node: Any, store: _Store) -> bool:
+    def _grows(self, node: Any, store: Store) -> bool:
         """Whether the old value is stored again where it is the greatest, or the least."""
         call = self._parents[node]
         return call is _value(store) and isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
@@ -345,7 +258,7 @@ class _Function:
             getattr(branch, name) for name in ("test", "subject", "iter") if hasattr(branch, name)]
         return any(text_of(one) in places for test in tests for one in _places_in(test))
 
-    def _goes_on(self, around: list[Any], store: _Store) -> bool:
+    def _goes_on(self, around: list[Any], store: Store) -> bool:
         """Whether a variable that has been computed from the old value is used after the new one is stored."""
         assign = next((one for one in around if isinstance(one, ast.Assign | ast.NamedExpr)), None)
         targets = {one.place for one in self._stores if one.node in ast.walk(assign)} if assign is not None else ()
@@ -353,7 +266,7 @@ class _Function:
             self._numbers[assign] < new.number < self._numbers[one] and new.place == one.id for new in self._stores)
             for one in self._loads(targets))
 
-    def _has_effects(self, branch: Any, mark: _Store) -> bool:
+    def _has_effects(self, branch: Any, mark: Store) -> bool:
         """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
         else, or uses variables or objects that have been changed there. mark: the store."""
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
@@ -449,18 +362,18 @@ def _changed(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
             case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
                 pass
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
-                    name in _CHANGES or (name.endswith("_") and not name.startswith("_"))):
+                    name in CHANGES or (name.endswith("_") and not name.startswith("_"))):
                 pass
             case _:
                 continue
         yield next((part.id for part in ast.walk(place) if isinstance(part, ast.Name)), ""), text_of(place)
 
 
-def _value(store: _Store) -> Any:
+def _value(store: Store) -> Any:
     return getattr(store.statement, "value", None)
 
 
-def _text(store: _Store) -> str:
+def _text(store: Store) -> str:
     return "" if _value(store) is None else ast.unparse(_value(store))
 
 

@@ -13,13 +13,17 @@ import ast
 import copy
 import linecache
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
+"""Methods of lists, dicts, sets and deques that return nothing."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _PARSES = threading.Lock()
 """CPython 3.11 counts the depth of a tree wrongly where threads parse at once, and raises SystemError."""
@@ -114,6 +118,101 @@ class _Plain(ast.NodeTransformer):
                 return [ast.copy_location(ast.Assign([one], value), one)
                         for one, value in zip(targets, values, strict=True)]
         return node
+
+
+class Store(NamedTuple):
+    """A place gets a value. place: as a text; number: in the order of the function."""
+
+    place: str
+    name: str
+    node: Any
+    statement: Any
+    number: int
+
+
+class FunctionTree:
+    """One function: what is done with a value is seen by what its node is a part of."""
+
+    def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
+        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+        self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + flags]
+        self._code = code
+        self._parents: dict[Any, Any] = {}
+        self._numbers: dict[Any, int] = {}
+        """The order in which nodes run, loops left aside."""
+        for one in node.body if isinstance(node.body, list) else [node.body]:
+            self._add(one, node)
+        nodes = list(self._numbers)
+        self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
+        self._reads: dict[str, list[Any]] = {}
+        for one in self._places:
+            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
+        stored = Counter(one.id for one in self._places if isinstance(one, ast.Name)
+                         and not isinstance(one.ctx, ast.Load))
+        self._once = {target.id: one.value for one in nodes if isinstance(one, ast.Assign) for target in one.targets
+                      if isinstance(target, ast.Name) and stored[target.id] == 1 and target.id not in self._arguments}
+        """Local variables with one value."""
+        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
+                 if isinstance(one, ast.Name)}
+        self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
+        self._own = own if own not in stored else None
+        self._stores = [Store(text_of(place), self._name(place), one, self._statement(one), self._numbers[one])
+                        for one in nodes for place in self._stored_by(one)]
+
+    def _add(self, node: Any, parent: Any) -> None:
+        self._parents[node] = parent
+        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
+        if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
+            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
+        if (first := getattr(node, "value", getattr(node, "iter", None))) in inside:  # before the target
+            inside.remove(first)
+            inside.insert(0, first)
+        for one in inside:
+            self._add(one, node)
+        self._numbers[node] = len(self._numbers)
+
+    def _name(self, node: Any) -> str:
+        """Private ones with their class."""
+        name: str = node.id if isinstance(node, ast.Name) else node.attr
+        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
+
+    def _is_own(self, node: Any) -> bool:
+        """Whether it is an attribute of the method's own object."""
+        return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
+
+    def _call(self, node: Any) -> Any:
+        """The call of a method."""
+        call = self._parents[node]
+        return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
+
+    def _call_on(self, node: Any) -> Any:
+        """The call of a method of what a node has."""
+        method = self._parents[node]
+        return self._call(method) if isinstance(method, ast.Attribute) else None
+
+    def _statement(self, node: Any) -> Any:
+        return next((one for one in (node, *self._around(node)) if isinstance(one, ast.stmt | ast.NamedExpr)), None)
+
+    def _around(self, node: Any) -> Iterator[Any]:
+        """What a node is a part of, inside of the function."""
+        while (node := self._parents.get(node)) in self._parents:
+            yield node
+
+    def _stored_by(self, node: Any) -> Iterator[Any]:
+        """The place that a node stores in, as a variable or attribute, or that has the element."""
+        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+        elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
+                isinstance(node, ast.Attribute) and (node.attr == "setdefault" or (
+                    node.attr in CHANGES and isinstance(self._parents.get(self._call(node)), ast.Expr)))):
+            yield from [node.value] if isinstance(node.value, ast.Name | ast.Attribute) else []
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield ast.Name(node.name, ast.Store())
+
+    def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
+        """Whether it comes before another one, on each way to that: in the same list of statements."""
+        return any(one in around for body in bodies(self._parents[statement]) if statement in body
+                   for one in body[body.index(statement) + 1:])
 
 
 def bodies(node: Any) -> Iterator[list[Any]]:

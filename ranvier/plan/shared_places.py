@@ -6,9 +6,13 @@
                 context.mask = mask_of(x)
             return f(x, context.mask)
 
-Which names a stage reads and writes is known from its code (`code_uses`); whether a forward does write, the run shows
-(`pipeline/left_values`). What every reader also makes by itself, such as a table that each stage builds where it misses
-it, is taken as long as all have the same.
+    reached_objects           which objects the code of a stage reaches, and by which names
+    code_uses                 which of these names its functions read, and which they write
+    here                      an object that two stages reach, a name that one writes and the other one reads
+    pipeline/left_values      whether a forward does write it: then it is refused
+
+What every reader also makes by itself, such as a table that each stage builds where it misses it, is taken as long as
+all have the same.
 """
 
 from __future__ import annotations
