@@ -140,10 +140,12 @@ class _Function(FunctionTree):
             found["reads_any"] |= {name} & _READS_ANY
             found["stores_any"] |= {name} & _STORES_ANY
             if isinstance(node.ctx, ast.Load):
+                if isinstance(node, ast.Name) and name in self._locals:
+                    continue
                 how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
                 if how is not None:
                     found["stores"].add(name)
-                elif not self._is_fresh(node) and not (isinstance(node, ast.Name) and name in self._locals):
+                elif not self._is_fresh(node):
                     found["called" if self._call(node) else "own" if is_own else "others"].add(name)
                     key = self._element(node)
                     found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
@@ -231,18 +233,15 @@ class _Function(FunctionTree):
         for branch in (one for one in self._around(store.node) if isinstance(one, _BRANCHES)):
             here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
             if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
-                asking += [branch] if self._grows(node, store) else []
+                call = _value(store)
+                is_most = isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
+                asking += [branch] if is_most and call is self._parents[node] else []
                 break
             if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
                 return False  # not both of them run
             asking.append(branch)
         asking = [one for one in asking if self._asks(one)]
         return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
-
-    def _grows(self, node: Any, store: Store) -> bool:
-        """Whether the old value is stored again where it is the greatest, or the least."""
-        call = self._parents[node]
-        return call is _value(store) and isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
 
     def _arm(self, branch: Any, around: list[Any]) -> Any:
         """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
