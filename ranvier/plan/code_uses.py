@@ -272,7 +272,8 @@ class _Function(FunctionTree):
         stores = [one for one in self._stores if one.node in inside]
         local = {one.place for one in stores if one.place in self._locals}
         changed = local - {name for name in self._kept if all(
-            one.node in inside or place_in(_value(one)) is not None for one in self._stores if one.place == name)}
+            place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
+            for one in self._stores if one.place == name)}
         returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
         texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
                  for one in returns}
@@ -300,6 +301,17 @@ class _Function(FunctionTree):
             found |= {value.id: text_of(places[0]) for value in values if places and isinstance(value, ast.Name)
                       and value.id in self._locals.difference(self._arguments)}
         return found
+
+    def _is_stored_next(self, store: Store) -> bool:
+        """Whether the new value of a local variable is stored in a place, too, on each way from there."""
+        around = [store.node, *self._around(store.node)]
+        for one in self._numbers:
+            if isinstance(one, ast.Assign) and any(place_in(target) is not None for target in one.targets) and (
+                    one is store.statement or (isinstance(one.value, ast.Name) and one.value.id == store.place and any(
+                        part in around for body in bodies(self._parents[one]) if one in body
+                        for part in body[:body.index(one)]))):
+                return True
+        return False
 
     def _loads(self, names: Iterable[str]) -> Iterator[Any]:
         return (one for name in names for one in self._reads.get(name, ()) if isinstance(one, ast.Name))
