@@ -188,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.gpu.suite: this machine has no CUDA device; --dry-run runs the rows on the CPU")
         return 0
     output = asked.output.resolve()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes and theirs ignore it
     if asked.one:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
         faulthandler.register(signal.SIGINT, file=sys.__stderr__, chain=True)  # at once, also inside of C code
         output.mkdir(parents=True, exist_ok=True)
         return int(not run_row(asked.one, options, output / "results.jsonl"))
