@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from ranvier.errors import ModelError
@@ -78,7 +79,7 @@ class ColumnTensor(Tensor):
         return repr(self) if self.columns.dim is not None else format(self.local, spec)
 
 
-@torch._disable_dynamo  # torch 2.11 cannot trace the raise of such an error
+@_disable_dynamo  # torch 2.11 cannot trace the raise of such an error
 def _refuse_compilation() -> NoReturn:
     raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
                      code="columns-under-compile", where="a tensor between layers",
