@@ -1,11 +1,20 @@
-"""`python -m ranvier`: the command, where no script of that name is on the path."""
+"""The command `ranvier`, also as `python -m ranvier`, where no script of that name is on the path."""
 
 import os
 import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run the command line of this process, and exit. Ctrl-C during the imports ends it like any other."""
+    try:
+        from ranvier.cli.main import main as command
+    except KeyboardInterrupt:
+        sys.exit(130)
+    command()
+
 
 if __name__ == "__main__":
     if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
         del sys.path[0]  # which -m puts there: no file of the current folder takes the place of a package
-    from ranvier.cli.main import main
-
     main()

@@ -366,7 +366,7 @@ class FakeCuda:
                                                   staticmethod(grouped)))
             for name, function in self._functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, function, create=True))
-            for user in ("ranvier.pipeline.engine", "ranvier.tensor.keyed_dropout", "ranvier.tensor.split.loss"):
+            for user in ("ranvier.pipeline.parts", "ranvier.tensor.keyed_dropout", "ranvier.tensor.split.loss"):
                 # no compiler for these devices, also where torch is built for CUDA and has one
                 stack.enter_context(mock.patch(f"{user}.has_triton", lambda: False))
             stack.enter_context(mock.patch.object(torch.cuda, "default_generators", tuple(

@@ -61,10 +61,10 @@ OTHER = {
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
         "the next token, in host memory",
     ("train/metrics.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
-    ("train/reference.py", "everyone.broadcast(whole, root=0).wait()"): "before the first step",
     ("inference/evaluation.py", "ranks.all_reduce(found).wait()"): "before the first step",
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
+    ("pipeline/shared_values.py", "self._updater.wait()"): _CALL,
     ("optim/touched_rows.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,
     ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",

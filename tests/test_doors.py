@@ -67,8 +67,8 @@ OPENS_FILES = {
     "system/lease.py": "/proc; a lease that `open_regular_file` has read", "pictures/timelines.py": "/proc",
     "data/template_process.py": "/proc",
     # files of the package
-    "config/read.py": "a shipped recipe", "cost/cluster_files.py": "a shipped cluster",
-    "pictures/report_page.py": "the template of report.html",
+    "config/read.py": "a shipped recipe", "config/presets.py": "shipped presets",
+    "cost/cluster_files.py": "a shipped cluster", "pictures/report_page.py": "the template of report.html",
     # folders that this process has made, and nobody else can write
     "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
@@ -100,7 +100,7 @@ OPENS = {"open", "os.open", "os.fdopen", "codecs.open", "gzip.open", "bz2.open",
 OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "from_file", "from_pretrained"}
 """Methods of paths and of classes that read files."""
 OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "comm/mpi_transport.py",
-                               "pipeline/engine.py"), "edges"),
+                               "pipeline/parts.py"), "edges"),
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
                "plan/function_tree.py": "the source of functions of the user's own code",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
@@ -117,7 +117,6 @@ def opens_file(reference: Reference) -> bool:
 
 PARSES_JSON = {
     "system/untrusted_file.py": "the door",
-    "train/logs.py": "lines of a run's logs, each by itself",
     # what ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
                      "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/joining.py"),
@@ -126,7 +125,8 @@ PARSES_JSON = {
                      "elastic/transition.py"), "messages of ranks"),
     "launch/rank_processes.py": "a temporary folder", "planner/trial.py": "a temporary folder",
     "errors.py": "its own text",
-    "checkpoint/user_optimizer.py": "its own text", "data/template_process.py": "lines of the process that started it",
+    "checkpoint/user_optimizer.py": "its own text",
+    "data/template_process.py": "lines of the process that started it",
     "testing/freezing.py": "its own text",
     "testing/tasks.py": "its own text",
     # texts that a checksum has judged
@@ -144,7 +144,6 @@ def parses_text(reference: Reference) -> bool:
 CONNECTS = {
     "launch/stores.py": "the door: TCPStore, and the port that it listens on",
     "launch/contact.py": "whether anybody listens, before the door",
-    "launch/shared_store.py": "whether anybody listens, before the door",
     "cli/watch.py": "a page on the loopback address",
     "comm/torch_backend.py": "duplicates of the backend's own, which it ends",
     "system/machine.py": "asks the kernel for this machine's address",

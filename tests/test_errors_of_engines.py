@@ -122,7 +122,7 @@ def test_what_launchers_lack(monkeypatch):
     with raises("local-size-unknown", "srun"):
         start._with_local_rank(started)
     with raises("mpi-contradicts-launcher", "rank 0 of 2", "rank 0 of 1"):
-        start._check_mpi(started, 0, 1)
+        start.check_mpi(started, 0, 1)
 
     def fail(*args):
         raise RuntimeError("no route to host\nmore")
@@ -162,12 +162,12 @@ def test_a_rank_that_sends_no_heartbeat(monkeypatch):
     monkeypatch.setattr(failures, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(failures, "find_waiting_rank", lambda *args: None)
     with raises("heartbeat-missing", where="rank 0", value="9 s"):
-        failures._await_all_ranks(world, Mesh(data=2), heartbeat)
+        failures._await_all_ranks(world, heartbeat)
 
 
 def test_a_rank_that_ends_while_another_needs_it(monkeypatch):
     monkeypatch.setattr(failures, "read_actions", lambda store, ranks: {1: (0, "a wait for step 7")})
-    check(failures._ended_early(alone(), Mesh(data=2), 1), "rank-ended-early", "rank 1", "step 7", where="rank 0")
+    check(failures._ended_early(alone(), 1), "rank-ended-early", "rank 1", "step 7", where="rank 0")
 
 
 def test_how_ranks_of_a_function_failed(tmp_path):

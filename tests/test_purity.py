@@ -14,7 +14,7 @@ ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
-        "config.presets", "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
+        "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
         "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
         "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",

@@ -121,7 +121,7 @@ def _written(folder, tokenizer, documents, processes):
     folder.mkdir()
     corpus = SimpleNamespace(name="corpus", documents=lambda *args: iter([one for one, _ in documents]))
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(lm, "split", lambda read: iter(documents))
+    monkeypatch.setattr(lm.corpora, "split", lambda read: iter(documents))
     lm._write(folder, corpus, "text", 1 << 20, tokenizer, PreparationProgress(tell=print, processes=processes))
     monkeypatch.undo()
     return [token for name in ("train", "eval") for token in open_tokens(folder / name).head(1 << 20)]

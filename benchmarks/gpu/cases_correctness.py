@@ -177,7 +177,7 @@ def ranks(options: Options, mesh: str, transport: Literal["torch", "mpi+torch"] 
     if options.dry_run:
         found = run_ranks(lambda world: losses(world, asdict(program)), Mesh(**program.mesh).size)
     else:
-        found = losses_on_shared_device(program, transport, timeout_seconds=50.0)
+        found = losses_on_shared_device(program, transport)
     apart = max(furthest(one, expected) for one in found)
     yield {"mesh": mesh, "transport": transport, "apart": apart, "ok": apart < BETWEEN_MESHES[program.precision],
            "seconds": time.monotonic() - began}

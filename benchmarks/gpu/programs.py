@@ -30,6 +30,9 @@ from ranvier.precision import DTYPES
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 
+RANKS_SECONDS = 50.0
+"""In which ranks that share a device start, train and end; what runs them has a longer limit, to report which hang."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -134,8 +137,8 @@ def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folde
         os.environ.update(one_device_environment(world.rank))
     backend: Any = world.backend
     world.lost = backend.waits.lost
-    install_error_handlers(world, Mesh(**program.mesh), Launch(stopped_seconds=0.0, hang_seconds=0.0),
-                           timeout_seconds=300.0)
+    world.mesh = Mesh(**program.mesh)
+    install_error_handlers(world, Launch(stopped_seconds=0.0, hang_seconds=0.0), timeout_seconds=300.0)
     with engine_of(program, world) as engine:
         for number, batch in enumerate(batches(program, engine.mesh, world.rank)):
             (Path(folder) / str(world.rank)).write_text(str(number))
@@ -160,13 +163,13 @@ def environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def losses_on_shared_device(program: Program, transport: Literal["torch", "mpi+torch"] = "torch", *,
-                            timeout_seconds: float = 60.0) -> list[list[list[float]]]:
+def losses_on_shared_device(program: Program, transport: Literal["torch", "mpi+torch"] = "torch"
+                            ) -> list[list[list[float]]]:
     """`losses` of each rank of the program's mesh, which share one device. Kernels are loaded when a process first uses
     the device, before its program can set how."""
     with environment(CUDA_MODULE_LOADING="EAGER"):
         return run_processes("benchmarks.gpu.programs:on_shared_device", Mesh(**program.mesh).size, transport,
-                             args=[asdict(program)], device="cuda", timeout_seconds=timeout_seconds)
+                             args=[asdict(program)], device="cuda", timeout_seconds=RANKS_SECONDS)
 
 
 def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
@@ -176,7 +179,7 @@ def seconds_after_kill(program: Program, device: str, step: int = 2) -> float:
         began = time.monotonic()
         with environment(CUDA_MODULE_LOADING="EAGER"):
             run_processes("benchmarks.gpu.programs:kill_target", 2, "torch", args=[asdict(program), 1, step, folder],
-                          may_fail=[0, 1], device=device, timeout_seconds=60.0)
+                          may_fail=[0, 1], device=device, timeout_seconds=RANKS_SECONDS)
         seconds = time.monotonic() - began
         reached = [int(path.read_text()) if (path := Path(folder) / str(rank)).exists() else -1 for rank in range(2)]
     if reached[1] != step or reached[0] < step - 1:

@@ -8,14 +8,15 @@
 
 Each row is a process of its own with a limit of its own, and a part ends within nine minutes; part 4 needs 141 GB. What
 a row finds is in OUTPUT/results.jsonl as soon as it is found, one line of JSON each, and what it prints in
-OUTPUT/logs/ROW.txt, so that a row that hangs or crashes costs its limit and nothing else. A line of kind `status` tells
-how a row has ended: 124 after its limit, 77 where the part had no time left. At the end all lines come again in short,
-the most important last. Exit code 1 if a row failed.
+OUTPUT/log.txt, with the stacks of its threads where its limit is over, so that a row that hangs or crashes costs its
+limit and nothing else. A line of kind `status` tells how a row has ended: 124 after its limit, 77 where the part had no
+time left. At the end all lines come again in short, the most important last. Exit code 1 if a row failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
@@ -82,9 +83,14 @@ class Suite:
         """The file of all lines; those of earlier calls stay."""
         return self.output / "results.jsonl"
 
+    @property
+    def log(self) -> Path:
+        """What rows print, one after the other."""
+        return self.output / "log.txt"
+
     def run(self, names: Sequence[str]) -> list[Finding]:
         """Run these rows; all lines of results."""
-        (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        self.output.mkdir(parents=True, exist_ok=True)
         before = self.results.stat().st_size if self.results.exists() else 0
         append(self.results, {"kind": "circumstances", **circumstances()})
         with tempfile.TemporaryDirectory(prefix="ranvier-suite-") as folder:
@@ -95,15 +101,20 @@ class Suite:
     def _run_one(self, name: str, row: Row, folder: Path) -> None:
         began = time.monotonic()
         left = self.limit_seconds - (began - self.began)
-        code, log = _NOT_BEGUN, self.output / "logs" / f"{name}.txt"
+        code, printed = _NOT_BEGUN, b""
         if left >= _LEAST_SECONDS:
             seconds = self.options.sized(row.seconds, 10 * row.seconds)  # a dry run may have other work beside it
-            with log.open("wb") as file:
+            with self.log.open("ab+") as file:
+                file.write(f"=== {name}\n".encode())
+                file.flush()
+                start = file.tell()
                 code = run_process(self._command(name, row, folder), min(seconds, left), file, self._environment(row))
+                file.seek(start)
+                printed = file.read()
         append(self.results, {"kind": "status", "name": name, "rc": code, "seconds": round(time.monotonic() - began),
                               "at": round(time.monotonic() - self.began)})
         if code not in (0, _NOT_BEGUN):
-            print("\n".join(log.read_text(errors="replace").splitlines()[-6:]), flush=True)
+            print("\n".join(printed.decode(errors="replace").splitlines()[-6:]), flush=True)
 
     def _command(self, name: str, row: Row, folder: Path) -> Sequence[str]:
         if row.command is not None:
@@ -113,7 +124,7 @@ class Suite:
 
     def _environment(self, row: Row) -> dict[str, str]:
         """What a run sets for its ranks; kernels are loaded at their first use where the row does not say otherwise."""
-        found = {**os.environ, **cuda_defaults(os.environ), "PYTHONPATH": os.pathsep.join(
+        found = {**os.environ, **cuda_defaults(os.environ), "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(
             [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
         if not row.eager and "CUDA_MODULE_LOADING" not in os.environ:
             del found["CUDA_MODULE_LOADING"]
@@ -123,14 +134,14 @@ class Suite:
 
 
 def run_process(command: Sequence[str], seconds: float, output: IO[bytes], environ: dict[str, str]) -> int:
-    """The exit code of a command; `_ENDED_LATE` where it has not ended after so many seconds. Its group of processes is
-    told to end then, and killed where it does not."""
+    """The exit code of a command; `_ENDED_LATE` where it has not ended after so many seconds. It is interrupted then,
+    so that pytest reports what has failed so far, and its group of processes killed where it does not end."""
     started = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environ,
                                start_new_session=True)
     try:
         return started.wait(seconds)
     except subprocess.TimeoutExpired:
-        started.terminate()
+        started.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             started.wait(_GRACE_SECONDS)
         return _ENDED_LATE
@@ -159,7 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--part", type=int, choices=(1, 2, 3, 4))
     made.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW")
-    made.add_argument("--output", type=Path, default=Path("runs/gpu-suite"), help="a folder for results and logs")
+    made.add_argument("--output", type=Path, default=Path("runs/gpu-suite"), help="a folder for results and the log")
     made.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny shapes")
     made.add_argument("--list", action="store_true", help="the names of all rows, and what is expected of them")
     made.add_argument("--one", choices=list(ROWS), metavar="ROW", help="one row, in this process")
@@ -177,8 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.gpu.suite: this machine has no CUDA device; --dry-run runs the rows on the CPU")
         return 0
     output = asked.output.resolve()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes and theirs ignore it
     if asked.one:
-        signal.signal(signal.SIGTERM, _end)
+        faulthandler.register(signal.SIGINT, file=sys.__stderr__, chain=True)  # at once, also inside of C code
         output.mkdir(parents=True, exist_ok=True)
         return int(not run_row(asked.one, options, output / "results.jsonl"))
     names = asked.only or [name for name, row in ROWS.items() if asked.part is None or asked.part in row.parts]
@@ -187,11 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = suite.run(names)
     print("\n" + "\n".join(summary(findings)))
     return int(any(one["rc"] not in (0, _NOT_BEGUN) for one in findings if one["kind"] == "status"))
-
-
-def _end(*_: Any) -> None:
-    """The limit is over: `finally` ends the ranks that a row has started."""
-    sys.exit(_ENDED_LATE)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def _simulated(case: Case, placement: StagePlacement, policy: Policy, limits: Li
                     defer_bytes=[waiting * sum(stages[stage].alive_bytes for stage in placement.stages_of(rank))
                                  for rank, waiting in enumerate(limits.deferred)], max_stored=limits.max_stored,
                     alternating=limits.alternating)
-    return made.seconds, max(made.most_alive_bytes)
+    return made.seconds, max(one.alive for one in made.held)
 
 
 def _hop_seconds(case: Case) -> float:

@@ -20,18 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ranvier.checkpoint.manifest import (
-    BEST,
-    MANIFEST,
-    MOST_BYTES,
-    File,
-    Manifest,
-    checkpoints,
-    contradictions,
-    encode,
-    step_folder,
-    step_of,
-)
+from ranvier.checkpoint import manifest as manifests
 from ranvier.errors import CheckpointError
 from ranvier.system.pinned_memory import pinned_together
 from ranvier.system.tensor_file import Slot, write_tensors
@@ -59,15 +48,16 @@ def try_to_write(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
+def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> manifests.File:
     """Write one file of pieces, and return when it is on the disk. OSError when it cannot be."""
     size_bytes, crc32 = write_tensors(path, [Slot(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
                                              for name, tensor in tensors.items()], tensors.values())
     to_disk(path)
-    return File(name=path.name, size_bytes=size_bytes, crc32=crc32)
+    return manifests.File(name=path.name, size_bytes=size_bytes, crc32=crc32)
 
 
-def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[], None] = lambda: None) -> None:
+def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: Callable[[], None] = lambda: None
+            ) -> None:
     """Complete the folder `temporary`, whose parts are written, and give it the name `final`: the manifest is written
     last, and then the folder renamed, so that it is whole or not there. An earlier folder of that name is replaced.
 
@@ -79,11 +69,11 @@ def publish(temporary: Path, final: Path, manifest: Manifest, verify: Callable[[
         if not path.exists() or path.stat().st_size != file.size_bytes:
             raise CheckpointError("cannot be seen from rank 0 as its writer left it", code="file-not-seen",
                                   where=str(path), remedy="Set `--checkpoint.dir` to a folder that all machines share.")
-    for problem in contradictions(manifest):  # what could not be read must neither get a name nor make others go
+    for problem in manifests.contradictions(manifest):  # what cannot be read must neither get a name nor make others go
         raise CheckpointError(f"would be damaged: {problem}", code="checkpoint-would-be-damaged", where=str(final),
                               remedy="Report this, with the model and the mesh: it is a bug in Ranvier.")
-    with new_file(temporary / MANIFEST) as stream:
-        stream.write(encode(manifest))
+    with new_file(temporary / manifests.MANIFEST) as stream:
+        stream.write(manifests.encode(manifest))
         stream.flush()
         os.fsync(stream.fileno())
     to_disk(temporary)
@@ -110,13 +100,13 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Co
     under another step's name, do not count, and go with what is older than all that stay. Later ones stay: the run went
     on from before them, and writes them again when it gets there. verify: as in `publish`; what it raises ends the
     removal."""
-    steps = [(step_of(path) or 0, path) for path in checkpoints(folder)]  # they have one: a checkpoint is named by it
+    steps = [(manifests.step_of(path) or 0, path) for path in manifests.checkpoints(folder)]  # all are named by a step
     found = [(step, path) for step, path in steps if step <= newest]
     whole = (step for step, path in found if path not in damaged and _is_of_step(path, step))
     oldest, linked = min(islice(whole, keep), default=newest), None
     if best is not None:
         with suppress(OSError):  # there is none, or a file system without links
-            linked = step_of(folder / os.readlink(folder / BEST))
+            linked = manifests.step_of(folder / os.readlink(folder / manifests.BEST))
     for step, path in found:
         if step < oldest and step not in (best, linked) and not (keep_every and step % keep_every == 0):
             gone = _aside(path, "removed")
@@ -129,7 +119,7 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Co
 def _is_of_step(path: Path, step: int) -> bool:
     """Whether a checkpoint's manifest says the step of its folder's name: a copy under another name does not."""
     try:
-        document = read_json(path / MANIFEST, MOST_BYTES)
+        document = read_json(path / manifests.MANIFEST, manifests.MOST_BYTES)
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and document.get("step") == step
@@ -137,7 +127,7 @@ def _is_of_step(path: Path, step: int) -> bool:
 
 def mark_best(final: Path) -> None:
     """Have the link `best` beside a checkpoint lead to it. OSError where the file system has no links."""
-    link, aside = final.with_name(BEST), final.with_name(f".{BEST}.new")
+    link, aside = final.with_name(manifests.BEST), final.with_name(f".{manifests.BEST}.new")
     aside.unlink(missing_ok=True)
     os.symlink(final.name, aside)
     os.replace(aside, link)
@@ -148,7 +138,7 @@ def clear_leftovers(folder: Path) -> None:
     for path in folder.glob(".probe-*"):
         path.unlink(missing_ok=True)
     for path in sorted(folder.glob(".step-*")):
-        final = step_folder(folder, _step_in(path.name))
+        final = manifests.step_folder(folder, _step_in(path.name))
         with suppress(OSError):
             if path.name.endswith(".replaced") and not final.exists():
                 os.rename(path, final)

@@ -195,47 +195,44 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
     parameters = saved.manifest.tensors.get("parameter", {})
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
     where = f"checkpoint {saved.folder}"
+
+    def unfit(code: str, what: str, remedy: str, value: object = None) -> CheckpointError:
+        return CheckpointError(what, code=code, where=where, value=value, remedy=remedy)
+
     for name, shape in wanted.items():
         if name not in parameters and is_adapter(name) and _is_import_without_adapters(saved):
             continue  # they keep their initial values
         if name not in parameters and is_adapter(name):
-            raise CheckpointError("is not in it", code="tied-parameter-not-in-checkpoint", where=where, value=name,
-                                  remedy="Export the checkpoint, and start with `--model.pretrained` and the exported "
-                                         "folder.")
+            raise unfit("tied-parameter-not-in-checkpoint", "is not in it",
+                        "Export the checkpoint, and start with `--model.pretrained` and the exported folder.", name)
         if name not in parameters:
-            raise CheckpointError("is not in it", code="parameter-not-in-checkpoint", where=where, value=name,
-                                  remedy="Resume with the model that it was written with (its manifest.json has all "
-                                         "settings).")
+            raise unfit("parameter-not-in-checkpoint", "is not in it", _SAME_MODEL, name)
         if parameters[name].shape != shape:
-            raise CheckpointError(f"has {name} with the shape {parameters[name].shape}, the model with {shape}",
-                                  code="checkpoint-shape", where=where,
-                                  remedy="Resume with the model settings that it was written with (its manifest.json "
-                                         "has them all).")
+            raise unfit("checkpoint-shape", f"has {name} with the shape {parameters[name].shape}, the model with "
+                        f"{shape}", _SAME_MODEL)
     tied = {parameter.name: parameter.owner for parameter in engine.layout.parameters if not parameter.is_owner}
     for name in parameters:
         if name in tied:
-            raise CheckpointError(f"has weights of its own for {name}, which this model ties to {tied[name]}: layers "
-                                  "were frozen when it was written", code="checkpoint-untied", where=where,
-                                  remedy="Build the engine with as many frozen layers: Engine(frozen=...).")
+            raise unfit("checkpoint-untied", f"has weights of its own for {name}, which this model ties to "
+                        f"{tied[name]}: layers were frozen when it was written",
+                        "Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:
-            raise CheckpointError("is not a parameter of the model", code="parameter-not-in-model", where=where,
-                                  value=name,
-                                  remedy="Resume with the model settings that it was written with (its manifest.json "
-                                         "has them all).")
+            raise unfit("parameter-not-in-model", "is not a parameter of the model", _SAME_MODEL, name)
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
     if engine.optimizer is not None:
         saved_groups(engine.optimizer, _names_of_updated(engine), saved.manifest.optimizer_groups, where)
     written, used = saved.manifest.optimizer, optimizer_name(engine)
     if steps is None and trains and engine.flat_optimizer is None and None not in (written, used) and written != used:
-        raise CheckpointError(f"was written with the optimizer {written}", code="checkpoint-of-other-optimizer",
-                              where=where, value=used,
-                              remedy="Build the engine with the optimizer that it was written with.")
+        raise unfit("checkpoint-of-other-optimizer", f"was written with the optimizer {written}",
+                    "Build the engine with the optimizer that it was written with.", used)
     if trains and steps != 0 and (steps is None) != (engine.flat_optimizer is None):
         was, now = ("a torch optimizer", "optim=") if steps is None else ("optim=", "a torch optimizer")
-        raise CheckpointError(f"was written by an engine with {was}, and this one has {now}",
-                              code="checkpoint-of-other-kind-of-optimizer", where=where,
-                              remedy="Build the engine with the kind of optimizer that it was written with.")
+        raise unfit("checkpoint-of-other-kind-of-optimizer", f"was written by an engine with {was}, and this one has "
+                    f"{now}", "Build the engine with the kind of optimizer that it was written with.")
+
+
+_SAME_MODEL = "Resume with the model settings that it was written with (its manifest.json has them all)."
 
 
 def _is_import_without_adapters(saved: StateSource) -> bool:

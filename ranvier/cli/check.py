@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from ranvier.checkpoint.hf.from_pretrained import missing_weights
 from ranvier.cli.problems import settings_of
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
@@ -112,9 +113,9 @@ remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
 def _missing_here(run: ResolvedRun, found: Sequence[RanvierError]) -> list[RanvierError]:
-    """Data that is not on this machine: likewise."""
+    """Weights and data that are not on this machine: likewise."""
     told = set(map(str, found))
-    return [problem for problem in data_problems(run) if str(problem) not in told]
+    return [problem for problem in (*missing_weights(run), *data_problems(run)) if str(problem) not in told]
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:

@@ -28,7 +28,6 @@ from ranvier.config import named_code, read
 @click.option("--all", "everything", is_flag=True,
               help="Show all settings, each stage, its memory by category, and other limits of the schedule.")
 @options.json_option
-@options.rare_collections()
 def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | None, cluster: str | None,
           ranks_per_node: int | None, everything: bool, as_json: bool, **flags: str | None) -> int:
     """List every problem of RECIPE at once, for any number of ranks, with its stages, memory and settings.

@@ -78,7 +78,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
         if world.rank == 0:
             _print(trained, run, results, as_json)
 
-    return work_as_rank(world, run.mesh, work)
+    return work_as_rank(world, work)
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:

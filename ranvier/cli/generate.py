@@ -77,7 +77,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     found = open_model(model, lambda text: print(text, file=sys.stderr), ema=ema)
     writer = _writer(found, tokenizer, chat)
     world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
-    return work_as_rank(world, mesh, lambda: _write(
+    return work_as_rank(world, lambda: _write(
         found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))
 
 

@@ -53,7 +53,7 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
     def work() -> None:
         train_as_newcomer(joined, world)
 
-    return work_as_rank(world, joined.run.mesh, work)
+    return work_as_rank(world, work)
 
 
 def _start(run: Path, ranks: int) -> int:

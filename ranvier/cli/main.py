@@ -44,6 +44,9 @@ _CONNECT_THREAD = "ranvier-connect"
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line `args` (None: that of this process) and exit."""
     outlive_readers()
+    # Imports, and counting a model, make very many objects that stay, and few cycles: at Python's own pace collections
+    # take a fifth of the time of `check`. Ranks set it back (`work_as_rank`).
+    gc.set_threshold(200_000, 20, 100)
     code = run_command(args)
     if any(thread.name == _CONNECT_THREAD for thread in threading.enumerate()):
         # It returns from C++ at some time, and while the interpreter ends that aborts the process.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -56,31 +55,6 @@ def prose(as_json: bool, quiet: bool = False) -> Iterator[None]:
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(
             nowhere if quiet else sys.stderr if as_json else sys.stdout):
         yield
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Counting a model makes very many objects that stay, and few cycles: collections at Python's own pace take a fifth
-    of the time of `check`."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """For imports of torch and of what trains, whose objects stay: collections among them take a fifth of the CPU time
-    that a process needs to start."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Switch(click.Option):

@@ -53,7 +53,6 @@ def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any,
               help="With --out, a job file: slurm, torchrun, kubernetes.")
 @click.option("--explain", is_flag=True, help="More on the bottleneck, and on memory against speed.")
 @options.json_option
-@options.rare_collections()
 def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: float | None, budget: str | None,
          mtbf_hours: float | None, as_json: bool, allow_code: bool, **flags: Any) -> int:
     """Find the fastest configuration of RECIPE on a cluster, before anything is started there."""
@@ -61,13 +60,16 @@ def plan(recipe: str, clusters: Sequence[str], tokens: str | None, deadline: flo
         "ranks", "nodes", "price", "searched", "what_if", "out", "out_html", "launcher", "explain")}
     measure = flags.pop("measure") or 0
     name, resolved = options.read_valid_recipe(recipe, flags, allow_code=allow_code)
+    from ranvier.checkpoint.hf.from_pretrained import missing_weights
     from ranvier.planner import plan as planner
     from ranvier.planner.training import dollars_of, goal_of
 
-    goal = goal_of(tokens, deadline, None if budget is None else dollars_of(budget), mtbf_hours)
+    goal = goal_of(tokens, deadline, None if budget is None else dollars_of(budget), mtbf_hours,
+                   flags=[setting for setting, origin in resolved.origins.items() if origin == "flag"],
+                   keeps_interval="checkpoint.every" in resolved.chosen)
     planner.plan(name, resolved.run, clusters, planner.Request(
         goal=goal, measure=measure, as_json=as_json,
         takes_bf16=resolved.origins["precision"] == "default", origins=resolved.origins, **asked))
     if asked["out"] is not None:
-        print_warnings(missing_data(resolved))
+        print_warnings([*missing_data(resolved), *missing_weights(resolved.run)])
     return 0

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ranvier.mesh import Mesh
     from ranvier.world import World
 
 
-def work_as_rank(world: World, mesh: Mesh, work: Callable[[], None]) -> int:
+_COLLECTIONS = gc.get_threshold()
+"""Python's own pace of collections, at which a rank works: tensors in cycles are freed in time."""
+
+
+def work_as_rank(world: World, work: Callable[[], None]) -> int:
     """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
     from ranvier.launch import failures
 
+    gc.set_threshold(*_COLLECTIONS)
     try:
         work()
         world.close()
     except BaseException as error:
-        code = failures.report_failure(world, world.mesh or mesh, error)
+        code = failures.report_failure(world, error)
         if not world.is_alone:
             failures.abort_all_ranks(world, code)
         return code

@@ -27,7 +27,6 @@ from ranvier.cli import options
 @click.option("--as-published", is_flag=True,
               help="As Megatron-LM and DeepSpeed were published: a stage does not compute while it sends or receives.")
 @options.json_option
-@options.rare_collections()
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,
              draw: Path | None, as_published: bool, as_json: bool, allow_code: bool, **flags: str | None) -> int:
     """Simulate the schedule of RECIPE on a cluster: the engine's own policies with simulated times."""

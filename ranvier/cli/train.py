@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -44,11 +44,11 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
 
     Under plain python this command starts the local ranks; under torchrun, mpiexec or srun this process is one of them.
     """
-    with options.no_collections():
-        from ranvier.launch import start as launch
-        from ranvier.launch.launchers import detect
-        from ranvier.system.lease import check_usable
-        from ranvier.train.restart import Restarts
+    from ranvier.launch import start as launch
+    from ranvier.launch.launchers import detect
+    from ranvier.planner.problems import warnings as warnings_of
+    from ranvier.system.lease import check_usable
+    from ranvier.train.restart import Restarts
 
     name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
     resolved = options.for_this_machine(resolved)
@@ -65,7 +65,8 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     if started is None:
         check_folder(run_dir, run.resume)
         check_usable([run_dir, run.checkpoint.dir or run_dir / "checkpoint"], tell=say)
-    _print_warnings(run, resolved, asked, started, warnings)
+    if started is None or (started.launcher != "local" and started.rank == 0):
+        print_warnings([*warnings, *warnings_of(run, resolved.chosen, asked)])
     if _planned_flags(asked, run) and (started is None or started.rank == 0):
         say(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}")
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
@@ -86,13 +87,13 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     ConfigProblems if the run cannot work. With `--resume auto` and another number of ranks than the mesh needs, the run
     gets another mesh.
     """
-    with options.no_collections():
-        from ranvier.config.other_mesh import refit
-        from ranvier.launch.start import local_devices
-        from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
-        from ranvier.planner.problems import problems as find_problems
-        from ranvier.planner.start_trial import StartTrial
-        from ranvier.train.experiment_trackers import tracker_problems
+    from ranvier.checkpoint.hf.from_pretrained import missing_weights
+    from ranvier.config.other_mesh import refit
+    from ranvier.launch.start import local_devices
+    from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
+    from ranvier.planner.problems import problems as find_problems
+    from ranvier.planner.start_trial import StartTrial
+    from ranvier.train.experiment_trackers import tracker_problems
 
     asked, problems = with_pretrained(resolved.run)
     ranks = local_devices(asked.launch.device) if started is None else started.size
@@ -103,8 +104,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         asked, ranks if open_axes_of(asked) or started is not None else None,
         None if started is None else started.local_size, trial=trial)
     warnings: list[RanvierError] = []
-    problems = [*resolved.problems, *missing_data(resolved), *problems, *find_problems(run),
-                *tracker_problems(run.log)]
+    problems = [*resolved.problems, *missing_data(resolved), *problems, *missing_weights(run),
+                *find_problems(run, elsewhere=started is not None), *tracker_problems(run.log)]
     if started is not None and started.size != run.mesh.size and run.resume == "auto" and not problems:
         run, warning = refit(run, started.size, started.launcher, find_problems)
         warnings.append(warning)
@@ -141,15 +142,6 @@ def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
     return resolve(asked, Facts(mesh=mesh, microbatch_size=found if size == "auto" else size))
 
 
-def _print_warnings(run: ResolvedRun, resolved: read.Merged, asked: Run, started: Started | None,
-                    more: Sequence[RanvierError]) -> None:
-    """Print warnings once: before ranks are started, or on rank 0 of another launcher."""
-    from ranvier.planner.problems import warnings
-
-    if started is None or (started.launcher != "local" and started.rank == 0):
-        print_warnings([*more, *warnings(run, resolved.chosen, asked)])
-
-
 def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
     """Flags with the values chosen for `auto`, so that ranks need not plan again."""
     values, old = read.flatten(after), read.flatten(before)
@@ -179,8 +171,7 @@ def _newest(run: ResolvedRun) -> str:
 def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
                    change_world: Callable[[World], World] | None, stream: TextIO, as_json: bool,
                    origins: Mapping[str, str]) -> int:
-    with options.no_collections():
-        from ranvier.train.loop import train as train_loop
+    from ranvier.train.loop import train as train_loop
 
     def work() -> None:
         if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
@@ -195,7 +186,7 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
             print(json.dumps({"run_dir": str(run_dir), **summary}), flush=True)
 
     world = world if change_world is None else change_world(world)
-    return work_as_rank(world, run.mesh, work)
+    return work_as_rank(world, work)
 
 
 def check_folder(run_dir: Path, resume: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore
@@ -83,8 +83,8 @@ def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[in
     """Publication counter and latest action of each of `ranks` that has published anything."""
     actions = {}
     for rank in ranks:
-        if store.check([_action_key(rank)]):
-            count, _, action = store.get(_action_key(rank)).decode().partition(" ")
+        if store.check([_key("action", rank)]):
+            count, _, action = store.get(_key("action", rank)).decode().partition(" ")
             actions[rank] = (int(count), action)
     return actions
 
@@ -123,9 +123,9 @@ def read_engine_calls(store: SharedStore, rank: int) -> tuple[str, int]:
     """The last engine (`Board.engine`) of `rank`, and how many of its collective calls the rank has started; ("", 0) if
     it has not published any. A collective call is one that all ranks of the engine's mesh must make.
     """
-    if not store.check([_calls_key(rank)]):
+    if not store.check([_key("calls", rank)]):
         return "", 0
-    calls, engine = store.get(_calls_key(rank)).decode().split()
+    calls, engine = store.get(_key("calls", rank)).decode().split()
     return engine, int(calls)
 
 
@@ -142,21 +142,13 @@ def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> in
 
 def _read_all_counters(store: SharedStore, ranks: Sequence[int]) -> dict[int, list[bytes]]:
     """Action entry and heartbeat of each rank. Ranks without an engine have no action entry, but a heartbeat."""
-    keys = {rank: [key for key in (_action_key(rank), f"{HEARTBEAT_KEY}{rank}") if store.check([key])]
+    keys = {rank: [key for key in (_key("action", rank), f"{HEARTBEAT_KEY}{rank}") if store.check([key])]
             for rank in ranks}
     return {rank: [store.get(key) for key in present] for rank, present in keys.items() if present}
 
 
-def _action_key(rank: int) -> str:
-    return f"ranvier/board/{rank}"
-
-
-def _calls_key(rank: int) -> str:
-    return f"ranvier/calls/{rank}"
-
-
-def _compiled_key(rank: int) -> str:
-    return f"ranvier/compiled/{rank}"
+def _key(of: Literal["action", "calls", "compiled"], rank: int) -> str:
+    return f"ranvier/{of}/{rank}"
 
 
 class Board:
@@ -244,11 +236,11 @@ class Board:
                     if seconds >= _SHOW_DURATION_SECONDS else "")
         place = self.place()
         action = f"{self.action} ({place})" if place else self.action
-        self._store.set(_action_key(self._rank), f"{self._count} {action}{duration}")
-        self._store.set(_calls_key(self._rank), f"{self.calls} {self.engine}")
+        self._store.set(_key("action", self._rank), f"{self._count} {action}{duration}")
+        self._store.set(_key("calls", self._rank), f"{self.calls} {self.engine}")
         idle = COMPILATIONS.idle_seconds()
         if idle is not None:
-            self._store.set(_compiled_key(self._rank), f"{self._count} {idle}")
+            self._store.set(_key("compiled", self._rank), f"{self._count} {idle}")
 
     def wait(self, what: str, source: int, receive: Callable[[float], _Result | None], seconds: float
              ) -> _Result | None:
@@ -274,8 +266,8 @@ class Board:
 
     def _compiled_elsewhere(self, seen: dict[int, bytes]) -> dict[int, bytes]:
         """Other ranks' published compilation records that have changed since they were `seen`."""
-        found = {rank: self._store.get(_compiled_key(rank)) for rank in range(self._mesh.size)
-                 if rank != self._rank and self._store.check([_compiled_key(rank)])}
+        found = {rank: self._store.get(_key("compiled", rank)) for rank in range(self._mesh.size)
+                 if rank != self._rank and self._store.check([_key("compiled", rank)])}
         return {rank: entry for rank, entry in found.items() if seen.get(rank) != entry}
 
     @contextmanager

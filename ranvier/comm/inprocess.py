@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +26,23 @@ from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
 
+_Shared = TypeVar("_Shared", bound="_Meeting | InProcessWorld")
+
+
+class _Meeting:
+    """State for which threads wait on a condition."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+
+    def abort(self, rank: int) -> None:
+        """Wake all threads that wait."""
+        with self.condition:
+            self.condition.notify_all()
+
 
 class InProcessWorld:
-    """State that the ranks of one process share. Threads wait only on conditions listed in `_conditions`.
+    """State that the ranks of one process share. Threads wait only on conditions of what is in `_shared`.
 
     Args:
         size: number of ranks.
@@ -37,13 +51,10 @@ class InProcessWorld:
 
     def __init__(self, size: int, whole: InProcessWorld | None = None) -> None:
         self.size, self.whole = size, whole or self
-        self._subsets: dict[int, InProcessWorld] = {}
         self.failed_rank: int | None = None
         self._lock = threading.Lock()
-        self._conditions: list[threading.Condition] = []
-        self._inboxes: dict[int, list[_Inbox]] = {}
-        self._exchanges: dict[tuple[int, tuple[int, ...]], _Exchange] = {}
         self._purposes: dict[int, str] = {}
+        self._shared: dict[object, _Meeting | InProcessWorld] = {}
 
     def backend(self, rank: int) -> InProcessBackend:
         """The backend of `rank`, to be used by that rank's thread."""
@@ -54,53 +65,24 @@ class InProcessWorld:
         with self._lock:
             if self.failed_rank is None:
                 self.failed_rank = rank
-            conditions, subsets = list(self._conditions), list(self._subsets.values())
-        for subset in subsets:
-            subset.abort(rank)
-        for condition in conditions:
-            with condition:
-                condition.notify_all()
+            shared = list(self._shared.values())
+        for one in shared:
+            one.abort(rank)
 
     def check(self, purpose: str) -> None:
         """TransportError if a rank has failed. purpose: of the caller's transport or group."""
-        if self.failed_rank is not None:
-            raise peer_lost(purpose, self.failed_rank)
+        if self.whole.failed_rank is not None:
+            raise peer_lost(purpose, self.whole.failed_rank)
 
-    def inboxes(self, call: int, purpose: str) -> list[_Inbox]:
-        """One inbox per rank, for the transport that all ranks make in their `call`-th call.
-
-        TransportError if another rank makes something else in that call, as for the two methods below.
-        """
+    def shared(self, call: int, what: str, part: object, make: Callable[[], _Shared]) -> _Shared:
+        """The result of `make` that all ranks share, which they ask for in their `call`-th call. part: which one, where
+        there are several. TransportError if another rank makes something else than `what` in that call."""
         with self._lock:
-            self._agree(call, f"transport {purpose!r}")
-            if call not in self._inboxes:
-                self._inboxes[call] = [_Inbox() for _ in range(self.size)]
-                self._conditions += [inbox.condition for inbox in self._inboxes[call]]
-            return self._inboxes[call]
-
-    def exchange(self, call: int, purpose: str, ranks: tuple[int, ...]) -> _Exchange:
-        """Shared state of the group of `ranks`, which all ranks make in their `call`-th call."""
-        with self._lock:
-            self._agree(call, f"group {purpose!r}")
-            if (call, ranks) not in self._exchanges:
-                self._exchanges[call, ranks] = _Exchange()
-                self._conditions.append(self._exchanges[call, ranks].condition)
-            return self._exchanges[call, ranks]
-
-    def subset(self, call: int, count: int) -> InProcessWorld:
-        """Shared state of the first `count` ranks, for the subset that all ranks make in their `call`-th call."""
-        with self._lock:
-            self._agree(call, f"subset of {count}")
-            if call not in self._subsets:
-                self._subsets[call] = InProcessWorld(count, self.whole)
-                self._subsets[call].failed_rank = self.failed_rank
-            return self._subsets[call]
-
-    def _agree(self, call: int, what: str) -> None:
-        if self._purposes.setdefault(call, what) != what:
-            raise TransportError(f"is made while another rank makes {self._purposes[call]}",
-                                 code="transport-order-differs", where=what,
-                                 remedy="Make the same transports and groups in the same order on every rank.")
+            if self._purposes.setdefault(call, what) != what:
+                raise TransportError(f"is made while another rank makes {self._purposes[call]}",
+                                     code="transport-order-differs", where=what,
+                                     remedy="Make the same transports and groups in the same order on every rank.")
+            return cast(_Shared, self._shared.setdefault((call, part), make()))
 
 
 class InProcessBackend:
@@ -116,7 +98,8 @@ class InProcessBackend:
     def transport(self, purpose: str, *, on_host: bool = False) -> InProcessTransport:
         """See `protocol.Backend`."""
         self._calls += 1
-        transport = InProcessTransport(self.world, purpose, self.rank, self.world.inboxes(self._calls, purpose))
+        inboxes = [self.world.shared(self._calls, f"transport {purpose!r}", rank, _Inbox) for rank in range(self.size)]
+        transport = InProcessTransport(self.world, purpose, self.rank, inboxes)
         self._open.append(transport)
         return transport
 
@@ -124,7 +107,8 @@ class InProcessBackend:
         """See `protocol.Backend`."""
         self._calls += 1
         ranks, index = locate_in_partition(partition, self.rank, self.size, purpose)
-        group = InProcessGroup(self.world, self.world.exchange(self._calls, purpose, ranks), purpose, ranks, index)
+        exchange = self.world.shared(self._calls, f"group {purpose!r}", ranks, _Exchange)
+        group = InProcessGroup(self.world, exchange, purpose, ranks, index)
         self._open.append(group)
         return group
 
@@ -132,7 +116,8 @@ class InProcessBackend:
         """See `protocol.Backend`."""
         self._calls += 1
         check_subset(count, self.size)
-        shared = self.world.subset(self._calls, count)
+        shared = self.world.shared(self._calls, f"subset of {count}", count,
+                                   lambda: InProcessWorld(count, self.world.whole))
         return InProcessBackend(shared, self.rank) if self.rank < count else None
 
     def abort(self, code: int) -> None:
@@ -145,11 +130,11 @@ class InProcessBackend:
             self._open.pop().close()
 
 
-class _Inbox:
+class _Inbox(_Meeting):
     """Messages for one rank. Those from sources that it has not connected to yet are held back."""
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
+        super().__init__()
         self.sources: set[int] = set()
         self.arrived: deque[Message] = deque()
         self.held: list[Message] = []
@@ -240,40 +225,33 @@ _Deposit = tuple[Any, ...]
 
 
 class _Collective:
-    """One collective in flight: the tensors of each member, and how it ended."""
+    """One collective in flight, the `protocol.Work` of every member: the tensors of each, and how it ended."""
 
-    def __init__(self, call: _Call, members: int) -> None:
-        self.call = call
-        self.deposits: list[_Deposit | None] = [None] * members
+    def __init__(self, call: _Call, world: InProcessWorld, exchange: _Exchange, group: CheckedGroup) -> None:
+        self.call, self._world, self._exchange, self._purpose = call, world, exchange, group.purpose
+        self.deposits: list[_Deposit | None] = [None] * len(group.ranks)
         self.finished = False
         self.error: TransportError | None = None
 
-
-class _Exchange:
-    """The unfinished collectives of one group, by their number."""
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.collectives: dict[int, _Collective] = {}
-
-
-class _CollectiveWork:
-    """A member's `protocol.Work`."""
-
-    def __init__(self, world: InProcessWorld, exchange: _Exchange, collective: _Collective, purpose: str) -> None:
-        self._world, self._exchange, self._collective, self._purpose = world, exchange, collective, purpose
-
     def done(self) -> bool:
-        if not self._collective.finished:
+        if not self.finished:
             self._world.check(self._purpose)
-        return self._collective.finished
+        return self.finished
 
     def wait(self) -> None:
         with self._exchange.condition:
             while not self.done():
                 self._exchange.condition.wait()
-        if self._collective.error is not None:
-            raise self._collective.error
+        if self.error is not None:
+            raise self.error
+
+
+class _Exchange(_Meeting):
+    """The unfinished collectives of one group, by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: dict[int, _Collective] = {}
 
 
 class InProcessGroup(CheckedGroup):
@@ -293,7 +271,8 @@ class InProcessGroup(CheckedGroup):
         self._world.check(self.purpose)
         exchange = self._exchange
         with exchange.condition:
-            collective = exchange.collectives.setdefault(self._number, _Collective(call, len(self.ranks)))
+            collective = exchange.collectives.setdefault(
+                self._number, _Collective(call, self._world, exchange, self))
             if collective.call != call:
                 collective.error = self._error("collectives-differ", call[0],
                                                f"member {self.index} calls {call} where another called "
@@ -304,7 +283,7 @@ class InProcessGroup(CheckedGroup):
                 self._finish(collective, work)
                 exchange.condition.notify_all()
         self._number += 1
-        return _CollectiveWork(self._world, exchange, collective, self.purpose)
+        return collective
 
     def _finish(self, collective: _Collective, work: Callable[[list[Any]], None]) -> None:
         try:
@@ -325,12 +304,7 @@ class InProcessGroup(CheckedGroup):
         return self._start(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
-        def work(deposits: list[tuple[Tensor]]) -> None:
-            total = deposits[root][0]
-            for index, (one,) in enumerate(deposits):
-                if index != root:
-                    total.add_(one)
-        return self._start(("reduce", root, tensor.dtype, tensor.numel()), (tensor,), work)
+        return self._all_reduce(tensor, "sum")
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor]]) -> None:

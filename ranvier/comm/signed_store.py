@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch.distributed import PrefixStore, Store
 
 _SIGNATURE_BYTES = 32
+_POLL_SECONDS = 0.02
 
 
 def private_prefix(secret: str) -> str:
@@ -96,3 +98,16 @@ def signed(store: Store, secret: str | None) -> tuple[Store, SharedStore]:
         return store, store
     below = PrefixStore(private_prefix(secret), store)
     return below, SignedStore(below, secret)
+
+
+def await_keys(store: SharedStore, keys: Sequence[str], seconds: float, *, stops: Callable[[], bool] = lambda: False
+               ) -> bool:
+    """Wait until all `keys` exist; False if they do not within `seconds`, or if `stops()` is true first.
+
+    Unlike torch's `Store.wait`, this handles signals meanwhile, and does not count keys without a valid signature."""
+    deadline = time.monotonic() + seconds
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline or stops():
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

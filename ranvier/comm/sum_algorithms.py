@@ -91,17 +91,13 @@ def sum_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsiz
     return ring_bytes(operation, members, payload)
 
 
-def buffer_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsize: int, members: int, *,
-                 is_root: bool = True) -> int:
-    """Bytes that a member allocates during a sum, beside the caller's tensors. is_root: of a reduce."""
+def buffer_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsize: int, members: int) -> int:
+    """Bytes that a member, of a reduce the root, allocates during a sum, beside the caller's tensors."""
     if members == 1 or algorithm == "library" or not numel:
         return 0
-    if algorithm == "gathered":
+    if algorithm == "gathered" or operation == "reduce":
         return members * numel * itemsize
-    match operation:
-        case "reduce":
-            return members * numel * itemsize if is_root else 0
-        case "all_reduce":
-            padded = shard_elements(numel, members) * members
-            return (padded + (padded if padded != numel else 0)) * itemsize
+    if operation == "all_reduce":
+        padded = shard_elements(numel, members) * members
+        return (padded + (padded if padded != numel else 0)) * itemsize
     return numel * itemsize

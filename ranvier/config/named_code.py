@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from ranvier.config.named_object import is_object_name, module_exists
+from ranvier.config.named_object import is_object_name, package_exists
 from ranvier.errors import ConfigError
 
 Permission = Literal["allowed", "on request", "never"]
@@ -35,9 +35,9 @@ def objects_in(name: str, value: object) -> list[str]:
 
 
 def names_corpus(text: str) -> bool:
-    """Whether `text` is an object: it has the form module:name, its module can be found, and no file has this name.
+    """Whether `text` is an object: it has the form module:name, its package can be found, and no file has this name.
     Data sets of Hugging Face have names of the same form, as NAME:CONFIGURATION."""
-    return is_object_name(text) and not os.path.exists(text) and module_exists(text)
+    return is_object_name(text) and not os.path.exists(text) and package_exists(text)
 
 
 def objects_of(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:

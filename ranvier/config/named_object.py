@@ -24,7 +24,8 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -39,21 +40,14 @@ def is_object_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def module_exists(text: str) -> bool:
-    """Whether the module of `module:name` can be found. Imports nothing."""
-    parts = text.partition(":")[0].split(".")
-    spec = _find(parts[0], None) or PathFinder.find_spec(parts[0], [os.getcwd()])
-    for number in range(1, len(parts)):
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = _find(".".join(parts[:number + 1]), spec.submodule_search_locations)
+def package_exists(text: str) -> bool:
+    """Whether the package or module that `module:name` begins with can be found. Imports nothing."""
+    package = text.partition(":")[0].partition(".")[0]
+    try:
+        spec = find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+    except ValueError:  # of __main__
+        return False
     return spec is not None and spec.loader is not None  # a folder without __init__.py has no objects
-
-
-def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Unlike importlib.util.find_spec, without importing the packages that the module is in."""
-    found = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next((spec for spec in found if spec is not None), None)
 
 
 @cache
@@ -135,6 +129,20 @@ def import_named(module: str, name: str) -> Any:
     AttributeError."""
     _search_current_directory()
     return getattr(importlib.import_module(module), name)
+
+
+def call_named(text: str, where: str, code: str) -> Any:
+    """What the function of `module:function`, which takes no arguments, returns. ConfigError with this code where it
+    cannot be imported or raises; RanvierErrors pass unchanged."""
+    module, _, function = text.partition(":")
+    try:
+        return import_named(module, function)()
+    except RanvierError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code=code, where=where, value=text,
+                          remedy="Name module:function, an importable module and a function that takes no "
+                                 "arguments.") from error
 
 
 def _attribute(text: str, setting: str) -> object:

@@ -32,7 +32,7 @@ import tomli_w
 from pydantic import TypeAdapter
 
 from ranvier.config import aliases, named_code, presets
-from ranvier.config.named_object import import_named
+from ranvier.config.named_object import call_named
 from ranvier.config.run import MeshSettings, Run
 from ranvier.config.section import alternatives, bare, describe, words
 from ranvier.config.urls import has_user_information, without_user_information
@@ -384,63 +384,12 @@ def _unknown(name: str, value: object, origin: str) -> ConfigError:
     return ConfigError(f"is not a setting, in {origin}", code="unknown-setting", where=name, value=value, remedy=remedy)
 
 
-_ELSEWHERE = types.MappingProxyType({
-    "lr": "train.learning_rate", "max_lr": "train.learning_rate", "learning_rate": "train.learning_rate",
-    "batch_size": "batch.global_size", "global_batch_size": "batch.global_size", "bs": "batch.global_size",
-    "micro_batch_size": "batch.microbatch_size", "per_device_train_batch_size": "batch.microbatch_size",
-    "max_steps": "train.steps", "train_iters": "train.steps", "num_train_epochs": "train.epochs",
-    "max_grad_norm": "optim.clip_norm", "clip_grad": "optim.clip_norm", "grad_clip": "optim.clip_norm",
-    "lr_scheduler": "train.schedule", "lr_scheduler_type": "train.schedule", "warmup": "train.warmup_steps",
-    "seq_length": "model.sequence", "seq_len": "model.sequence", "max_length": "model.sequence",
-    "block_size": "model.sequence", "dataset": "data.corpus", "output_dir": "run_dir", "logging_steps": "log.every",
-    "dtype": "precision", "mixed_precision": "precision", "bf16": "precision", "fp16": "precision",
-    "gradient_checkpointing": "memory.recompute", "activation_checkpointing": "memory.recompute",
-    "dp": "mesh.data", "pp": "mesh.pipe", "tp": "mesh.col", "fsdp": "mesh.row",
-    "data_parallel": "mesh.data", "pipeline_parallel": "mesh.pipe", "tensor_parallel": "mesh.col",
-    "pipeline_model_parallel_size": "mesh.pipe", "tensor_model_parallel_size": "mesh.col",
-    "model_name_or_path": "model.pretrained", "from_transformers": "model.family", "load_from": "resume",
-    "save_steps": "checkpoint.every", "save_every": "checkpoint.every", "save_interval": "checkpoint.every",
-    "max_iters": "train.steps", "iters": "train.steps", "warmup_iters": "train.warmup_steps",
-    "min_lr": "train.final_learning_rate", "eval_interval": "train.eval_every", "eval_steps": "train.eval_every",
-    "log_interval": "log.every", "gradient_accumulation_steps": "batch.global_size", "clip": "optim.clip_norm",
-    "n_layer": "model.num_layers", "layers": "model.num_layers", "num_hidden_layers": "model.num_layers",
-    "n_head": "model.heads", "n_embd": "model.hidden", "d_model": "model.hidden", "hidden_size": "model.hidden",
-    "vocab_size": "model.vocab", "optimizer": "optim.algorithm", "optim": "optim.algorithm",
-    "device": "launch.device",
-    "data": "data.corpus", "text": "data.corpus", "out_dir": "run_dir", "output": "run_dir", "wandb": "log.tracker",
-    "report_to": "log.tracker", "num_processes": "mesh.data", "sequence_parallel": "tensor.sequence_sharding",
-    "num_layers_per_virtual_pipeline_stage": "pipeline.stages_per_rank",
-    "num_virtual_stages_per_pipeline_rank": "pipeline.stages_per_rank",
-    "decoder_first_pipeline_num_layers": "pipeline.boundaries", "pipeline_model_parallel_layout": "pipeline.boundaries",
-    "use_distributed_optimizer": "optim.shard", "use_torch_fsdp2": "mesh.row", "use_megatron_fsdp": "mesh.row",
-    "optimizer_cpu_offload": "optim.offload", "recompute_granularity": "memory.recompute",
-    "recompute_method": "memory.recompute", "recompute_num_layers": "memory.recompute",
-    "recompute_activations": "memory.recompute", "lr_decay_style": "train.schedule", "train_samples": "train.steps",
-    "lr_decay_iters": "train.steps", "lr_decay_samples": "train.steps", "lr_warmup_iters": "train.warmup_steps",
-    "lr_warmup_samples": "train.warmup_steps", "lr_warmup_fraction": "train.warmup_steps",
-    "lr_wsd_decay_iters": "train.decay_share", "lr_wsd_decay_style": "train.decay_shape", "adam_beta1": "optim.betas",
-    "adam_beta2": "optim.betas", "adam_eps": "optim.epsilon", "accumulate_allreduce_grads_in_fp32": "optim.accumulate",
-    "num_attention_heads": "model.heads", "num_query_groups": "model.kv_heads", "ffn_hidden_size": "model.intermediate",
-    "max_position_embeddings": "model.max_positions", "rotary_base": "model.rope_base", "swiglu": "model.family",
-    "untie_embeddings_and_output_weights": "model.untied", "hidden_dropout": "model.dropout",
-    "attention_dropout": "model.dropout", "data_path": "data.corpus", "save": "run_dir", "load": "resume",
-    "eval_iters": "train.eval_sequences", "distributed_timeout_minutes": "comm.timeout_seconds",
-    "check_weight_hash_across_dp_replicas_interval": "guard.compare_every",
-    "no_check_for_nan_in_loss_and_grad": "guard.bad_step", "warmup_ratio": "train.warmup_steps",
-    "early_stopping_patience": "train.early_stopping", "max_seq_length": "model.sequence",
-    "max_seq_len": "model.sequence", "model_max_length": "model.sequence", "save_total_limit": "checkpoint.keep",
-    "load_best_model_at_end": "checkpoint.best", "r": "lora.rank", "metric_for_best_model": "checkpoint.best",
-    "save_strategy": "checkpoint.every", "resume_from_checkpoint": "resume", "eval_strategy": "train.eval_every",
-    "evaluation_strategy": "train.eval_every", "torch_dtype": "precision", "dataset_name": "data.train",
-    "train_file": "data.train", "train_dataset": "data.train", "validation_file": "data.eval",
-    "eval_dataset": "data.eval", "max_train_samples": "data.train_samples", "max_eval_samples": "data.eval_samples",
-    "group_by_length": "data.padding", "model": "model.pretrained", "assistant_only_loss": "data.task",
-    "completion_only_loss": "data.task",
-    "loss_type": "preference.loss", "use_peft": "lora.rank", "lora_r": "lora.rank", "torch_compile": "model.compile",
-    "target_modules": "lora.targets", "lora_target_modules": "lora.targets", "load_in_4bit": "lora.base_format",
-    "load_in_8bit": "lora.base_format", "deepspeed": "optim.shard", "zero_stage": "optim.shard",
-    "attn_implementation": "model.attention_kernel", "run_name": "run_dir", "logging_dir": "run_dir"})
-"""Names of settings in other programs -> ours; all flags that the pages in docs/coming-from have."""
+@cache
+def _elsewhere() -> Mapping[str, str]:
+    """Names of settings in other programs -> ours."""
+    names = parse_toml((resources.files("ranvier") / "config" / "names_elsewhere.toml").read_text(encoding="utf-8"))
+    return {other: ours for ours, others in names.items() for other in others}
+
 
 _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": "gpt-tiny", "gpt2": "gpt2-small",
                                              "gpt-2": "gpt2-small", "llama": "llama-tiny", "bert": "bert-sentiment"})
@@ -448,7 +397,7 @@ _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": 
 
 def name_elsewhere(name: str) -> str | None:
     """Our setting for the name, or the last part of it, that another program has: "train.lr", "batch-size"."""
-    return _ELSEWHERE.get(name.replace("-", "_").rpartition(".")[2])
+    return _elsewhere().get(name.replace("-", "_").rpartition(".")[2])
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -503,14 +452,23 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
             raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="recipe-unreadable",
                               where="recipe", value=recipe,
                               remedy="Name a TOML file that exists and is readable.") from error
-    module, colon, function = recipe.partition(":")
-    if colon:
-        return function, _call(recipe, module, function)
+    if ":" in recipe:
+        return recipe.partition(":")[2], _call(recipe)
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
+    remedy = f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}."
+    if _may_be_model(path):
+        remedy += (f" A model of the Hugging Face hub or a GGUF file is given to a recipe, with `--model.pretrained "
+                   f"{recipe}`, or first converted, by `ranvier import {recipe} FOLDER`.")
     raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
-                      code="unknown-recipe", where="recipe", value=recipe,
-                      remedy=f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}.")
+                      code="unknown-recipe", where="recipe", value=recipe, remedy=remedy)
+
+
+def _may_be_model(path: Path) -> bool:
+    """Whether this may name a model that has to be fetched or converted: OWNER/NAME, with no folder OWNER, or a GGUF
+    file."""
+    return path.suffix.lower() == ".gguf" or (
+        len(path.parts) == 2 and not path.is_absolute() and not path.parent.is_dir())
 
 
 def _sequence_of(folder: Path) -> int:
@@ -549,16 +507,8 @@ def from_dict(tree: Mapping[str, object], origin: str) -> Layer:
     return Layer(origin=origin, values=values, problems=tuple(problems))
 
 
-def _call(recipe: str, module: str, function: str) -> Layer:
-    try:
-        named: Any = import_named(module, function)
-        made = named()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="recipe-function-raised",
-                          where="recipe", value=recipe,
-                          remedy="Name an importable module and a function that takes no arguments.") from error
+def _call(recipe: str) -> Layer:
+    made = call_named(recipe, "recipe", "recipe-function-raised")
     if isinstance(made, Run):
         defaults = {name: setting.default for name, setting in settings().items()}
         return Layer(origin=f"function {recipe}", code="allowed", values={
@@ -603,15 +553,19 @@ def origin(run_dir: Path) -> str:
     return said if isinstance(said, str) and said else "none"
 
 
-def check_out(path: Path) -> None:
-    """ConfigError where no .toml file can be written to `path` of --out; before the work whose result it is to hold."""
+def not_writable(path: Path) -> str | None:
+    """Why no file can be written to `path`; None where one can. For before the work whose result it is to hold."""
     folder = path.absolute().parent
     try:
-        problem = ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
-                   None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
+        return ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
+                None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
     except OSError as error:
-        problem = error.strerror or str(error)
-    if problem is not None:
+        return error.strerror or str(error)
+
+
+def check_out(path: Path) -> None:
+    """ConfigError where no .toml file can be written to `path` of --out."""
+    if (problem := not_writable(path)) is not None:
         raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
     if path.suffix != ".toml":

@@ -137,15 +137,12 @@ def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
         optim = replace(optim, offload_share=facts.offload_share)
     if facts.device is not None:
         launch = replace(launch, device=facts.device)
-    sections = _fields(run) | {"mesh": _mesh(run, facts), "batch": batch, "train": train, "model": model,
+    mesh = facts.mesh or (run.mesh.with_sizes() if isinstance(run.mesh, MeshSettings) else run.mesh)
+    if facts.tile is not None and mesh.tile is None:
+        mesh = mesh.with_tile(facts.tile)
+    sections = _fields(run) | {"mesh": mesh, "batch": batch, "train": train, "model": model,
                                "optim": optim, "launch": launch}
     return ResolvedRun(**sections)
-
-
-def _mesh(run: Run, facts: Facts) -> Mesh:
-    asked = run.mesh
-    mesh = facts.mesh or (asked.with_sizes() if isinstance(asked, MeshSettings) else asked)
-    return mesh if facts.tile is None or mesh.tile is not None else mesh.with_tile(facts.tile)
 
 
 def _fields(section: Any) -> dict[str, Any]:

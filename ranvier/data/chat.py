@@ -8,8 +8,8 @@ The loss is that of the tokens that the assistant wrote; the others are read and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,10 @@ import numpy as np
 
 from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz, token_numbers
+from ranvier.data import encoded_rows, quiz, token_numbers
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
-from ranvier.data.chat_template import ChatTokenizer, Conversation, look_at_folder
-from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
+from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import first_rows, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
@@ -37,8 +36,7 @@ from ranvier.errors import DataError, RanvierError
 
 FORM = f"{FILES} with conversations, the name of a data set, or quiz"
 """Description of the accepted forms of data."""
-_WARNED_SHARE = 0.01
-"""A larger share of left-out samples is warned of."""
+_SILENT = "in which the assistant says nothing"
 
 
 class Chat(Task):
@@ -68,27 +66,28 @@ class Chat(Task):
         tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
         stored = [_stored(run, source, tokenizer, progress) for source in sources]
-        told = [(f"data.train {source.name}", Counts(**counts_in(train)))
-                for source, (train, _) in zip(sources, stored, strict=True)]
-        if run.data.eval is not None:
-            told.append((f"data.eval {run.data.eval}", Counts(**counts_in(stored[0][1]))))
+        told = [one for source, parts in zip(sources, stored, strict=True)
+                for one in encoded_rows.counts_of(parts, (source.name, run.data.eval))]
+        words = encoded_rows.Words(samples="samples", silent=_SILENT, empty=_SILENT,
+                                   too_long=f"whose answers lie beyond {run.model.sequence} tokens")
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
         if len(sources) == 1:
             used = taken(run, used)
         targets = sum(samples.num_targets() for samples, _ in train)
-        counts = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
+        sizes = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
         forms = {form_of_table(open_conversations(source.name, "train"), run.data).words: None for source in sources}
         return Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, shares=shares(sources, [len(one) for _, one in train]),
             weight=max(1.0, targets / sum(len(one) for _, one in train)), transform=tokenizer.fingerprint,
             padding=padding_text(lengths, run, can_pack=True),
-            about=f"{', '.join(source.name for source in sources)}: {counts[0]:,} conversations in "
-                  f"{' and '.join(forms)}, {counts[1]:,} held out, {targets:,} tokens of the assistant in "
-                  f"{int(lengths.sum()):,}{about_counts(told, run.model.sequence)}",
-            warnings=tuple(warning for setting, one in told
-                           if (warning := one.warning(setting, run.model.sequence)) is not None),
+            about=f"{', '.join(source.name for source in sources)}: {sizes[0]:,} conversations in "
+                  f"{' and '.join(forms)}, {sizes[1]:,} held out, {targets:,} tokens of the assistant in "
+                  f"{int(lengths.sum()):,}{encoded_rows.about_counts(told, words, run.model.sequence)}",
+            warnings=tuple(warning for setting, counts in told for warning in encoded_rows.left_out_warning(
+                "samples-left-out", counts, words, setting, run.model.sequence,
+                "Leave conversations without answers out of the data set.")),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
                                     run.data.packing, run.data.mixture, chosen(run)))
 
@@ -112,15 +111,18 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
 
 
 def tokenizer_problems(run: Run) -> list[RanvierError]:
-    """Problems of the run's chat tokenizer, if it is on this machine."""
-    try:
-        folder = tokenizer_folder(run)
-    except DataError as problem:
-        return [problem]
-    if folder is None:
-        return []
-    missing = look_at_folder(folder, run.data.chat_template)
-    return number_problems(run, folder) if missing is None else [missing]
+    """Problems of the run's chat tokenizer, as far as it and the model are on this machine."""
+    def look() -> None:
+        folder, model = tokenizer_folder(run), token_numbers.local_folder(run)
+        if folder is None:
+            return
+        check_folder(folder, run.data.chat_template)
+        if model is not None or run.model.pretrained is None:
+            numbers = token_numbers.numbers_in(folder)
+            assert numbers is not None  # the folder has been checked
+            token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
+
+    return [*refusals(look)]
 
 
 def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
@@ -131,20 +133,6 @@ def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
     model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
     token_numbers.check(tokenizer.numbers(), run, model, None if model is None else token_numbers.numbers_in(model))
     return tokenizer
-
-
-def number_problems(run: Run, folder: Path) -> list[RanvierError]:
-    """Whether the tokens in the tokenizer's folder are the model's, as far as both are on this machine."""
-    model = token_numbers.local_folder(run)
-    if model is None and run.model.pretrained is not None:
-        return []
-
-    def check() -> None:
-        numbers = token_numbers.numbers_in(folder)
-        assert numbers is not None  # the folder has been looked at
-        token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
-
-    return [*refusals(check)]
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -185,85 +173,28 @@ def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progre
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", held)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "no added keys")
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "counts of rows")
 
-    def read(name: str, setting: str) -> tuple[list[_Encoded], Counts]:
-        return _all(name, setting, run.data, partial(_encoded, tokenizer, sequence), sequence, progress)
+    def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
+        within = f" within `model.sequence` {sequence}" if counts.too_long else ""
+        return DataError(f"has no conversation in which the assistant says something{within}", code="nothing-said",
+                         where=where, value=counts.samples - counts.empty,
+                         remedy="Give more conversations, or a longer `--model.sequence`.")
 
-    def write(folder: Path, part: list[_Encoded], counts: Counts) -> None:
-        write_runs(folder, [(one.tokens, one.is_target) for one in part], tokenizer.vocab, counts, {})
-
-    return stored_parts(place, source.name, held, read, write, "conversations", progress)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    """A sample of a conversation. key: the same for all samples of a conversation. size: tokens before the cut to the
-    sequence. is_silent: whether nothing of all that is learnt."""
-
-    tokens: np.ndarray
-    is_target: np.ndarray
-    key: str
-    size: int
-    is_silent: bool
+    return encoded_rows.stored_samples(place, source.name, held, partial(conversations, data=run.data),
+                                       partial(_encoded, tokenizer, sequence), nothing, "conversations",
+                                       tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[_Encoded]:
+def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[encoded_rows.Encoded]:
+    """The samples of a conversation, which have one key."""
     key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
-    return [_Encoded(tokens=np.array(ids[:sequence + 1], dtype=np.uint32), is_target=is_target[:sequence + 1], key=key,
-                     size=len(ids), is_silent=not is_target[1:].any()) for ids, is_target in tokenizer.encode(one)]
-
-
-def _all(name: str, setting: str, data: Data, encode: Callable[[Conversation], list[_Encoded]], sequence: int,
-         progress: Progress) -> tuple[list[_Encoded], Counts]:
-    """The samples of a data set in which something is learnt, and what was left out. DataError if there is none."""
-    rows = encode_rows(conversations(name, setting, data), encode, f"conversations of {name}", progress)
-    unanswered = rows.count(None)
-    found = [sample for samples in rows if samples is not None for sample in samples]
-    kept = [one for one in found if one.is_target[1:].any()]
-    silent = sum(one.is_silent for one in found)
-    counts = Counts(conversations=len(rows), samples=len(found) + unanswered, silent=silent + unanswered,
-                    too_long=len(found) - len(kept) - silent,
-                    cut=sum(one.size > sequence + 1 for one in kept),
-                    longest=max((one.size - 1 for one in found), default=0))
-    if not kept:
-        raise DataError("has no conversation in which the assistant says something" + (
-            f" within `model.sequence` {sequence}" if counts.too_long else ""), code="nothing-said",
-                        where=f"data.{setting} {name}", value=len(found),
-                        remedy="Give more conversations, or a longer `--model.sequence`.")
-    return kept, counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Counts of a data set's conversations by how they were used.
-
-    samples: of all conversations. silent: of these, where nothing is learnt; too_long: where all that is learnt lies
-    beyond the sequence. cut: of the others, those that are longer than the sequence. longest: positions of the longest.
-    """
-
-    conversations: int
-    samples: int
-    silent: int
-    too_long: int
-    cut: int
-    longest: int
-
-    def text(self, sequence: int) -> str:
-        """The counts in words, for the line about the data; empty if all of it is learnt."""
-        several = f" in {self.samples:,} samples" if self.samples != self.conversations else ""
-        parts = [f"{count:,} of {self.conversations:,}{several} {what}" for count, what in (
-            (self.too_long, f"left out, whose answers lie beyond {sequence} tokens"),
-            (self.silent, "left out, in which the assistant says nothing"), (self.cut, f"cut to {sequence} tokens"))
-            if count]
-        return "; ".join(parts)
-
-    def warning(self, setting: str, sequence: int) -> DataError | None:
-        """A warning if more than 1 % of the samples are left out."""
-        left_out = self.too_long + self.silent
-        if left_out <= _WARNED_SHARE * self.samples:
-            return None
-        return DataError(f"leaves out {left_out / self.samples:.1%} of its samples: {self.text(sequence)}",
-                         code="samples-left-out", where=setting, value=left_out,
-                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
-                         else "Leave conversations without answers out of the data set.")
+    found = []
+    for ids, is_target in tokenizer.encode(one):
+        within = is_target[:sequence + 1]
+        use: encoded_rows.Use = "cut" if len(ids) > sequence + 1 else "whole"
+        if not within[1:].any():
+            use = "too_long" if is_target[1:].any() else "silent"
+        found.append(encoded_rows.Encoded(runs=((np.array(ids[:sequence + 1], dtype=np.uint32), within),), key=key,
+                                          length=len(ids) - 1, use=use))
+    return found

@@ -73,9 +73,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:
-        problem = look_at_folder(folder, template)
-        if problem is not None:
-            raise problem
+        check_folder(folder, template)
         template_renderer.start()
         self._place = folder, template
         self._file = template or next(path for path in (folder / _TEMPLATE, folder / _BESIDE[0]) if path.is_file())
@@ -328,18 +326,20 @@ def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
     return found
 
 
-def look_at_folder(folder: Path, template: Path | None) -> DataError | None:
-    """The error for what a chat tokenizer's folder lacks, without loading it; None if it is complete."""
+def check_folder(folder: Path, template: Path | None) -> None:
+    """DataError for what a chat tokenizer's folder lacks, without loading it. Arguments as of `ChatTokenizer`."""
     if not (folder / _TOKENIZER).is_file():
-        return DataError("has no tokenizer.json", code="chat-tokenizer-missing", where="data.tokenizer",
-                         value=str(folder), remedy=f"Give {_FORM}.")
+        raise DataError("has no tokenizer.json", code="chat-tokenizer-missing", where="data.tokenizer",
+                        value=str(folder), remedy=f"Give {_FORM}.")
     if template is not None and not template.is_file():
-        return DataError("is not a file that exists", code="chat-template-missing", where="data.chat-template",
-                         value=str(template),
-                         remedy="Name a file with a Jinja template, or leave it out for the tokenizer's own.")
-    if template is None and not (folder / _TEMPLATE).is_file() and not _has_template(folder):
-        return _no_template(folder)
-    return None if has_package("transformers") and has_package("jinja2") else missing_transformers()
+        raise DataError("is not a file that exists", code="chat-template-missing", where="data.chat-template",
+                        value=str(template),
+                        remedy="Name a file with a Jinja template, or leave it out for the tokenizer's own.")
+    settings = json_object(folder / "tokenizer_config.json", _MOST_BYTES)
+    if template is None and not (folder / _TEMPLATE).is_file() and not settings.get("chat_template"):
+        raise _no_template(folder)
+    if not (has_package("transformers") and has_package("jinja2")):
+        raise missing_transformers()
 
 
 def _check_size(files: Mapping[str, Path]) -> None:
@@ -360,10 +360,6 @@ def missing_transformers() -> DataError:
     return DataError("needs the packages transformers and jinja2 for chat templates, which are not installed",
                      code="chat-packages-missing", where="data.task", value="chat",
                      remedy="Run pip install transformers jinja2.")
-
-
-def _has_template(folder: Path) -> bool:
-    return bool(json_object(folder / "tokenizer_config.json", _MOST_BYTES).get("chat_template"))
 
 
 def _no_template(folder: Path) -> DataError:

@@ -12,7 +12,7 @@ A decoder (the family llama) has its own special tokens, and gives the scores of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,7 +108,8 @@ class Classification(Task):
         source = fingerprint(train.fingerprint, held and held.fingerprint)
         is_decoder = _is_decoder(run)
         tokenizer = (sentence_tokenizer if is_decoder else run_tokenizer)(
-            run, lambda: _texts(read_sentences(train, held).train), source, progress)
+            run, lambda: (text for one in read_sentences(train, held).train for text in (one.text, one.pair)
+                          if text is not None), source, progress)
         folder = cache / "classification" / fingerprint(
             source, tokenizer.fingerprint, tokenizer.pad, run.model.sequence, "special tokens")
 
@@ -168,10 +169,3 @@ def encoded(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer, sequence
         ids[row, :length], lengths[row] = sample.ids[:length], length
         firsts[row] = sequence if sample.second_from is None else sample.second_from
     return {"ids": ids, "lengths": lengths, "firsts": firsts}, sum(sample.is_cut for sample in samples)
-
-
-def _texts(sentences: Sequence[Sentence]) -> Iterator[str]:
-    for sentence in sentences:
-        yield sentence.text
-        if sentence.pair is not None:
-            yield sentence.pair

@@ -28,10 +28,9 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
     """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
     refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
     if refused is not None:
-        raise DataError(f"has a column {refused} of a conversation, which has no effect here",
-                        code="column-without-effect", where=row.place, value=repr(row.values[refused])[:80],
-                        remedy="Leave the column out of the data set; `weight` and `train` belong to messages, "
-                               "functions into `tools`.")
+        raise row.wrong("column-without-effect", f"has a column {refused} of a conversation, which has no effect here",
+                        row.values[refused], "Leave the column out of the data set; `weight` and `train` belong to "
+                        "messages, functions into `tools`.")
     messages = _messages(row, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
     tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
@@ -48,8 +47,7 @@ def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
         with suppress(ValueError):
             value = parse_json(value)
     if value and not isinstance(value, kind):
-        raise DataError(f"has {column} of another kind", code="column-of-other-kind", where=row.place,
-                        value=repr(value)[:80], remedy=remedy)
+        raise row.wrong("column-of-other-kind", f"has {column} of another kind", value, remedy)
     return value
 
 
@@ -83,15 +81,13 @@ def _messages(row: Row, column: str) -> list[Message]:
     value = row.values[column]
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
-        raise DataError("is not a conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
-                        remedy=remedy)
+        raise row.wrong("not-a-conversation", "is not a conversation", value, remedy)
     found: list[Message] = []
     for message in value:
         has_content = isinstance(message, dict) and (
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
-            raise DataError("has a message without `role` and `content`", code="message-without-role", where=row.place,
-                            value=repr(message)[:80], remedy=remedy)
+            raise row.wrong("message-without-role", "has a message without `role` and `content`", message, remedy)
         # A template may look for `content` without asking whether it is there.
         parts = {key: _as_written(row, part) for key, part in message.items() if part is not None or key == "content"}
         found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in parts.items()})
@@ -110,9 +106,8 @@ def _text_of_parts(message: Message, row: Row) -> Any:
         return "".join(part["text"] for part in parts)
     if message["role"] == "tool":
         return parts
-    raise DataError("has a message whose content has other parts than text", code="content-not-text", where=row.place,
-                    value=repr(others[0])[:80],
-                    remedy='Give a text, or parts of the form {"type": "text", "text": "..."}.')
+    raise row.wrong("content-not-text", "has a message whose content has other parts than text", others[0],
+                    'Give a text, or parts of the form {"type": "text", "text": "..."}.')
 
 
 def _parsed_calls(calls: Any) -> Any:
@@ -183,8 +178,8 @@ def _margin_in(row: Row) -> float | None:
     with suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(found := float(value)):
             return found
-    raise DataError("has a margin that is not a finite number", code="margin-not-number", where=row.place,
-                    value=repr(value)[:80], remedy="Give a number, or leave the column out of the data set.")
+    raise row.wrong("margin-not-number", "has a margin that is not a finite number", value,
+                    "Give a number, or leave the column out of the data set.")
 
 
 def turns_in(row: Row, column: str, role: str) -> list[Message]:
@@ -193,8 +188,8 @@ def turns_in(row: Row, column: str, role: str) -> list[Message]:
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise DataError(f"has no text and no messages in `{column}`", code="not-a-turn", where=row.place,
-                        value=repr(value)[:80], remedy="Give a text, or a list of messages.")
+        raise row.wrong("not-a-turn", f"has no text and no messages in `{column}`", value,
+                        "Give a text, or a list of messages.")
     return _messages(row, column)
 
 
@@ -206,4 +201,4 @@ def answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) ->
 
 
 def _unfit(row: Row, what: str, value: object) -> DataError:
-    return DataError(what, code="not-a-pair", where=row.place, value=repr(value)[:80], remedy=_PAIR_FORM)
+    return row.wrong("not-a-pair", what, value, _PAIR_FORM)

@@ -123,12 +123,10 @@ class Corpus(Protocol):
     @property
     def fingerprint(self) -> str:
         """Differs where the documents differ. Tokens are cached by it, so it is known without reading all of them."""
-        ...
 
     def read(self, max_bytes: int) -> Iterator[Document]:
         """All documents, the same ones in the same order each time, of each at least its first `max_bytes` bytes of
         UTF-8 (less where it is shorter). Whoever calls stops when there is enough."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +199,9 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if names_corpus(name):
         return own_corpus(name)
     if name == "python-stdlib":
-        return _standard_library(progress)
+        root = Path(sysconfig.get_path("stdlib"))
+        names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
+        return _files(name, root, names, progress, version=platform.python_version())
     if name == "sotu":
         return OpenCorpus(name=name, fingerprint=fingerprint(name, SOTU.sha256),
                           read=lambda max_bytes: archive_texts(fetch(SOTU, cache, progress), "package/data/"))
@@ -247,9 +247,7 @@ def _is_visible(folder: str) -> bool:
 
 def missing_path(name: str) -> DataError | None:
     """The error for a corpus name that can only be a path and does not exist; None otherwise."""
-    is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(
-        (".txt", "/", ".tgz", ".gz"))
-    if not is_path:
+    if tables.is_hub_name(name):
         return None
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
         if name and _stat(Path(name).expanduser()) is not None:
@@ -264,12 +262,6 @@ def _stat(path: Path) -> os.stat_result | None:
         return path.stat()
     except (OSError, ValueError):
         return None
-
-
-def _standard_library(progress: Progress) -> OpenCorpus:
-    root = Path(sysconfig.get_path("stdlib"))
-    names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
-    return _files("python-stdlib", root, names, progress, version=platform.python_version())
 
 
 def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str]:

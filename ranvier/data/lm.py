@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +16,10 @@ from torch import Tensor
 from ranvier.config.named_code import names_corpus
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
+from ranvier.data import corpus as corpora
 from ranvier.data import tokenizer as tokenizers
-from ranvier.data.arrays import Ids, Tokens, made_once, write_tokens
+from ranvier.data.arrays import Tokens, made_once, write_tokens
 from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
-from ranvier.data.corpus import (
-    HELD_OUT_EVERY,
-    Document,
-    OpenCorpus,
-    look_at_columns,
-    missing_package,
-    missing_path,
-    open_corpus,
-    plain_bytes,
-    split,
-)
 from ranvier.data.mixture import join, shares, sources_of, spread
 from ranvier.data.named_files import refusals
 from ranvier.data.padding import padding_text
@@ -93,7 +84,7 @@ class LanguageModelling(Task):
         limit = run.data.max_bytes
         found: list[RanvierError] = []
         for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
-            there = 0 if names_corpus(source.name) else plain_bytes(source.name, run.data.text_column)
+            there = 0 if names_corpus(source.name) else corpora.plain_bytes(source.name, run.data.text_column)
             if limit != "auto" and there > limit:
                 found.append(DataError(
                     f"leaves out a part of {source.name}, which has {there:,} bytes of text", code="corpus-cut-short",
@@ -104,15 +95,15 @@ class LanguageModelling(Task):
         """Tokenizer and token files of this run (see ranvier.data.prepare). DataError when there is too little text for
         one sequence."""
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
-        corpora = [open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
-        tokenizer = text_tokenizer(run, lambda: _trained(run, corpora, cache, progress), progress)
-        files = [_tokens(run, corpus, tokenizer, progress) for corpus in corpora]
+        opened = [corpora.open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
+        tokenizer = text_tokenizer(run, lambda: _trained(run, opened, cache, progress), progress)
+        files = [_tokens(run, corpus, tokenizer, progress) for corpus in opened]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
         if run.data.eval is not None:
-            return _with_held_out(run, self._prepared(run, tokenizer, corpora, files, parts), tokenizer, progress)
-        return self._prepared(run, tokenizer, corpora, files, parts)
+            return _with_held_out(run, self._prepared(run, tokenizer, opened, files, parts), tokenizer, progress)
+        return self._prepared(run, tokenizer, opened, files, parts)
 
-    def _prepared(self, run: Run, tokenizer: Tokenizer, corpora: Sequence[OpenCorpus],
+    def _prepared(self, run: Run, tokenizer: Tokenizer, opened: Sequence[corpora.OpenCorpus],
                   files: Sequence[tuple[Tokens, Tokens]], parts: Sequence[Sequence[Sequences | PackedSamples]]
                   ) -> Prepared:
         sources = sources_of(run.data, run.data.corpus)
@@ -135,7 +126,7 @@ class LanguageModelling(Task):
         return Prepared(tokenizer=tokenizer, train=join(train_parts), weight=weight,
                         eval=spread(held_parts) if run.data.eval is None else held_parts[0],
                         about="; ".join(_about(run, source.name, corpus, *pair) for source, corpus, pair in zip(
-                            sources, corpora, files, strict=True)),
+                            sources, opened, files, strict=True)),
                         padding=padding, shares=shares(sources, list(map(len, train_parts))),
                         transform=f"{run.model.sequence} tokens", first_tokens=files[0][1].head(HEAD_TOKENS),
                         fingerprint=fingerprint(tokenizer.fingerprint, *digests, *more))
@@ -149,7 +140,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
     """The run's data with all text of the corpus data.eval as held-out text; what it trains on is the same."""
     name = run.data.eval
     assert name is not None
-    corpus = open_corpus(name, cache_folder(run), progress, run.data.text_column)
+    corpus = corpora.open_corpus(name, cache_folder(run), progress, run.data.text_column)
     _, tokens = _tokens(run, corpus, tokenizer, progress, whole=True)
     samples = _samples(tokens, run, tokenizer.end)
     if len(samples) < 1:
@@ -163,18 +154,18 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
 
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
     """Problems of a corpus that a first look shows. elsewhere: it may lie on another machine."""
-    missing = (None if elsewhere else missing_path(name)) or missing_package(name)
+    missing = (None if elsewhere else corpora.missing_path(name)) or corpora.missing_package(name)
     found: list[RanvierError] = [missing] if missing else []
     with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read
-        found += refusals(lambda: look_at_columns(name, column))
+        found += refusals(lambda: corpora.look_at_columns(name, column))
     return found
 
 
-def _tokens(run: Run, corpus: OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False
+def _tokens(run: Run, corpus: corpora.OpenCorpus, tokenizer: Tokenizer, progress: Progress, *, whole: bool = False
             ) -> tuple[Tokens, Tokens]:
     """The training and held-out tokens of a corpus, from the cache. whole: all of it is held out."""
     limit = _limit(run, corpus)
-    text = fingerprint(corpus.fingerprint, limit, "whole" if whole else HELD_OUT_EVERY)
+    text = fingerprint(corpus.fingerprint, limit, "whole" if whole else corpora.HELD_OUT_EVERY)
     folder = cache_folder(run) / "tokens" / fingerprint(text, tokenizer.fingerprint, tokenizer.end)
     train, held = made_once(folder, lambda: _write(folder, corpus, text, limit, tokenizer, progress, whole=whole),
                             progress)
@@ -189,39 +180,39 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
     return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 
-def _about(run: Run, name: str, corpus: OpenCorpus, train: Tokens, held: Tokens) -> str:
+def _about(run: Run, name: str, corpus: corpora.OpenCorpus, train: Tokens, held: Tokens) -> str:
     limit = _limit(run, corpus)
     of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.cut else ""
     return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
 
 
-def _limit(run: Run, corpus: OpenCorpus) -> int:
+def _limit(run: Run, corpus: corpora.OpenCorpus) -> int:
     """Bytes that are read of the corpus."""
     if run.data.max_bytes != "auto":
         return run.data.max_bytes
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
 
 
-def _trained(run: Run, corpora: Sequence[OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
+def _trained(run: Run, opened: Sequence[corpora.OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
     """A new tokenizer of the run's corpora."""
-    same = [part for corpus in corpora for part in (corpus.fingerprint, _limit(run, corpus))]
-    name = fingerprint("bpe", *same, HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
+    same = [part for corpus in opened for part in (corpus.fingerprint, _limit(run, corpus))]
+    name = fingerprint("bpe", *same, corpora.HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
 
     def make() -> None:
-        names = ", ".join(corpus.name for corpus in corpora)
+        names = ", ".join(corpus.name for corpus in opened)
         progress(f"training a tokenizer of {run.model.vocab} entries on {names}")
-        tokenizers.train((text for corpus in corpora for text in _training_text(
-            run, corpus, TOKENIZER_BYTES // len(corpora))), run.model.vocab, progress).save(path)
+        tokenizers.train((text for corpus in opened for text in _training_text(
+            run, corpus, TOKENIZER_BYTES // len(opened))), run.model.vocab, progress).save(path)
 
     make_once(path, path.exists, make, progress)
     return tokenizers.load(path)
 
 
-def _training_text(run: Run, corpus: OpenCorpus, limit: int) -> Iterator[str]:
+def _training_text(run: Run, corpus: corpora.OpenCorpus, limit: int) -> Iterator[str]:
     """The first text of a corpus that is not held out."""
     left = limit
-    for document, held_out in split(corpus.documents(_limit(run, corpus))):
+    for document, held_out in corpora.split(corpus.documents(_limit(run, corpus))):
         if not held_out:
             yield document.text[:left]
             left -= len(document.text)
@@ -229,7 +220,7 @@ def _training_text(run: Run, corpus: OpenCorpus, limit: int) -> Iterator[str]:
             return
 
 
-def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenizer: Tokenizer,
+def _write(folder: Path, corpus: corpora.OpenCorpus, text: str, max_bytes: int, tokenizer: Tokenizer,
            progress: Progress, *, whole: bool = False) -> None:
     """Write the token files of a corpus. whole: all of it is held out."""
     cuts: list[bool] = []
@@ -237,23 +228,14 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                         cut=lambda: bool(cuts))
     progress(f"tokenising {corpus.name}")
     done = reported = 0
-    encode = partial(_encoded, tokenizer)
-    processes = processes_of(progress)
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
-        documents = ((document, True) for document in read) if whole else split(read)
-        if processes > 1:
-            encoded: Iterator[tuple[Iterable[Ids], int, bool]] = (
-                ([part], size, is_held) for piece in map_in_order(encode, _pieces(documents), processes)
-                for part, size, is_held in piece)
-        else:
-            encoded = ((tokenizer.encode_in_parts(document.text), len(document.text), is_held)
-                       for document, is_held in documents)
-        for parts, size, is_held in encoded:
+        documents = ((document, True) for document in read) if whole else corpora.split(read)
+        pieces = map_in_order(partial(_encoded, tokenizer), _pieces(documents), processes_of(progress))
+        for ids, size, is_held in chain.from_iterable(pieces):
             append = held if is_held else train
             append(tokenizer.start)
-            for part in parts:
-                append(part)
+            append(ids)
             append([tokenizer.end])
             done += size
             advance(progress, f"characters of {corpus.name}", done)
@@ -262,9 +244,9 @@ def _write(folder: Path, corpus: OpenCorpus, text: str, max_bytes: int, tokenize
                 progress(f"tokenising {corpus.name}: {done / 1e6:.0f} million characters")
 
 
-def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+def _pieces(documents: Iterable[tuple[corpora.Document, bool]]) -> Iterator[list[tuple[corpora.Document, bool]]]:
     """Documents in lists that are long enough for one process."""
-    piece: list[tuple[Document, bool]] = []
+    piece: list[tuple[corpora.Document, bool]] = []
     size = 0
     for document, is_held in documents:
         piece.append((document, is_held))
@@ -276,7 +258,11 @@ def _pieces(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[D
         yield piece
 
 
-def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[Document, bool]]) -> list[tuple[np.ndarray, int, bool]]:
+def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[corpora.Document, bool]]
+             ) -> list[tuple[np.ndarray, int, bool]]:
     """Tokens, characters, and whether it is held out, of each document."""
-    return [(np.array(tokenizer.encode(document.text), dtype=np.uint32), len(document.text), is_held)
-            for document, is_held in piece]
+    found = []
+    for document, is_held in piece:
+        parts = [np.array(part, dtype=np.uint32) for part in tokenizer.encode_in_parts(document.text)]
+        found.append((np.concatenate(parts), len(document.text), is_held))
+    return found

@@ -104,22 +104,22 @@ def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str,
         for problem in refusals(partial(look, name, setting))]
 
 
-def read_bytes(path: Path, setting: str, form: str) -> bytes:
-    """The content of a file of text. DataError if it is not a file, cannot be read, or is larger than 4 GiB.
+def check_is_file(path: Path, setting: str, form: str) -> None:
+    """DataError if it is not a file. setting: train or eval; form: what may be given, in words."""
+    if not path.is_file():
+        raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
+                        remedy=f"Give {form}.")
 
-    setting: train or eval; form: what may be given, in words.
-    """
-    try:
-        if not path.is_file():
-            raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
-                            remedy=f"Give {form}.")
+
+def read_bytes(path: Path, setting: str, form: str) -> bytes:
+    """The content of a file of text. DataError if it is not a file, cannot be read, or is larger than 4 GiB. Arguments
+    as of `check_is_file`."""
+    with readable_file(path, setting, form):
+        check_is_file(path, setting, form)
         if path.stat().st_size > MOST_BYTES:
             raise DataError("is larger than 4 GiB, the limit for a file of text", code="data-file-too-large",
                             where=f"data.{setting}", value=str(path), remedy="Give a part of it.")
         return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise DataError("cannot be read", code="data-unreadable", where=f"data.{setting}", value=f"{path}: {error}",
-                        remedy=f"Give {form}.") from error
 
 
 def _exists(name: str) -> bool:

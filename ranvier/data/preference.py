@@ -10,8 +10,8 @@ reference's log-probabilities before its first step (`ranvier.train.reference`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -22,13 +22,12 @@ import numpy as np
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import quiz
+from ranvier.data import encoded_rows, quiz
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat import open_tokenizer, tokenizer_problems
 from ranvier.data.chat_template import ChatTokenizer, Conversation, Sample
 from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, Pair, pair_of
-from ranvier.data.encoded_rows import about_counts, counts_in, encode_rows, stored_parts, write_runs
 from ranvier.data.named_files import first_rows, readable_file, text_only, training_name
 from ranvier.data.padding import padding_text
 from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, ScoredPairs, WithReference
@@ -42,8 +41,6 @@ from ranvier.errors import DataError, RanvierError
 
 FORM = f"{FILES} with the columns prompt, chosen and rejected, the name of a data set, or quiz"
 """Description of the accepted forms of data."""
-_WARNED_SHARE = 0.01
-"""A larger share of left-out pairs is warned of."""
 
 
 class PreferenceTask(Task):
@@ -68,21 +65,26 @@ class PreferenceTask(Task):
         out. DataError when nothing is left."""
         tokenizer = open_tokenizer(run, progress)
         parts = _stored(run, tokenizer, progress, scores=self._scores)
-        counts = [_Counts(**counts_in(part)) for part in parts]
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
         used = taken(run, whole)
         train, held = used if self._scores else map(WithReference, used)
-        told = [(f"data.train {training_name(run.data)}", counts[0])]
-        if run.data.eval is not None:
-            told.append((f"data.eval {run.data.eval}", counts[1]))
+        told = encoded_rows.counts_of(parts, (training_name(run.data), run.data.eval))
+        words = encoded_rows.Words(samples="pairs", silent="with an empty answer", empty="whose answers are the same",
+                                   too_long=f"whose answers have more than {run.model.sequence} tokens together")
+        warnings = [warning for setting, counts in told for warning in encoded_rows.left_out_warning(
+            "pairs-left-out", counts, words, setting, run.model.sequence,
+            "Leave pairs without a difference out of the data set.")]
+        if not self._scores:
+            warnings += [DataError("has margins, which the task reward alone reads", code="margin-without-effect",
+                                   where=setting, value=counts.margins,
+                                   remedy="Leave the column out, or set `--data.task reward`.")
+                         for setting, counts in told if counts.margins]
         return Prepared(
             train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
             padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
-                  f"{about_counts(told, run.model.sequence)}",
-            warnings=tuple(warning for setting, one in told for warning in (
-                one.warning(setting, run.model.sequence), None if self._scores else one.unread(setting))
-                if warning is not None),
+                  f"{encoded_rows.about_counts(told, words, run.model.sequence)}",
+            warnings=tuple(warnings),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
             fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
 
@@ -131,57 +133,6 @@ def _made(form: str, row: Row) -> Pair | None:
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Encoded:
-    """A pair. key: by which it is held out: its prompt, so that all pairs of a prompt lie together. length: positions
-    of both answers together."""
-
-    answers: tuple[Sample, Sample]
-    key: str
-    length: int
-    margin: float | None
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether an answer has no token that is learnt."""
-        return not all(is_target[1:].any() for _, is_target in self.answers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """Counts of a data set's pairs: all, and those that are left out since their answers are the same, since nothing is
-    learnt in one, and since they are too long. longest: positions of the longest. margins: pairs with one."""
-
-    pairs: int
-    same: int
-    silent: int
-    too_long: int
-    longest: int
-    margins: int
-
-    def text(self, sequence: int) -> str:
-        """The counts in words; empty if no pair is left out."""
-        return "; ".join(f"{count:,} of {self.pairs:,} left out, {what}" for count, what in (
-            (self.too_long, f"whose answers have more than {sequence} tokens together"),
-            (self.silent, "with an empty answer"), (self.same, "whose answers are the same")) if count)
-
-    def unread(self, setting: str) -> DataError | None:
-        """A warning if pairs have a margin and the task reads none."""
-        return DataError("has margins, which the task reward alone reads", code="margin-without-effect", where=setting,
-                         value=self.margins, remedy="Leave the column out, or set `--data.task reward`."
-                         ) if self.margins else None
-
-    def warning(self, setting: str, sequence: int) -> DataError | None:
-        """A warning if more than 1 % of the pairs are left out."""
-        left_out = self.too_long + self.silent + self.same
-        if left_out <= _WARNED_SHARE * self.pairs:
-            return None
-        return DataError(f"leaves out {left_out / self.pairs:.1%} of its pairs: {self.text(sequence)}",
-                         code="pairs-left-out", where=setting, value=left_out,
-                         remedy=f"Set a longer `--model.sequence`: all of it fits into {self.longest}." if self.too_long
-                         else "Leave pairs without a difference out of the data set.")
-
-
 def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
     stops = offsets[1:] + scores  # a position for the last token, too, which has no next one
@@ -196,45 +147,30 @@ def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: b
               for setting, each in (("train", name), ("eval", held)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores,
-        "no added keys")
+        "counts of rows")
 
-    def read(each: str, setting: str) -> tuple[list[_Encoded], _Counts]:
-        return _all(each, setting, form, partial(_encoded, tokenizer, scores), sequence, progress)
-
-    def write(folder: Path, part: list[_Encoded], counts: _Counts) -> None:
-        margins = {} if part[0].margin is None else {
-            "margins": np.array([one.margin for one in part], dtype=np.float64)}
-        write_runs(folder, [answer for one in part for answer in one.answers], tokenizer.vocab, counts, margins)
-
-    return stored_parts(place, name, held, read, write, "pairs", progress)
-
-
-def _all(name: str, setting: str, form: str, encode: Callable[[Pair], _Encoded], sequence: int, progress: Progress
-         ) -> tuple[list[_Encoded], _Counts]:
-    """The pairs of a data set that are learnt from, and what was left out. DataError if there is none."""
-    rows = encode_rows(pairs(name, setting, form), encode, f"pairs of {name}", progress)
-    found = [one for one in rows if one is not None]
-    spoken = [one for one in found if not one.is_silent]
-    kept = [one for one in spoken if one.length <= sequence]
-    counts = _Counts(pairs=len(rows), same=len(rows) - len(found), silent=len(found) - len(spoken),
-                     too_long=len(spoken) - len(kept), longest=max((one.length for one in spoken), default=0),
-                     margins=sum(one.margin is not None for one in kept))
-    if not kept:
+    def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
-        raise DataError(f"has no pair of answers {within}", code="no-pairs",
-                        where=f"data.{setting} {name}", value=len(rows),
-                        remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
-                        "many positions." if counts.too_long else "Give pairs whose answers differ.")
-    return kept, counts
+        return DataError(f"has no pair of answers {within}", code="no-pairs", where=where, value=counts.rows,
+                         remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
+                         "many positions." if counts.too_long else "Give pairs whose answers differ.")
+
+    return encoded_rows.stored_samples(place, name, held, partial(pairs, form=form),
+                                       partial(_encoded, tokenizer, sequence, scores), nothing, "pairs",
+                                       tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, scores: bool, pair: Pair) -> _Encoded:
+def _encoded(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
+    """The sample of a pair. Its key is its prompt, so that all pairs of a prompt lie together."""
     prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
                                           zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
     key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
     answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
-    return _Encoded(answers=answers, key=key, margin=pair.margin,
-                    length=sum(len(ids) - (not scores) for ids, _ in answers))
+    length = sum(len(ids) - (not scores) for ids, _ in answers)
+    use: encoded_rows.Use = "too_long" if length > sequence else "whole"
+    if not all(is_target[1:].any() for _, is_target in answers):
+        use = "silent"
+    return [encoded_rows.Encoded(runs=answers, key=key, length=length, margin=pair.margin, use=use)]
 
 
 def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> Sample:

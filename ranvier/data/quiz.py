@@ -10,7 +10,8 @@ Of each kind the questions with the smallest hashes are taken, so the set is the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import combinations
 
 from ranvier.data.cache import fingerprint
@@ -63,38 +64,29 @@ def _pairs() -> list[_Pair]:
 
 def _kinds() -> list[list[_Pair]]:
     """The questions of each kind with their answers."""
-    kinds = (_sums(), _differences(), _larger(), _in_words(), _alphabetical(), _neighbours())
+    numbers = [(first, second) for first in range(2, _MOST) for second in range(2, _MOST)]
+    kinds: list[list[_Pair]] = [
+        [(f"What is {first} + {second}?", f"{first} + {second} = {first + second}.") for first, second in numbers],
+        [(f"What is {first} - {second}?", f"{first} - {second} = {first - second}.")
+         for first, second in numbers if first > second],
+        [(f"Which number is larger, {first} or {second}?", f"{max(first, second)} is larger.")
+         for first, second in numbers if first != second],
+        [(f"Write {number} in words.", f"{_words(number).capitalize()}.") for number in range(1000)],
+        [(f"Put these words in alphabetical order: {', '.join(sorted(words, key=partial(_place, words)))}.",
+          f"{', '.join(sorted(words))}.") for words in combinations(_NOUNS, 3)],
+        [(f"Which {kind} comes {word} {name}?", f"{other} comes {word} {name}.")
+         for kind, names in (("day", _DAYS), ("month", _MONTHS)) for place, name in enumerate(names)
+         for word, other in (("after", names[(place + 1) % len(names)]), ("before", names[place - 1]))]]
     return [sorted(kind, key=_hash)[:_EACH] for kind in kinds]
+
+
+def _place(words: Sequence[str], word: str) -> bytes:
+    """By which words are mixed."""
+    return _hash((word, "".join(words)))
 
 
 def _hash(pair: _Pair) -> bytes:
     return hashlib.blake2b(repr(pair).encode(), digest_size=8).digest()
-
-
-def _numbers() -> Iterable[tuple[int, int]]:
-    return ((first, second) for first in range(2, _MOST) for second in range(2, _MOST))
-
-
-def _sums() -> Iterator[_Pair]:
-    for first, second in _numbers():
-        yield f"What is {first} + {second}?", f"{first} + {second} = {first + second}."
-
-
-def _differences() -> Iterator[_Pair]:
-    for first, second in _numbers():
-        if first > second:
-            yield f"What is {first} - {second}?", f"{first} - {second} = {first - second}."
-
-
-def _larger() -> Iterator[_Pair]:
-    for first, second in _numbers():
-        if first != second:
-            yield f"Which number is larger, {first} or {second}?", f"{max(first, second)} is larger."
-
-
-def _in_words() -> Iterator[_Pair]:
-    for number in range(1000):
-        yield f"Write {number} in words.", f"{_words(number).capitalize()}."
 
 
 def _words(number: int) -> str:
@@ -106,16 +98,3 @@ def _words(number: int) -> str:
         return _TENS[tens - 2] + (f"-{_SMALL[ones]}" if ones else "")
     hundreds, rest = divmod(number, 100)
     return f"{_SMALL[hundreds]} hundred" + (f" and {_words(rest)}" if rest else "")
-
-
-def _alphabetical() -> Iterator[_Pair]:
-    for words in combinations(_NOUNS, 3):
-        mixed = sorted(words, key=lambda word: _hash((word, "".join(words))))
-        yield f"Put these words in alphabetical order: {', '.join(mixed)}.", f"{', '.join(sorted(words))}."
-
-
-def _neighbours() -> Iterator[_Pair]:
-    for kind, names in (("day", _DAYS), ("month", _MONTHS)):
-        for place, name in enumerate(names):
-            for word, other in (("after", names[(place + 1) % len(names)]), ("before", names[place - 1])):
-                yield f"Which {kind} comes {word} {name}?", f"{other} comes {word} {name}."

@@ -120,14 +120,13 @@ def _sharegpt(row: Row, column: str) -> Conversation:
     value = row.values.get(column)
     remedy = 'Give a list of turns, for example [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}].'
     if not isinstance(value, list) or not value:
-        raise DataError("is not a conversation", code="not-a-conversation", where=row.place, value=repr(value)[:80],
-                        remedy=remedy)
+        raise row.wrong("not-a-conversation", "is not a conversation", value, remedy)
     messages = _system(row)
     for turn in value:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or (
                 turn.get("from") not in _SHAREGPT_ROLES):
-            raise DataError("has a turn without a known speaker in `from` and a text in `value`",
-                            code="not-a-sharegpt-turn", where=row.place, value=repr(turn)[:80], remedy=remedy)
+            raise row.wrong("not-a-sharegpt-turn", "has a turn without a known speaker in `from` and a text in `value`",
+                            turn, remedy)
         others = {key: part for key, part in turn.items() if key not in ("from", "value")}
         if turn["from"] == "function_call":
             messages.append({**others, "role": "assistant", "content": None,
@@ -143,9 +142,8 @@ def _call(row: Row, text: str) -> Mapping[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not {"name", "arguments"} <= found.keys():
-        raise DataError("has a call of a function that is not a JSON object with a name and arguments",
-                        code="not-a-function-call", where=row.place, value=text[:80],
-                        remedy='Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
+        raise row.wrong("not-a-function-call", "has a call of a function that is not a JSON object with a name and "
+                        "arguments", text, 'Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
     return found
 
 
@@ -156,8 +154,8 @@ def _alpaca(row: Row) -> Conversation | None:
     messages, more = _system(row), row.values.get("input")
     history = row.values.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DataError("has a `history` that is no list of questions and answers", code="not-an-alpaca-history",
-                        where=row.place, value=repr(history)[:80], remedy='Give for example [["...", "..."]].')
+        raise row.wrong("not-an-alpaca-history", "has a `history` that is no list of questions and answers", history,
+                        'Give for example [["...", "..."]].')
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     question = instruction if more in (None, "") else f"{instruction}\n\n{_text(row, 'input')}"
@@ -209,9 +207,8 @@ def _system(row: Row) -> list[Message]:
 def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
-        raise DataError(f"has no text in `{column}`", code="form-column-not-text", where=row.place,
-                        value=repr(value)[:80], remedy="Give a text, or make messages of rows by a function: "
-                        "`--data.form`.")
+        raise row.wrong("form-column-not-text", f"has no text in `{column}`", value,
+                        "Give a text, or make messages of rows by a function: `--data.form`.")
     return value
 
 

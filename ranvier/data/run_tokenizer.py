@@ -88,26 +88,20 @@ def problems(run: Run) -> list[RanvierError]:
     """Problems of an encoder's tokenizer, if it is on this machine."""
     if run.model.pretrained is not None:
         folder = token_numbers.local_folder(run)
-        return [] if folder is None else [*refusals(lambda: _of_model(run, folder))]
+        return [] if folder is None else [*refusals(lambda: _existing(run, folder))]
     if run.data.tokenizer in BUILT_IN:
         return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < wordpiece.SMALLEST_VOCAB else []
-    return [*refusals(lambda: _given(run))]
+    return [*refusals(lambda: _existing(run, None))]
 
 
-def _given(run: Run) -> WordPiece:
-    """The tokenizer whose file data.tokenizer names. DataError where it is none, or has too many tokens."""
-    tokenizer = _load(run)
-    token_numbers.check(tokenizer.numbers(), run, None, None)
-    return tokenizer
-
-
-def _of_model(run: Run, folder: Path) -> WordPiece:
-    """The tokenizer of the model in this folder, or the one that data.tokenizer names. DataError where its numbers are
-    not those of the model's tokens."""
-    own = wordpiece.from_folder(folder)
-    tokenizer = own if run.data.tokenizer in BUILT_IN else _load(run)
-    token_numbers.check(tokenizer.numbers(), run, folder, own.numbers())
-    return tokenizer
+def _existing(run: Run, folder: Path | None) -> WordPiece | None:
+    """The tokenizer that data.tokenizer names, or that of the model in this folder; None where there is neither.
+    DataError where it is none, has too many tokens, or its numbers are not those of the model's tokens."""
+    own = None if folder is None else wordpiece.from_folder(folder)
+    found = own if run.data.tokenizer in BUILT_IN else _load(run)
+    if found is not None:
+        token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
+    return found
 
 
 def _load(run: Run) -> WordPiece:
@@ -122,11 +116,10 @@ def _load(run: Run) -> WordPiece:
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
     """texts: gives the training text, where the run has no pretrained model; source: its fingerprint. DataError when
     the model has a smaller vocabulary than the tokenizer."""
-    if run.model.pretrained is not None:
-        return _of_model(run, folder_of(run.model.pretrained, cache_folder(run), progress))
-    if run.data.tokenizer not in BUILT_IN:
-        return _given(run)
-    return wordpiece.load(_made("wordpiece", run, lambda: wordpiece.train(texts(), run.model.vocab), source, progress))
+    name = run.model.pretrained
+    found = _existing(run, None if name is None else folder_of(name, cache_folder(run), progress))
+    return found or wordpiece.load(_made(
+        "wordpiece", run, lambda: wordpiece.train(texts(), run.model.vocab), source, progress))
 
 
 def _made(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], source: str, progress: Progress) -> Path:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ranvier.config.run import Data
 from ranvier.data.cache import Progress, fingerprint
-from ranvier.data.named_files import is_data_set, read_bytes, readable_file
+from ranvier.data.named_files import check_is_file, is_data_set, read_bytes, readable_file
 from ranvier.data.offline.fetch import fetch, python_package
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
@@ -99,14 +99,13 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     text = text_of(row, columns.text, "data.text-column").strip()
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()
     if isinstance(label, (float, list, tuple, dict)):
-        raise DataError("has a label that is neither the name nor the number of a class: regression and several labels "
-                        "for one text are not supported", code="label-not-class", where=row.place,
-                        value=repr(label)[:80],
-                        remedy="Give each text one class, or name another column in `--data.label-column`.")
+        raise row.wrong("label-not-class", "has a label that is neither the name nor the number of a class: regression "
+                        "and several labels for one text are not supported", label,
+                        "Give each text one class, or name another column in `--data.label-column`.")
     if not isinstance(label, (str, int)) or not str(label).strip() or not text or pair == "":
         empty = "label" if text and pair != "" else "text"
-        raise DataError(f"has no {empty}", code="sentence-empty", where=row.place, value=repr(dict(row.values))[:80],
-                        remedy="Leave such rows out, or name other columns.")
+        raise row.wrong("sentence-empty", f"has no {empty}", dict(row.values),
+                        "Leave such rows out, or name other columns.")
     return Sentence(text, str(label).strip(), row.place, pair)
 
 
@@ -217,9 +216,7 @@ def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> Non
                                       FORM))
         return
     with readable_file(path, setting, FORM):
-        if not path.is_file():
-            raise DataError("is not a file", code="data-not-file", where=f"data.{setting}", value=str(path),
-                            remedy=f"Give {FORM}.")
+        check_is_file(path, setting, FORM)
         columns.in_table(open_file(path, str(path), quoted_tabs=False))
 
 

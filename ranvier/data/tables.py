@@ -63,6 +63,10 @@ class Row:
     values: Mapping[str, object]
     is_arrow: bool = False
 
+    def wrong(self, code: str, what: str, value: object, remedy: str) -> DataError:
+        """The error for something in this row."""
+        return DataError(what, code=code, where=self.place, value=repr(value)[:80], remedy=remedy)
+
 
 _Rows = Callable[[Sequence[str]], Iterator[Row]]
 
@@ -126,10 +130,10 @@ def is_saved(path: Path) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether this may be the name of a data set on the Hugging Face hub: NAME, OWNER/NAME, or one of them with
-    :CONFIGURATION, :SPLIT or both. Paths and names of files are not."""
+    :CONFIGURATION, :SPLIT or both. Paths, names of files and URLs are not."""
     path = name.partition(":")[0]
     return bool(path) and not path.startswith((".", "~", os.sep)) and path.count("/") <= 1 and not path.endswith("/") \
-        and Path(path).suffix.lower() not in (*ROW_ENDINGS, ".txt", ".gz", ".tgz")
+        and "//" not in name and Path(path).suffix.lower() not in (*ROW_ENDINGS, ".txt", ".gz", ".tgz")
 
 
 def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
@@ -413,8 +417,8 @@ def text_of(row: Row, column: str, setting: str) -> str:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]
     if not isinstance(text, str):
-        raise DataError(f"has a column `{column}` that is no text", code="column-not-text", where=row.place,
-                        value=repr(text)[:80], remedy=f"Set --{setting} to a column of text.")
+        raise row.wrong("column-not-text", f"has a column `{column}` that is no text", text,
+                        f"Set --{setting} to a column of text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -37,7 +37,6 @@ class AnyTokenizer(Protocol):
 
     def text(self) -> str:
         """Its tokenizer.json."""
-        ...
 
 
 @runtime_checkable
@@ -46,7 +45,6 @@ class TokenizerWithFiles(AnyTokenizer, Protocol):
 
     def files_beside(self) -> Mapping[str, str]:
         """Name -> text of the files that belong beside its tokenizer.json."""
-        ...
 
 
 class Dataset(Protocol):
@@ -54,7 +52,6 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray) -> State:
         """The first block's inputs of these samples, on the CPU: tensors [len(samples), ...], of one shape for all of a
@@ -62,12 +59,10 @@ class Dataset(Protocol):
 
         samples: [n] int64. epochs: [n] int64, of each sample, counted from 0, for augmentation keyed by it.
         """
-        ...
 
     def targets(self, samples: np.ndarray) -> Targets:
         """The targets that the loss takes, on the CPU: int64 tensors [len(samples), ...];
         `ranvier.tensor.split.loss.IGNORED` where there is no target."""
-        ...
 
 
 class VariableLengthDataset(Dataset, Protocol):
@@ -79,11 +74,9 @@ class VariableLengthDataset(Dataset, Protocol):
     def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
         """Inputs as of `Dataset.inputs`, with `length` positions in dim 1 of each tensor; None is the model's maximum.
         What a sample computes at its own positions must not depend on how many follow."""
-        ...
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
         """Targets as of `Dataset.targets`; those of positions are `IGNORED` from the sample's length on."""
-        ...
 
 
 def sample_lengths(data: Dataset) -> np.ndarray | None:
@@ -110,16 +103,13 @@ class Scoring(Protocol):
     def add(self, output: State, targets: Any, samples: Tensor) -> None:
         """Add the outputs of one microbatch, on any device. targets: the task's `Targets`; rows without a target are
         padding and do not count. samples: [b] int64."""
-        ...
 
     def part(self) -> object:
         """This rank's part of the score, for JSON."""
-        ...
 
     def total(self, parts: Sequence[Any]) -> dict[str, float]:
         """The scores of all ranks' parts together: "eval_accuracy", "eval_count" (samples), and what else the task is
         judged by."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +196,6 @@ class Task(Protocol):
         (`ranvier.data.cache.one_writer`). progress: takes lines about what is going on. DataError when something is
         missing, damaged or too small.
         """
-        ...
 
 
 # --- named evaluation sets --------------------------------------------------------------------------------------------

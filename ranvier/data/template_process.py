@@ -1,9 +1,9 @@
 """The process in which chat templates are rendered: they are code of strangers, in a language with loops.
 
-Requests come on standard input and answers go to standard output, as JSON, each behind its size in 8 bytes. A request
-may take its `seconds` of processor time, after which the kernel ends this process; the process may take MEMORY_BYTES
-beyond what the packages take, where the system has such a limit (Linux); a text may have MOST_CHARACTERS. A template
-cannot wait: processor time is all the time it takes.
+Requests come on standard input and answers go to standard output, each a line of JSON. A request may take its
+`seconds` of processor time, after which the kernel ends this process; the process may take MEMORY_BYTES beyond what
+the packages take, where the system has such a limit (Linux); a text may have MOST_CHARACTERS. A template cannot wait:
+processor time is all the time it takes.
 
 Run as a program by its path, so that it imports nothing of Ranvier.
 """
@@ -15,32 +15,11 @@ import os
 import resource
 import signal
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 SECONDS = 10.0
 MEMORY_BYTES = 1 << 29
 MOST_CHARACTERS = 1 << 24
-
-
-def write(stream: BinaryIO, document: Any) -> None:
-    """Write a document; what JSON does not have becomes text."""
-    content = json.dumps(document, default=str).encode()
-    stream.write(len(content).to_bytes(8, "little") + content)
-    stream.flush()
-
-
-def read(stream: BinaryIO) -> Any:
-    """The next document. EOFError where there is none."""
-    size = stream.read(8)
-    content = stream.read(int.from_bytes(size, "little")) if len(size) == 8 else b""
-    if not content:
-        raise EOFError
-    return parsed(content)
-
-
-def parsed(content: bytes) -> Any:
-    """A document without its size."""
-    return json.loads(content)
 
 
 def _limit_memory() -> None:
@@ -74,23 +53,21 @@ def _rendered(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what packages print is no answer
     from transformers.utils import chat_template_utils  # noqa: F401  # before memory is limited
 
     _limit_memory()
-    while True:
-        try:
-            request = read(requests)
-        except EOFError:
-            return
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
             answer = _rendered(request)
         except MemoryError:
             answer = {"limit": f"needs more than {MEMORY_BYTES >> 20} MiB"}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write(answers, answer)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ one takes its place.
 
 from __future__ import annotations
 
+import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 
 from ranvier.data import template_process
 from ranvier.system import child
+from ranvier.system.untrusted_file import parse_json
 
 _WAIT_SECONDS = 300.0
 """Longest wait for an answer, with the start of the process before the first one. The kernel ends a template that
@@ -93,25 +95,22 @@ class _Process:
 
     def _answer(self, process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None  # pipes
-        deadline = time.monotonic() + _WAIT_SECONDS
+        deadline, content, answers = time.monotonic() + _WAIT_SECONDS, bytearray(), select.poll()
+        answers.register(process.stdout, select.POLLIN)
         try:
-            template_process.write(process.stdin, request)  # type: ignore[arg-type]  # IO[bytes]
-            content, size = b"", 8
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                while len(content) < size:
-                    if not selector.select(max(0.0, deadline - time.monotonic())):
-                        raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
-                    part = os.read(process.stdout.fileno(), 1 << 20)
-                    if not part:
-                        raise EOFError
-                    content += part
-                    if len(content) >= 8:
-                        size = 8 + int.from_bytes(content[:8], "little")
+            text = json.dumps(request, default=str)  # what JSON does not have becomes text
+            process.stdin.write(text.encode() + b"\n")
+            process.stdin.flush()
+            while not content.endswith(b"\n"):
+                if not answers.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+                    raise TemplateLimitError(f"has given no answer for {_WAIT_SECONDS:.0f} s")
+                if not (part := os.read(process.stdout.fileno(), 1 << 20)):
+                    raise EOFError
+                content += part
         except (EOFError, BrokenPipeError):
             raise TemplateLimitError(self._reason(process)) from None
-        answer: dict[str, Any] = template_process.parsed(content[8:])
-        return answer
+        answer: Any = parse_json(bytes(content))
+        return dict(answer)
 
     @staticmethod
     def _reason(process: subprocess.Popen[bytes]) -> str:

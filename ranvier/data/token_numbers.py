@@ -13,6 +13,7 @@ from pathlib import Path
 import tokenizers
 
 from ranvier.config.run import Run, Transformer
+from ranvier.data.offline.pretrained_models import has_weights
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import json_object, read_bytes
 
@@ -20,9 +21,8 @@ TOKENIZER = "tokenizer.json"
 _MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 
 
-def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None
-               ) -> DataError | None:
-    """The error for a tokenizer that does not fit the run's model; None if it does.
+def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None) -> None:
+    """DataError for a tokenizer that does not fit the run's model.
 
     numbers: token -> number. folder: of `model.pretrained`, in Hugging Face's format; None without one. own: token ->
     number of the tokenizer in this folder, where it has one.
@@ -31,38 +31,31 @@ def problem_of(numbers: Mapping[str, int], run: Run, folder: Path | None, own: M
     if folder is not None and run.model.vocab != Transformer.vocab:
         vocab = max(vocab, run.model.vocab)  # rows are added
     if needed > vocab and folder is None:
-        return DataError(f"is smaller than the tokenizer's vocabulary of {needed}", code="vocab-below-tokenizer",
-                         where="model.vocab", value=vocab, remedy=f"Set `--model.vocab {needed}` or more.")
+        raise DataError(f"is smaller than the tokenizer's vocabulary of {needed}", code="vocab-below-tokenizer",
+                        where="model.vocab", value=vocab, remedy=f"Set `--model.vocab {needed}` or more.")
     if needed > vocab:
-        return DataError(f"has {needed} tokens, and `model.pretrained` {run.model.pretrained} has only {vocab}",
-                         code="tokenizer-above-pretrained", where="data.tokenizer", value=run.data.tokenizer,
-                         remedy="Put the tokenizer that belongs to the model into its folder, or name it; or set "
-                                f"`--model.vocab {needed}` or more for rows for the further tokens.")
+        raise DataError(f"has {needed} tokens, and `model.pretrained` {run.model.pretrained} has only {vocab}",
+                        code="tokenizer-above-pretrained", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Put the tokenizer that belongs to the model into its folder, or name it; or set "
+                               f"`--model.vocab {needed}` or more for rows for the further tokens.")
     if own is None:
-        return None
+        return
     tokens = {number: token for token, number in own.items()}
     other = min((token for token, number in numbers.items()
                  if own.get(token, number) != number or tokens.get(number, token) != token),
                 key=numbers.__getitem__, default=None)
-    if other is None:
-        return None
-    return DataError(f"is not the tokenizer of `model.pretrained` {run.model.pretrained}: {other!r} is token "
-                     f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}",
-                     code="tokenizer-of-other-model", where="data.tokenizer", value=run.data.tokenizer,
-                     remedy="Leave it out: the model's own is taken.")
-
-
-def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None) -> None:
-    """Raise the `problem_of` a tokenizer, if it has one."""
-    problem = problem_of(numbers, run, folder, own)
-    if problem is not None:
-        raise problem
+    if other is not None:
+        raise DataError(f"is not the tokenizer of `model.pretrained` {run.model.pretrained}: {other!r} is token "
+                        f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}",
+                        code="tokenizer-of-other-model", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Leave it out: the model's own is taken.")
 
 
 def local_folder(run: Run) -> Path | None:
-    """The folder of `model.pretrained` where it is one on this machine."""
+    """The folder of `model.pretrained` where the model is on this machine; not one that has only its sizes."""
     path = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
-    return path if path is not None and path.is_dir() else None
+    is_here = path is not None and path.is_dir() and (has_weights(path) or (path / TOKENIZER).exists())
+    return path if is_here else None
 
 
 def numbers_in(folder: Path) -> dict[str, int] | None:

@@ -10,6 +10,7 @@ only (`ranvier.models.segments`), so that both forms give the same losses and gr
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -86,24 +87,25 @@ class PackedSamples:
         """{"ids", "segments"}, [b, S] int64 each. samples: numbers of sequences."""
         ids = torch.zeros(len(samples), self.samples.longest, dtype=torch.int64)
         segments = torch.zeros_like(ids)
-        for row, number in enumerate(samples.tolist()):
-            start = 0
-            for segment, member in enumerate(self.members(number), start=1):
-                part, = self.samples.inputs(np.array([member]), length=int(self.samples.sample_lengths[member]))
-                ids[row, start:start + len(part)], segments[row, start:start + len(part)] = part, segment
-                start += len(part)
+        for row, segment, place, member, length in self._places(samples):
+            ids[row, place], segments[row, place] = self.samples.inputs(member, length=length)[0], segment
         return {"ids": ids, "segments": segments}
 
     def targets(self, samples: np.ndarray) -> Tensor:
         """[b, S] int64: the token after each position in its own sample, or IGNORED."""
         targets = torch.full((len(samples), self.samples.longest), IGNORED, dtype=torch.int64)
-        for row, number in enumerate(samples.tolist()):
-            start = 0
-            for member in self.members(number):
-                part, = self.samples.targets(np.array([member]), length=int(self.samples.sample_lengths[member]))
-                targets[row, start:start + len(part)] = part
-                start += len(part)
+        for row, _, place, member, length in self._places(samples):
+            targets[row, place] = self.samples.targets(member, length=length)[0]
         return targets
+
+    def _places(self, sequences: np.ndarray) -> Iterator[tuple[int, int, slice, np.ndarray, int]]:
+        """Row, number from 1, positions, number among all, and length of each sample in these sequences."""
+        for row, sequence in enumerate(sequences.tolist()):
+            start = 0
+            for number, member in enumerate(self.members(sequence), start=1):
+                length = int(self.samples.sample_lengths[member])
+                yield row, number, slice(start, start + length), np.array([member]), length
+                start += length
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:

@@ -115,17 +115,13 @@ class Situation:
     """Bytes that each block's gradients send when replicas average them."""
     update_seconds: tuple[float, ...] | None = None
     """Seconds of each block's optimizer step; None leaves it out."""
-    call_seconds: float = 0.0
-    """Fixed seconds of a block's forward or backward beside its samples' time, which make small microbatches
-    expensive."""
     weight_share: float = 0.5
     """The part of a backward that the schedule may defer: the weights' gradients."""
     frozen: int = 0
     """Blocks that do not train: a prefix, which has no backward."""
     cached: int = 0
-    """Blocks whose output is read from the cache: a part of the frozen prefix, on the first stage."""
-    read_seconds: float = 0.0
-    """Seconds to read one sample from the cache."""
+    """Blocks whose output is read from the cache, which takes no time: a part of the frozen prefix, on the first
+    stage."""
     memory_bytes: Callable[[CandidateStage], int] | None = None
     """Bytes that a rank of a stage needs; None ignores memory."""
     limit_bytes: int | None = None
@@ -247,7 +243,9 @@ class _Candidate:
         """
         left = _MOST_SIMULATED
         while left > 0:
-            near = [_moved(best.boundaries, index, by) for index in range(self.num_stages - 1) for by in (-1, 1)]
+            edges = best.boundaries
+            near = [(*edges[:index], edges[index] + by, *edges[index + 1:])
+                    for index in range(self.num_stages - 1) for by in (-1, 1)]
             found = [self._predict(boundaries) for boundaries in near
                      if all(start < stop for _, start, stop in self._stages(boundaries))
                      and boundaries[0] >= self.situation.cached and self._too_much(boundaries) is None]
@@ -260,15 +258,10 @@ class _Candidate:
 
     def _block_times(self, size: int) -> list[tuple[float, float]]:
         """(forward, backward) of each block for a microbatch of `size` samples."""
-        given, times = self.situation, []
-        for block in range(given.num_blocks):
-            if block < given.cached:
-                times.append((given.read_seconds * size if block == 0 else 0.0, 0.0))
-                continue
-            forward = given.forward_seconds[block] * size + given.call_seconds
-            backward = given.backward_seconds[block] * size + given.call_seconds
-            times.append((forward, backward if block >= given.frozen else 0.0))
-        return times
+        given = self.situation
+        return [(0.0 if block < given.cached else given.forward_seconds[block] * size,
+                 0.0 if block < given.frozen else given.backward_seconds[block] * size)
+                for block in range(given.num_blocks)]
 
     def _cost(self, stage: int, start: int, stop: int) -> float:
         return inf if stage == 0 and stop < self.situation.cached else self.sums[stop] - self.sums[start]
@@ -361,7 +354,3 @@ class _Candidate:
         last = sum(map(sum, self._block_times(self.last_size)))
         return self.situation.num_replicas * ((self.count - 1) * self.sums[-1] + last + self._update(
             range(self.situation.frozen, self.situation.num_blocks)))
-
-
-def _moved(boundaries: tuple[int, ...], index: int, by: int) -> tuple[int, ...]:
-    return (*boundaries[:index], boundaries[index] + by, *boundaries[index + 1:])

@@ -66,8 +66,8 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
     with _open_caches(engine) as forget:
         while active := [text for text in texts if text.reason is None]:
             own = [text for text in active if text.number % mesh.num_replicas == mine]
-            outputs = engine.predict([_microbatch(engine, text) for text in own] or [_idle(engine)])
-            if not own:
+            outputs = engine.predict([_microbatch(engine, text) for text in own] or [_ids(engine, [0], -1)])
+            if not own:  # all replicas make the same calls
                 forget(-1)
             if outputs is not None:
                 for text, logits_BSV in zip(own, outputs, strict=False):
@@ -103,11 +103,6 @@ def _microbatch(engine: Engine, text: Text) -> Microbatch:
     if any(isinstance(block, WholeTexts) for block in engine.blocks.values()):
         return _ids(engine, [*text.prompt, *text.written], text.number)
     return _ids(engine, text.written[-1:] or text.prompt, text.number)
-
-
-def _idle(engine: Engine) -> Microbatch:
-    """The microbatch of a replica without prompts, with which all replicas make the same calls."""
-    return _ids(engine, [0], -1)
 
 
 def _ids(engine: Engine, tokens: Sequence[int], number: int) -> Microbatch:

@@ -67,17 +67,10 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
 def _scores(run: ResolvedRun, found: Evaluated) -> dict[str, float]:
     """The numbers of one evaluation by name; of language models their perplexity."""
     targets = form_of(run.data).targets
-    perplexity = {"perplexity": _exp(found.loss)} if head_of(run) == "tokens" else {}
-    return {"loss": found.loss, **perplexity,
+    perplexity = math.inf if found.loss > 709 else math.exp(found.loss)  # of more the exponential is no number
+    return {"loss": found.loss, **({"perplexity": perplexity} if head_of(run) == "tokens" else {}),
             **{name.removeprefix("eval_"): score for name, score in found.scores.items() if name != "eval_count"},
             targets: found.scores.get("eval_count", found.weight)}
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
 
 
 def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepared]) -> Tokenizer:

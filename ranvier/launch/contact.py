@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ _CONNECT_SECONDS = 10.0
 
 def write_contact(run_dir: Path, point: JoinPoint) -> None:
     """Leave it in the run's folder. OSError if that fails."""
-    write_atomically(run_dir / NAME, json.dumps({"version": __version__, "address": point.address, "port": point.port,
-                                                 "secret": point.secret}), private=True)
+    write_atomically(run_dir / NAME, json.dumps({"version": __version__, **asdict(point)}), private=True)
 
 
 def remove_contact(run_dir: Path) -> None:

@@ -13,21 +13,20 @@ from __future__ import annotations
 import json
 import platform
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
 
-from ranvier.comm.signed_store import SharedStore
+from ranvier.comm.signed_store import SharedStore, await_keys
 from ranvier.errors import ConfigError, LaunchError
 from ranvier.launch.stores import TELL_SECONDS, tell_missing
 
 DEVICES_KEY = "ranvier/devices/"
 """Prefix of the store key under which each rank publishes what it sees."""
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +69,24 @@ def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevic
     """Devices that all ranks see, in rank order. LaunchError if a rank has not published it within the store's time
     limit."""
     store.set(f"{DEVICES_KEY}{seen.rank}", json.dumps(asdict(seen)))
-    ranks, tell = [], time.monotonic() + TELL_SECONDS
-    while seen.rank == 0 and not store.check([f"{DEVICES_KEY}{rank}" for rank in range(size)]):
-        if time.monotonic() > tell:
-            tell_missing([rank for rank in range(size) if not store.check([f"{DEVICES_KEY}{rank}"])], size)
-            break
-        time.sleep(_POLL_SECONDS)
+    keys = [f"{DEVICES_KEY}{rank}" for rank in range(size)]
+    if seen.rank == 0 and not await_keys(store, keys, TELL_SECONDS):
+        tell_missing([rank for rank, key in enumerate(keys) if not store.check([key])], size)
+    ranks = []
     for rank in range(size):
         try:
-            row = json.loads(store.get(f"{DEVICES_KEY}{rank}"))
+            ranks.append(_read(store, rank))
         except (RuntimeError, ValueError) as error:
             raise LaunchError("did not say in time which devices it has", code="devices-not-reported",
                               where=f"rank {rank}", value=str(error).partition("\n")[0],
                               remedy="Check why that rank has not started, or raise `--comm.timeout-seconds`."
                               ) from error
-        ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
     return ranks
+
+
+def _read(store: SharedStore, rank: int) -> RankDevices:
+    row = json.loads(store.get(f"{DEVICES_KEY}{rank}"))
+    return RankDevices(**{**row, "devices": tuple(row["devices"])})
 
 
 def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
@@ -125,7 +126,8 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
 def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
     """The number of a CUDA device for a rank that joins a run: one that neither a rank with which the run was started
     has, nor another one that joins has claimed. None if there is none."""
-    here = [rank for rank in _published(store) if rank.machine == seen.machine]
+    published = takewhile(lambda number: store.check([f"{DEVICES_KEY}{number}"]), count())
+    here = [rank for rank in (_read(store, number) for number in published) if rank.machine == seen.machine]
     taken = {rank.devices[number] for rank, number in zip(here, choose_devices(here).devices, strict=True)
              if number is not None} if here else set()
     for number, uuid in enumerate(seen.devices):
@@ -134,15 +136,6 @@ def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
                 f"{DEVICES_KEY}{seen.machine}/{uuid}", "", own).decode() == own:
             return number
     return None
-
-
-def _published(store: SharedStore) -> list[RankDevices]:
-    """Devices that the ranks with which a run was started have published."""
-    ranks: list[RankDevices] = []
-    while store.check([key := f"{DEVICES_KEY}{len(ranks)}"]):
-        row = json.loads(store.get(key))
-        ranks.append(RankDevices(**{**row, "devices": tuple(row["devices"])}))
-    return ranks
 
 
 def _own_devices(ranks: Sequence[RankDevices]) -> dict[int, int] | None:
@@ -191,19 +184,22 @@ def _mismatch(without: Sequence[Sequence[RankDevices]], found: Mapping[int, int]
 
 
 def _check_equal(ranks: Sequence[RankDevices], where: str, value: Callable[[RankDevices], str]) -> None:
-    other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
-    if other is not None:
+    if (other := _different(ranks, value)) is not None:
         raise ConfigError(f"differs between ranks: {value(ranks[0])} on rank 0, {value(other)} on rank {other.rank}",
                           code="ranks-differ-in-setting", where=where,
                           remedy="Start all ranks with the same command line.")
 
 
 def _check_version(ranks: Sequence[RankDevices], name: str, value: Callable[[RankDevices], str]) -> None:
-    other = next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
-    if other is not None:
+    if (other := _different(ranks, value)) is not None:
         raise LaunchError(f"ranks have different versions of {name}: {value(ranks[0]) or 'none'} on rank 0, "
                           f"{value(other) or 'none'} on rank {other.rank}", code="ranks-differ-in-version",
                           where="launch", remedy=f"Install the same version of {name} on all machines.")
+
+
+def _different(ranks: Sequence[RankDevices], value: Callable[[RankDevices], str]) -> RankDevices | None:
+    """The first rank whose value is not that of rank 0."""
+    return next((seen for seen in ranks if value(seen) != value(ranks[0])), None)
 
 
 def machine_name() -> str:

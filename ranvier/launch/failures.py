@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
@@ -52,11 +53,10 @@ def exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, RanvierError) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culprit: bool = False) -> int:
+def report_failure(world: World, error: BaseException, *, names_culprit: bool = False) -> int:
     """Print that this rank failed with `error`, if it is the first to fail. Returns the exit code; ends nothing.
 
-    mesh: the one that the run was started with. names_culprit: the error names the rank that is at fault, so that ranks
-    without heartbeat are not searched for.
+    names_culprit: the error names the rank that is at fault, so that ranks without heartbeat are not searched for.
     """
     code, is_user_error = exit_code(error), isinstance(error, RanvierError)
     if isinstance(error, KeyboardInterrupt) or not code:
@@ -66,8 +66,8 @@ def report_failure(world: World, mesh: Mesh, error: BaseException, *, names_culp
     searches = isinstance(error, TransportError) and world.size > 1 and not names_culprit
     # A launcher that saw the lost rank end sends SIGTERM to the others meanwhile; our supervisor reports by itself.
     with StopRequest(STOP_SIGNALS if world.launcher != "local" else ()):
-        silence = _describe_silence(world, mesh) if searches else ""
-    name = f"rank {world.rank} ({_describe_now(world, mesh, world.rank)})"
+        silence = _describe_silence(world) if searches else ""
+    name = f"rank {world.rank} ({_describe_now(world, world.rank)})"
     first = None if silence is None else call_with_timeout(
         lambda: _is_first(world, error, code, is_user_error), 2.0 if names_culprit else None)
     if isinstance(error, SystemExit):
@@ -127,7 +127,7 @@ def abort_all_ranks(world: World, code: int) -> NoReturn:
         os._exit(code)
 
 
-def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_seconds: float) -> None:
+def install_error_handlers(world: World, launch: Launch, *, timeout_seconds: float) -> None:
     """Have an uncaught error on any thread of this rank reported, and end all ranks.
 
     So do a rank of this machine that a signal has stopped for `launch.stopped_seconds`, and an action of this rank that
@@ -140,26 +140,25 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
             faulthandler.enable(sys.__stderr__, all_threads=False)
 
     def fail(error: BaseException, *, names_culprit: bool = False) -> NoReturn:
-        abort_all_ranks(world, report_failure(world, mesh, error, names_culprit=names_culprit))
+        abort_all_ranks(world, report_failure(world, error, names_culprit=names_culprit))
 
     def on_stopped(rank: int, process: Process) -> None:
         fail(TransportError(
             "is stopped (SIGSTOP) while all others wait for it, so the run ends", code="rank-stopped",
-            value=f"process {process.pid}", where=f"rank {rank} ({_describe_now(world, mesh, rank)})",
+            value=f"process {process.pid}", where=f"rank {rank} ({_describe_now(world, rank)})",
             remedy="Start again with `--resume auto`; `--launch.stopped-seconds 0` allows a rank to be stopped."),
             names_culprit=True)
 
     def on_overdue(where: str) -> None:
         actions = call_with_timeout(lambda: read_actions(world.store, range(world.size))) or {}
-        lines = (f"\n  rank {rank} ({_describe_now(world, mesh, rank)}): {action}"
-                 for rank, (_, action) in actions.items())
+        lines = (f"\n  rank {rank} ({_describe_now(world, rank)}): {action}" for rank, (_, action) in actions.items())
         fail(MessageTimeout(
             f"a collective did not end{''.join(lines)}", code="collective-late", where=where,
             value=f"more than {timeout_seconds:g} s",
             remedy="Check what the other members do, or raise `--comm.timeout-seconds`."))
 
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
-        text = report(lambda rank: _describe_now(world, mesh, rank))
+        text = report(partial(_describe_now, world))
         if text is not None:
             tell(f"ranvier: {text}")
         abort_all_ranks(world, 1)
@@ -172,7 +171,7 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
     codes = [0]
 
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
-        code = report_failure(world, mesh, error)
+        code = report_failure(world, error)
         if not world.is_alone:
             abort_all_ranks(world, code)
         codes[0] = code
@@ -188,26 +187,26 @@ def install_error_handlers(world: World, mesh: Mesh, launch: Launch, *, timeout_
 
     sys.excepthook, threading.excepthook, sys.exit = on_error, on_thread_error, on_exit
     EXIT_THREAD.start()
-    atexit.register(_finish, world, mesh, codes, heartbeat)
+    atexit.register(_finish, world, codes, heartbeat)
 
 
-def _finish(world: World, mesh: Mesh, codes: list[int], heartbeat: Heartbeat | None) -> None:
+def _finish(world: World, codes: list[int], heartbeat: Heartbeat | None) -> None:
     """The end of the program, as an atexit handler."""
     flush_or_discard()
     if heartbeat is None:
         world.close()
         return
     if codes[0]:
-        abort_all_ranks(world, report_failure(world, mesh, SystemExit(codes[0])))
+        abort_all_ranks(world, report_failure(world, SystemExit(codes[0])))
     try:
-        _await_all_ranks(world, mesh, heartbeat)
+        _await_all_ranks(world, heartbeat)
         heartbeat.close()
         world.close()
     except RanvierError as error:  # an error that leaves an atexit handler is printed, but the exit code stays 0
-        abort_all_ranks(world, report_failure(world, mesh, error))
+        abort_all_ranks(world, report_failure(world, error))
 
 
-def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
+def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
     """Wait until the program of every rank has ended; some still write reports long after the others have ended.
 
     MessageTimeout if one sends no heartbeat in time, LaunchError if one is in an engine call that needs this rank.
@@ -225,7 +224,7 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
                 # Two checks in a row: between publishing its last call and its end, a rank may look as if it waited.
                 before, needed_by = needed_by, find_waiting_rank(world.store, world.rank, range(world.size))
                 if needed_by is not None and needed_by == before:
-                    raise _ended_early(world, mesh, needed_by)
+                    raise _ended_early(world, needed_by)
                 checked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
                 if seconds >= heartbeat.timeout_seconds:
                     raise MessageTimeout("sends no heartbeat, and the run waits for it to end",
@@ -235,9 +234,9 @@ def _await_all_ranks(world: World, mesh: Mesh, heartbeat: Heartbeat) -> None:
         pass  # rank 0, which hosts the store, has seen that all ranks finished, and has exited
 
 
-def _ended_early(world: World, mesh: Mesh, other: int) -> LaunchError:
+def _ended_early(world: World, other: int) -> LaunchError:
     action = (call_with_timeout(lambda: read_actions(world.store, [other])) or {}).get(other, (0, "a call"))[1]
-    return LaunchError(f"ended its program with exit code 0 while rank {other} ({_describe_now(world, mesh, other)}) "
+    return LaunchError(f"ended its program with exit code 0 while rank {other} ({_describe_now(world, other)}) "
                        f"needs it, which is in {action}", code="rank-ended-early", where=f"rank {world.rank}",
                        remedy="Make the same calls of the engine on all ranks, and end the program after the last one.")
 
@@ -284,19 +283,19 @@ _STORE_IS_SILENT = ("\nranvier: rank 0's store does not answer: this machine is 
                     "exited or is stopped")
 
 
-def _describe_silence(world: World, mesh: Mesh) -> str | None:
+def _describe_silence(world: World) -> str | None:
     """A line that names the ranks without heartbeat, which a waiting peer cannot tell from busy ones; None if rank 0's
     store does not answer."""
     ranks = find_silent_ranks(world.store, [rank for rank in range(world.size) if rank != world.rank])
     if ranks is None:
         return None
-    names = "; ".join(f"rank {rank} ({_describe_now(world, mesh, rank)})" for rank in ranks)
+    names = "; ".join(f"rank {rank} ({_describe_now(world, rank)})" for rank in ranks)
     return f"\nranvier: no heartbeat from {names}" if ranks else ""
 
 
-def _describe_now(world: World, mesh: Mesh, rank: int) -> str:
-    """A rank's coordinates on the current mesh, which may be another one than `mesh`, that of the start."""
-    return describe_rank(world.mesh or mesh, rank)
+def _describe_now(world: World, rank: int) -> str:
+    """A rank's coordinates on the mesh that the run has now."""
+    return describe_rank(world.mesh or Mesh.of_replicas(world.size), rank)
 
 
 def describe_rank(mesh: Mesh, rank: int) -> str:

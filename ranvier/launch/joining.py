@@ -16,12 +16,11 @@ are refused, and the run goes on as if they had never come. From the verdict on 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ranvier.comm.protocol import Backend, Group
-from ranvier.comm.signed_store import SharedStore
+from ranvier.comm.signed_store import SharedStore, await_keys
 from ranvier.comm.torch_backend import TorchBackend, torch_generation
 from ranvier.errors import LaunchError, RanvierError
 from ranvier.world import World
@@ -29,7 +28,6 @@ from ranvier.world import World
 WISH = "RANVIER_JOIN"
 """Environment variable with the ID of the request of ranks that want to join."""
 _KEYS = "ranvier/join/"
-_POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0
 _CONNECT_SECONDS = 20.0
 
@@ -115,12 +113,10 @@ def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
     if not store.check([f"{_KEYS}{wish}/call"]):
         return None
     call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
-    deadline = time.monotonic() + call.answer_seconds + 2 * call.connect_seconds
-    while not store.check([f"{_KEYS}{wish}/verdict"]):
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(_POLL_SECONDS)
-    return call.first + number if json.loads(store.get(f"{_KEYS}{wish}/verdict")) is None else None
+    verdict = f"{_KEYS}{wish}/verdict"
+    if not await_keys(store, [verdict], call.answer_seconds + 2 * call.connect_seconds):
+        return None
+    return call.first + number if json.loads(store.get(verdict)) is None else None
 
 
 def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchBackend | None
@@ -135,15 +131,9 @@ def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchB
 
 def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[int, str]:
     """Answers of newcomers under `what`, by their number among them, once all have answered or the time is over."""
-    deadline, found = time.monotonic() + seconds, dict[int, str]()
-    while True:
-        for number in range(call.size - call.first):
-            key = f"{_KEYS}{call.wish}/{what}/{number}"
-            if number not in found and store.check([key]):
-                found[number] = store.get(key).decode()
-        if len(found) == call.size - call.first or time.monotonic() > deadline:
-            return found
-        time.sleep(_POLL_SECONDS)
+    keys = {number: f"{_KEYS}{call.wish}/{what}/{number}" for number in range(call.size - call.first)}
+    await_keys(store, list(keys.values()), seconds)
+    return {number: store.get(key).decode() for number, key in keys.items() if store.check([key])}
 
 
 class Newcomer:
@@ -193,17 +183,13 @@ class Newcomer:
 
     def _await(self, what: str, seconds: float, late: str) -> str:
         """The value of a key of this request. A verdict that comes first ends the wait for everything else."""
-        deadline, store = time.monotonic() + seconds, self._world.store
-        key = f"{_KEYS}{self._wish}/{what}"
+        key, store = f"{_KEYS}{self._wish}/{what}", self._world.store
         try:
-            while not store.check([key]):
+            if not await_keys(store, [key], seconds, stops=lambda: what != "verdict" and self._refused()):
                 if what != "verdict" and self._refused():
                     self._await_verdict(0.0)
-                if time.monotonic() > deadline:
-                    raise LaunchError(late, code="join-late", where="join", value=f"{seconds:g} s",
-                                      remedy="Is the run under way? Wait longer with `--wait`, for runs with long "
-                                             "steps.")
-                time.sleep(_POLL_SECONDS)
+                raise LaunchError(late, code="join-late", where="join", value=f"{seconds:g} s",
+                                  remedy="Is the run under way? Wait longer with `--wait`, for runs with long steps.")
             return store.get(key).decode()
         except RuntimeError as error:
             raise LaunchError("has ended or is restarting", code="join-run-gone", where="the run",

@@ -191,7 +191,7 @@ def _srun(environ: Mapping[str, str]) -> Started | None:
         job = _number(environ, "SLURM_JOB_ID", "srun", default=0)
         # All ranks must know the port before they can communicate. Steps of one job get different ports, so that two of
         # them can run side by side.
-        master = (expand_hosts(hosts)[0], 20_000 + (job * 31 + int(step)) % 40_000)
+        master = (first_host(hosts), 20_000 + (job * 31 + int(step)) % 40_000)
     return Started(launcher="srun", rank=rank, size=size,
                    local_rank=_number(environ, "SLURM_LOCALID", "srun") if "SLURM_LOCALID" in environ else None,
                    local_size=counts[node] if node < len(counts) else None, master=master,
@@ -228,31 +228,15 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
     return int(text)
 
 
-def expand_hosts(nodes: str) -> list[str]:
-    """Host names in a Slurm node list: "node[01-03,7],login" is node01, node02, node03, node7, login.
-
-    ConfigError if the text is not such a list.
-    """
+def first_host(nodes: str) -> str:
+    """The first host in a Slurm node list: node01 of "node[01-03,7],login". ConfigError if the text is no such list."""
     ranges = r"\d+(?:-\d+)?"
     entry = rf"(?:[\w.\-]|\[{ranges}(?:,{ranges})*\])+"
-    hosts = [host for part in re.findall(entry, nodes) for host in _expand(part)]
-    if not re.fullmatch(rf"{entry}(?:,{entry})*", nodes, re.ASCII) or not hosts:
+    found = re.fullmatch(rf"({entry})(?:,{entry})*", nodes, re.ASCII)
+    if found is None:
         raise ConfigError("is not a node list", code="node-list", where="SLURM_STEP_NODELIST", value=nodes,
                           remedy="Set MASTER_ADDR and MASTER_PORT to where rank 0 runs.")
-    return hosts
-
-
-def _expand(part: str) -> list[str]:
-    """Host names of one entry of a node list: all combinations of its bracketed ranges."""
-    match = re.fullmatch(r"([^\[]*)\[([^\]]+)\](.*)", part)
-    if not match:
-        return [part]
-    before, ranges, after = match.groups()
-    numbers = []
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return [before + number + rest for number in numbers for rest in _expand(after)]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ranvier.comm.signed_store import SharedStore, clone_shared_store
+from ranvier.comm.signed_store import SharedStore, await_keys, clone_shared_store
 from ranvier.comm.torch_backend import TorchBackend, torch_generation
 from ranvier.errors import TransportError
 from ranvier.launch.failure_watch import FAILED
@@ -34,7 +34,6 @@ _SURVIVES = "ranvier/losses/survives"
 _GIVEN_UP = "ranvier/losses/given-up"
 _LOST = "ranvier/losses/lost/"
 _CLOSED = json.dumps(None)
-_POLL_SECONDS = 0.02
 _WATCH_SECONDS = 0.1
 _NOTICE_SECONDS = 3.0
 """A supervisor reports a loss within a few hundredths of a second; an error without one has another cause."""
@@ -129,12 +128,11 @@ class Losses:
 
         has: what this rank has, as JSON can hold it. decide: asked on rank 0.
         """
-        before = self._world.num_losses
-        losses = self._await(lambda: found if (found := self._read(self._world.store))[before:] else None,
-                             _NOTICE_SECONDS)
-        while losses:
+        store = self._world.store
+        await_keys(store, [f"{_LOST}{self._world.num_losses}"], _NOTICE_SECONDS, stops=lambda: store.check([FAILED]))
+        while len(self._read(store)) > self._world.num_losses:
             time.sleep(_SETTLE_SECONDS)
-            losses = self._read(self._world.store)
+            losses = self._read(store)
             self._break(len(losses))
             found = self._agree(losses, has, decide)
             if found is not None:
@@ -171,36 +169,28 @@ class Losses:
         if 0 in lost:
             return "rank 0 is lost"
         store.set(f"{place}has/{members[rank]}", json.dumps(has))
+
+        def stops() -> bool:
+            return store.check([FAILED]) or self._has_more(losses)
+
         if rank == 0:
             names = [f"{place}has/{members[number]}" for number in survivors]
-            answers = self._await(lambda: [json.loads(store.get(name)) for name in names] if store.check(names) else
-                                  None, self._timeout, losses)
+            answered = await_keys(store, names, self._timeout, stops=stops)
             if self._has_more(losses):
                 return None
-            decision = "survivors do not answer" if answers is None else decide(answers)
+            decision = decide([json.loads(store.get(name)) for name in names]) if answered else \
+                "survivors do not answer"
             if isinstance(decision, str):
                 store.set(_GIVEN_UP, decision)
             store.set(f"{place}verdict", json.dumps({
                 "decision": decision, "members": [members[number] for number in survivors]}))
-        verdict = self._await(lambda: json.loads(store.get(f"{place}verdict")) if store.check([f"{place}verdict"])
-                              else None, 2 * self._timeout, losses)
-        if verdict is None:
+        if not await_keys(store, [f"{place}verdict"], 2 * self._timeout, stops=stops):
             return None if self._has_more(losses) else "rank 0 does not answer"
+        verdict = json.loads(store.get(f"{place}verdict"))
         if isinstance(verdict["decision"], str) or members[rank] not in verdict["members"]:
             return str(verdict["decision"])
         return Agreement(number=len(losses), lost=lost, decision=verdict["decision"],
                          members=tuple(verdict["members"]))
-
-    def _await(self, found: Callable[[], Any], seconds: float, losses: Sequence[Loss] | None = None) -> Any:
-        """Result of `found` once it is not None; None if that takes too long, a rank fails, or there are more than
-        these `losses`."""
-        deadline, store = time.monotonic() + seconds, self._world.store
-        while (result := found()) is None:
-            if time.monotonic() > deadline or store.check([FAILED]) or (
-                    losses is not None and self._has_more(losses)):
-                return None
-            time.sleep(_POLL_SECONDS)
-        return result
 
     def _has_more(self, losses: Sequence[Loss]) -> bool:
         return len(self._read(self._world.store, len(losses))) > 0

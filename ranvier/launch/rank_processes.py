@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from ranvier.comm.mixed_backend import MixedBackend
@@ -93,7 +93,7 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
                 in_time = _wait_for(children, folder, time.monotonic() + timeout_seconds, may_fail)
             finally:
                 _end(children, folder)
-        results = [_read(folder / f"{rank}.json") for rank in range(size)]
+        results: list[Any] = [json.loads(_text(folder / f"{rank}.json") or "null") for rank in range(size)]
         missing = [rank for rank in range(size) if results[rank] is None and rank not in may_fail]
         if missing or not in_time:
             shown = range(size) if not in_time else missing
@@ -119,7 +119,7 @@ def _wait_for(children: list[Popen[bytes]], folder: Path, deadline: float, may_f
 
 
 def _end(children: list[Popen[bytes]], folder: Path) -> None:
-    """Kill what is left: launchers first, which end their ranks, then ranks by the process ids that they wrote."""
+    """Kill what is left: launchers first, which end their ranks, then all that have the folder in their command."""
     for started in children:
         if started.poll() is None:
             started.terminate()
@@ -127,24 +127,16 @@ def _end(children: list[Popen[bytes]], folder: Path) -> None:
                 started.wait(5.0)
             started.kill()
             started.wait()
-    for path in folder.glob("*.pid"):
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            process = int(path.read_text())
-            if f"{folder}" in _text(Path(f"/proc/{process}/cmdline")):
-                os.kill(process, signal.SIGKILL)
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _text(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(errors="replace")
     return ""
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    return None
 
 
 def run_one_rank(where: str) -> None:
@@ -164,7 +156,6 @@ def run_one_rank(where: str) -> None:
     else:
         device = _device(job["device"], int(rank_text))
         backend = TorchBackend(int(rank_text), job["size"], torch_store, device, job["timeout_seconds"])
-    (folder / f"{backend.rank}.pid").write_text(str(os.getpid()))
     with open(folder / f"{backend.rank}.txt", "wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

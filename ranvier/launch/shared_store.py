@@ -31,7 +31,6 @@ from ranvier.system.machine import address_towards
 
 _REMEDY = "Set MASTER_ADDR and MASTER_PORT, the same for all ranks, to a free port of rank 0's machine."
 _TORCHRUN_REMEDY = "Give torchrun on each machine --local-addr and the address by which the others reach that machine."
-_REFUSED_SECONDS = 2.0
 _POLL_SECONDS = 0.02
 
 
@@ -50,13 +49,13 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         return _open_through_mpi(started, timeout)
     host, port = started.master
     hosts = started.rank == 0 and not started.agent_store
-    if started.agent_store:
-        _await_launchers_store(started, host, port, timeout_seconds)
     remedy = _TORCHRUN_REMEDY if started.agent_store and started.launcher == "torchrun" else _REMEDY
     try:
         store = _host_store(host, port, started, timeout) if hosts else stores.connect_store(
-            host, port, timeout, tells=not started.local_rank)
+            host, port, timeout, tells=not started.local_rank, is_there=started.agent_store)
     except Exception as error:
+        if started.agent_store and isinstance(error, ConnectionRefusedError):
+            raise _launcher_is_gone(started, host, port) from None
         what = "cannot listen there" if hosts else "rank 0 cannot be reached there"
         raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", code="store-unreachable", where="launch",
                           value=f"{host}:{port}", remedy=remedy) from error
@@ -114,28 +113,14 @@ def _missing(rank: int, value: object) -> LaunchError:
                        remedy="Check why that rank has not started, or raise `--comm.timeout-seconds`.")
 
 
-def _await_launchers_store(started: Started, host: str, port: int, timeout_seconds: float) -> None:
-    """LaunchError if nothing listens there for `_REFUSED_SECONDS`.
-
-    The launcher hosted this store before it started the ranks, so it is gone; TCPStore would retry for
-    `timeout_seconds`. A launcher that is killed before a rank has looked at its parent is noticed here alone.
-    """
-    end = time.monotonic() + min(_REFUSED_SECONDS, timeout_seconds)
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=timeout_seconds).close()
-            return
-        except ConnectionRefusedError:
-            if time.monotonic() > end:
-                if started.rank != started.local_rank and _is_loopback(host):
-                    raise LaunchError("means this machine itself here, but rank 0 is on another one",
-                                      code="master-address-is-local", where="MASTER_ADDR", value=host,
-                                      remedy=_TORCHRUN_REMEDY) from None
-                raise LaunchError("the launcher that hosted the ranks' store is gone", code="launcher-gone",
-                                  where="launch", value=f"{host}:{port}", remedy="Start the ranks again.") from None
-            time.sleep(0.1)
-        except OSError:  # TCPStore says what is wrong
-            return
+def _launcher_is_gone(started: Started, host: str, port: int) -> LaunchError:
+    """The error where nothing listens, although the launcher has hosted the store before it started the ranks. A
+    launcher that is killed before a rank has looked at its parent is noticed here alone."""
+    if started.rank != started.local_rank and _is_loopback(host):
+        return LaunchError("means this machine itself here, but rank 0 is on another one",
+                           code="master-address-is-local", where="MASTER_ADDR", value=host, remedy=_TORCHRUN_REMEDY)
+    return LaunchError("the launcher that hosted the ranks' store is gone", code="launcher-gone", where="launch",
+                       value=f"{host}:{port}", remedy="Start the ranks again.")
 
 
 def _is_loopback(host: str) -> bool:
@@ -164,12 +149,23 @@ def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> T
     return stores.create_store_everywhere(host, port, timeout)
 
 
+def check_mpi(started: Started, rank: int, size: int) -> None:
+    """LaunchError unless MPI's `rank` and `size` are the launcher's."""
+    if (rank, size) != (started.rank, started.size):
+        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. The launcher "
+                          "belongs to another MPI", code="mpi-contradicts-launcher", where="comm.transport",
+                          value="mpi",
+                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set `--comm.transport "
+                                 "torch`.")
+
+
 def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, SharedStore]:
     if not started.mpi or find_spec("mpi4py") is None:
         raise LaunchError(f"{started.launcher} does not give the address of rank 0, and mpi4py, which could, is not "
                           "installed", code="rank-0-address-unknown", where="launch", remedy=_REMEDY)
     from mpi4py import MPI
 
+    check_mpi(started, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     hosts = MPI.COMM_WORLD.gather(socket.gethostname())
     store: TCPStore | None = None
     contact: tuple[str, int, str] | None = None

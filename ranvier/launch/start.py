@@ -11,8 +11,8 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +37,7 @@ from ranvier.launch.devices import choose_devices, exchange, visible_devices
 from ranvier.launch.heartbeat import exit_with_launcher, mpi_start_watch
 from ranvier.launch.launchers import Setting, Started, detect
 from ranvier.launch.mpiexec import mpi_available
-from ranvier.launch.shared_store import open_store
+from ranvier.launch.shared_store import check_mpi, open_store
 from ranvier.mesh import Mesh
 from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
@@ -90,21 +90,14 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     _end_on_errors()
     with naming_arguments("ranvier.start"):
         mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
-        with _own_arguments():
+        try:
             comm = Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds)
             launch = Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,
                             hang_seconds=hang_seconds, join_address=join_address, survive_losses=survive_losses)
+        except ConfigError as error:  # it names the section's argument
+            where = f"ranvier.start({error.where.partition('(')[2]}"
+            raise ConfigError(**(error.texts | {"where": where}), value=error.value) from None
         return start_ranks(mesh, comm, launch, rerun=rerun)
-
-
-@contextmanager
-def _own_arguments() -> Iterator[None]:
-    """Errors about arguments of the sections that are made inside name those of `start`."""
-    try:
-        yield
-    except ConfigError as error:
-        where = f"ranvier.start({error.where.partition('(')[2]}"
-        raise ConfigError(**(error.texts | {"where": where}), value=error.value) from None
 
 
 def _end_on_errors() -> bool:
@@ -158,7 +151,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
         atexit.register(failure.kill_local_stopped_ranks, started.launcher)
         raise
     if not interactive:
-        failure.install_error_handlers(world, mesh, launch, timeout_seconds=comm.timeout_seconds)
+        failure.install_error_handlers(world, launch, timeout_seconds=comm.timeout_seconds)
     return world
 
 
@@ -173,7 +166,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
     os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
     with mpi_start_watch(started, seconds, launch.stopped_seconds):
         started, local_rank, local_size = _with_local_rank(started)
-        stores = None if started.size == 1 and address is None else _open_store(started, seconds)
+        stores = None if started.size == 1 and address is None else open_store(started, seconds)
     torch.set_num_threads(threads_per_rank(local_size) if threads == "auto" else threads)
     place, device, local_ranks = _agree_on_device(started, launch.device, comm.transport if comm.collectives == "auto"
                                                   else f"{comm.transport}, collectives {comm.collectives}", stores)
@@ -406,24 +399,6 @@ def _with_local_rank(started: Started) -> tuple[Started, int, int]:
     return replace(started, local_rank=local_rank, local_size=local_size), local_rank, local_size
 
 
-def _open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedStore]:
-    """The store, after a check that MPI, if the store is found through it, has the launcher's ranks."""
-    if started.master is None and started.mpi and find_spec("mpi4py") is not None:
-        from mpi4py import MPI
-
-        _check_mpi(started, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-    return open_store(started, timeout_seconds)
-
-
-def _check_mpi(started: Started, rank: int, size: int) -> None:
-    if (rank, size) != (started.rank, started.size):
-        raise LaunchError(f"contradicts the launcher: {started}, but MPI says rank {rank} of {size}. The launcher "
-                          "belongs to another MPI", code="mpi-contradicts-launcher", where="comm.transport",
-                          value="mpi",
-                          remedy="Use the mpiexec of the MPI library that mpi4py loads, or set `--comm.transport "
-                                 "torch`.")
-
-
 def _connect(started: Started, transport: str, collectives: str, device: torch.device, timeout_seconds: float,
              stores: tuple[Store, SharedStore] | None) -> tuple[Backend, SharedStore]:
     if stores is None:
@@ -432,7 +407,7 @@ def _connect(started: Started, transport: str, collectives: str, device: torch.d
     if transport == "torch":
         return _connect_torch(started, device, timeout_seconds, torch_store), store
     backend = MPIBackend(device, timeout_seconds)
-    _check_mpi(started, backend.rank, backend.size)
+    check_mpi(started, backend.rank, backend.size)
     if collectives == "mpi":
         return backend, store
     return MixedBackend(backend, _connect_torch(started, device, timeout_seconds, torch_store)), store
@@ -464,9 +439,8 @@ def _choose_interface(started: Started, store: Store) -> None:
         return
     others = (store.get(f"address/{rank}").decode() for rank in range(started.size) if rank != started.rank)
     host = started.master[0] if address else next(filter(None, others), None)
-    name = interface_towards(host) if host else None
-    if name:
-        os.environ[_INTERFACE] = name
+    if host:
+        use_interface_towards(host)
 
 
 def _print_choices(world: World, transport: Choice | None, device: Choice | None, stream: TextIO | None) -> None:

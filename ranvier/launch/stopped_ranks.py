@@ -7,9 +7,7 @@ one. Only processes of this machine can be checked; ranks on another machine are
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Mapping
-from contextlib import suppress
 
 from ranvier.comm.signed_store import SharedStore
 from ranvier.system.processes import Process, descendants
@@ -86,6 +84,5 @@ def kill_stopped_ranks(launcher: Process, variable: str) -> None:
     For the end of a run, which would leave them behind.
     """
     for process in descendants(launcher.pid):
-        if process.pid != os.getpid() and process.is_stopped and process.has_variable(variable):
-            with suppress(OSError):
-                os.kill(process.pid, signal.SIGKILL)
+        if process.pid != os.getpid() and process.is_stopped and process.variable(variable) is not None:
+            process.kill()

@@ -21,6 +21,7 @@ LOOPBACK = "127.0.0.1"
 _GRACE_SECONDS = 1.0
 """After the store's own limit, whose error says more."""
 _POLL_SECONDS = 0.2
+_REFUSED_SECONDS = 2.0
 TELL_SECONDS = 10.0
 """Until a wait for other ranks is told."""
 
@@ -47,21 +48,23 @@ def tell_missing(missing: Collection[int], size: int) -> None:
     print(f"ranvier: waits for {len(missing)} of {size} ranks: {names}", file=sys.stderr, flush=True)
 
 
-def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = False) -> TCPStore:
+def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = False, is_there: bool = False) -> TCPStore:
     """A connection to a store that may not be there yet. Signals are handled while it waits.
 
-    timeout: of the connection, and of the store's blocking calls. tells: print why the wait is long. OSError if after
-    so long the name is unknown, nothing listens, or what listens does not answer; RuntimeError as TCPStore raises it.
+    timeout: of the connection, and of the store's blocking calls. tells: print why the wait is long. is_there: it has
+    been hosted before, so that a port that refuses for `_REFUSED_SECONDS` has lost it. OSError if after so long the
+    name is unknown, nothing listens, or what listens does not answer; RuntimeError as TCPStore raises it.
     """
     now = time.monotonic()
     end, tell = now + timeout.total_seconds(), now + TELL_SECONDS
+    refused_end = min(end, now + _REFUSED_SECONDS) if is_there else end
     while True:
         try:
             wait = min(max(end - time.monotonic(), _POLL_SECONDS), TELL_SECONDS)  # of an address that answers nothing
             socket.create_connection((host, port), timeout=wait).close()
             break
         except OSError as error:
-            if time.monotonic() > end:
+            if time.monotonic() > (refused_end if isinstance(error, ConnectionRefusedError) else end):
                 raise
             if tells and time.monotonic() > tell:
                 print(f"ranvier: waits for rank 0's store at {host}:{port}: {error}", file=sys.stderr, flush=True)

@@ -194,7 +194,11 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
                     explain_kill: Callable[[], str] | None) -> Outcome:
     """Print which rank failed, unless that rank has printed its error itself."""
     record = json.loads(store.get(FAILED)) if store.check([FAILED]) else None
-    end = _first_to_fail(end, record, output, read_pids(store, mesh.size))
+    if end.rank is None and output.signal is not None:
+        ranks = read_pids(store, mesh.size)
+        end = _RankEnd(None if output.pid is None else ranks.get(output.pid), -output.signal)
+    elif record is not None and end.code > 0:  # no signal has ended this rank: whoever wrote the record failed first
+        end = _RankEnd(record["rank"], record["code"])
     if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
     lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
@@ -472,17 +476,5 @@ def _wait(seconds: float, condition: Callable[[], bool]) -> None:
 def _kill(processes: Sequence[Process]) -> Sequence[Process]:
     """Kill `processes`; returns them."""
     for process in processes:
-        with suppress(OSError):
-            os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     return processes
-
-
-def _first_to_fail(end: _RankEnd, record: Mapping[str, Any] | None, output: MpiexecOutput, ranks: Mapping[int, int]
-                   ) -> _RankEnd:
-    """The rank that failed first: one that a signal killed or stopped, or that exited early, else the one that wrote
-    `record`. ranks: process id -> rank."""
-    if end.rank is None and output.signal is not None:
-        return _RankEnd(None if output.pid is None else ranks.get(output.pid), -output.signal)
-    if record is not None and end.code > 0:
-        return _RankEnd(record["rank"], record["code"])
-    return end

@@ -63,12 +63,10 @@ def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
     transformers = _transformers()
     _config(folder)  # and what is refused by it
     with quiet(transformers), torch.device("cpu"), torch.random.fork_rng(devices=()):
-        try:
+        with _building(folder):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 _path(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
                 ignore_mismatched_sizes=True, output_loading_info=True)  # which are refused below, by name
-        except Exception as error:  # whatever transformers raises
-            raise _not_built(folder, error) from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, found[kind])):
                 raise ModelError(f"is not what the folder has: {kind.replace('_', ' ')} {', '.join(names[:3])}",
@@ -124,11 +122,8 @@ def sizes_of(folder: str) -> Mapping[str, Any]:
 @lru_cache(maxsize=8)
 def _num_parameters(folder: str) -> int:
     """Without embeddings, unless the head shares them."""
-    with _BUILDING, torch.device("meta"), torch.random.fork_rng(devices=()):
-        try:
-            model = _transformers().AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)
-        except Exception as error:  # whatever transformers raises
-            raise _not_built(folder, error) from error
+    with _BUILDING, torch.device("meta"), torch.random.fork_rng(devices=()), _building(folder):
+        model = _transformers().AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)
     head = getattr(model.get_output_embeddings(), "weight", None)
     return sum(int(parameter.numel()) for parameter in model.parameters()) - sum(
         module.weight.numel() for module in model.modules()
@@ -137,11 +132,9 @@ def _num_parameters(folder: str) -> int:
 
 def _config(folder: str) -> Any:
     _check_files(_path(folder))
-    try:
+    with _building(folder):
         config = _transformers().AutoConfig.from_pretrained(_path(folder), local_files_only=True,
                                                             trust_remote_code=False)
-    except Exception as error:  # whatever transformers raises
-        raise _not_built(folder, error) from error
     if getattr(config, "quantization_config", None):
         raise ModelError("has quantized weights, which cannot be trained", code="transformers-model-quantized",
                          where=f"config.json in {folder}", remedy="Name a folder of its weights in bf16 or fp32.")
@@ -197,14 +190,19 @@ def _path(folder: str) -> Path:
     return Path(folder).expanduser()
 
 
-def _not_built(folder: str, error: Exception) -> RanvierError:
-    if isinstance(error, RanvierError):
-        return error
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
-    return ModelError(f"is not a causal language model that transformers can build: {reason}",
-                      code="transformers-model-not-built", where=f"model in {folder}",
-                      remedy="Install the transformers that it was made for (`pip install -U transformers`), or name "
-                             "another model. Code in a folder is not run.")
+@contextmanager
+def _building(folder: str) -> Iterator[None]:
+    """Inside, whatever transformers raises is a ModelError."""
+    try:
+        yield
+    except RanvierError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+        raise ModelError(f"is not a causal language model that transformers can build: {reason}",
+                         code="transformers-model-not-built", where=f"model in {folder}",
+                         remedy="Install the transformers that it was made for (`pip install -U transformers`), or "
+                                "name another model. Code in a folder is not run.") from error
 
 
 class _Transformers:
@@ -212,8 +210,9 @@ class _Transformers:
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
         folder = settings.pretrained
-        if folder is None or not (_path(folder) / "config.json").is_file():
-            return [ConfigError("is not a folder with config.json, which the family transformers needs",
+        if folder is None or not (_path(folder) / "config.json").is_file() or not any(
+                _path(folder).glob("*.safetensors")):
+            return [ConfigError("is not a folder with config.json and safetensors, which the family transformers needs",
                                 code="transformers-needs-folder", where="model.pretrained", value=folder,
                                 remedy="Fetch the model first (`hf download OWNER/NAME --local-dir FOLDER`), and name "
                                        "its folder.")]

@@ -25,15 +25,7 @@ from torch.nn import functional
 from ranvier.block import Model
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError, RanvierError
-from ranvier.models.family import (
-    ModelFacts,
-    heads_problem,
-    initial,
-    num_classes,
-    stacked,
-    text_transformer_in_words,
-    wrong_head,
-)
+from ranvier.models import family
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 
@@ -125,7 +117,7 @@ class ClassHead(nn.Module):
         super().__init__()
         self.pooler = tensor.ClassifierHead(config.hidden, config.hidden, token=0, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout, whole=True)
-        self.classifier = tensor.ReplicatedLinear(config.hidden, num_classes(config), dtype=dtype)
+        self.classifier = tensor.ReplicatedLinear(config.hidden, family.num_classes(config), dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
         logits_BC: Tensor = self.classifier(self.dropout(torch.tanh(self.pooler(state["hidden"]))))
@@ -147,7 +139,7 @@ class SpanHead(nn.Module):
 def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a BERT with the head "classes" or "span". Builders honour `torch.device(...)` contexts, "meta"
     included; ConfigError as `heads_problem`."""
-    for problem in heads_problem(config):
+    for problem in family.heads_problem(config):
         raise problem
     return BERT.model(config, head, dtype=dtype)
 
@@ -167,11 +159,11 @@ class _BERT:
     """The family `bert`: the heads "classes", targets_B int64, and "span", {"start": [B], "end": [B]} int64."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("bert", head, ("classes", "span")), *heads_problem(settings)]
+        return [*family.wrong_head("bert", head, ("classes", "span")), *family.heads_problem(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         last, loss = (ClassHead, ClassLoss()) if head == "classes" else (SpanHead, SpanLoss())
-        return stacked(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=initial)
+        return family.stacked(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=family.initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         """Without padding."""
@@ -180,11 +172,10 @@ class _BERT:
         targets_B = torch.zeros(count, dtype=torch.int64)
         return inputs, targets_B if head == "classes" else {"start": targets_B, "end": targets_B.clone()}
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
-    def describe(self, settings: Transformer) -> ModelFacts:
-        return ModelFacts(text=text_transformer_in_words("bert", settings), tokens=settings.sequence)
+    def describe(self, settings: Transformer) -> family.ModelFacts:
+        return family.ModelFacts(text=family.text_transformer_in_words("bert", settings), tokens=settings.sequence)
 
 
 BERT = _BERT()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 
 from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, beside_modules, keep_names
@@ -202,8 +203,9 @@ class _Block(nn.Module):
             assert isinstance(state, dict), "the block before returns a dict"
             taken = [unpack(name, state, self._name) for name in part.takes]
             state = {name: value for name, value in state.items() if name_of(name) in part.keeps}
-        before = [(name, value, value._version) for name, value in zip(part.takes, taken, strict=True)
-                  if isinstance(value, Tensor) and not value.is_inference()]
+        before = [] if torch.compiler.is_compiling() else [  # a run on shapes alone has looked then
+            (name, value, value._version) for name, value in zip(part.takes, taken, strict=True)
+            if isinstance(value, Tensor) and not value.is_inference()]
         try:
             given = part.run(self, *taken)
         except RuntimeError as error:
@@ -233,7 +235,7 @@ class _Block(nn.Module):
     def _in_place(self, what: str) -> ModelError:
         return ModelError(f"changes {what} in place, which the block before it may still use",
                           code="block-changes-input", where=f"block {self._name}",
-                          remedy="Write the operation out of place (inplace=False), or cut after it.")
+                          remedy="Write the operation out of place (inplace=False, x = x + y), or cut after it.")
 
     def _named_inputs(self, state: State) -> dict[str, Tensor]:
         if isinstance(state, Tensor):
@@ -279,7 +281,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     for name, one in (*module.named_parameters(), *module.named_buffers()):
         if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
-    read = ReadAttributes(set().union(*(trace.reads for trace in traces.values())))
+    read = ReadAttributes(traces[True].reads | traces[False].reads)
     for block in blocks.values():
         block.stand_for(module)
         block.read_attributes = read
@@ -303,11 +305,10 @@ def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_
         if node.op != "get_attr" and block_of(node) < number:
             copies[node] = own.placeholder(node.name)
             takes.append(node.name)
-    for node in wanted:
-        if node.op == "get_attr":
-            copies[node] = own.get_attr(node.target)
-    for node in mine:
-        copies[node] = own.node_copy(node, copies.__getitem__)
+    own_nodes = {*mine, *(node for node in wanted if node.op == "get_attr")}
+    for node in graph.nodes:  # in order: a module's call may change its buffers
+        if node in own_nodes:
+            copies[node] = own.node_copy(node, copies.__getitem__)
     later = {one for node in nodes if block_of(node) > number or node is output for one in node.all_input_nodes
              if one.op != "get_attr"}
     gives = [node for node in mine if node in later]

@@ -52,21 +52,17 @@ class ModelFamily(Protocol):
         `settings.num_layers` layers, or none, in which case layers cannot be frozen. Called with settings without
         `problems`, and by `check` with others too, to count the blocks: leave what may fail to the builders.
         """
-        ...
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Targets]:
         """Inputs and targets of `count` samples, of the shapes and dtypes that the task gives; any values, such as
         zeros. Honours `torch.device(...)` contexts."""
-        ...
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
         """FLOPs of training on one sample, forward and backward: about 6 for each weight and position. recomputed: with
         every layer's forward computed twice. For utilisation and plans; no number of the training depends on it."""
-        ...
 
     def describe(self, settings: Transformer) -> ModelFacts:
         """The architecture in words, and the positions of a sample."""
-        ...
 
 
 def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierError]:

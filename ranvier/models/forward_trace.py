@@ -8,8 +8,10 @@ too.
 
 from __future__ import annotations
 
+import ast
 import dis
 import linecache
+import operator
 import random
 import sys
 import threading
@@ -23,16 +25,18 @@ from typing import Any
 
 import numpy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from ranvier.block import HOOKS
 from ranvier.errors import ModelError, RanvierError
-from ranvier.originals.read_attributes import Reads, reads_of
+from ranvier.originals.read_attributes import Reads, reads_of, variables_of
 
 REMEDY = ("Move this code into the forward of a submodule: modules without a cut inside are not traced "
           "(docs/own-model.md).")
 
+
+_CONSTANT = "uses a tensor that is neither computed from its inputs nor a module's"
 
 _ALONE = threading.Lock()
 """torch.fx changes the call of all modules of the process while it traces, and ranks may be threads."""
@@ -51,6 +55,9 @@ class Trace:
 class _Value(fx.Proxy):
     """A value that is not known yet. Code that asks for its type is refused: it would get another answer later."""
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
     @property  # type: ignore[misc]  # it is only read
     def __class__(self) -> Any:
         frame = sys._getframe(1)
@@ -58,6 +65,27 @@ class _Value(fx.Proxy):
         if not caller.startswith(("torch.", "ranvier.")) and _running(frame).startswith("isinstance("):
             raise fx.proxy.TraceError("depends on the type of a value")
         return _Value  # to the parsers of arguments, too, which have no frame of their own
+
+
+def _in_place(operation: str, value: Any, other: Any) -> Any:
+    """`value += other`, and the like. fx would write the operator itself as a statement, which changes a number for all
+    that use it."""
+    return getattr(operator, operation)(value, other)
+
+
+def _out_of_place(operation: str, value: Any, other: Any) -> Any:
+    """`value += other`, and the like, as a new value of the same number format."""
+    found = getattr(operator, operation.removeprefix("i"))(value, other)
+    return found.to(value.dtype) if isinstance(value, Tensor) else found
+
+
+def _traced_in_place(operation: str) -> Callable[[_Value, Any], fx.Proxy]:
+    return lambda value, other: value.tracer.create_proxy("call_function", _in_place, (operation, value, other), {})
+
+
+for _operation in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+                   "irshift"):
+    setattr(_Value, f"__{_operation}__", _traced_in_place(_operation))
 
 
 class _Tracer(fx.Tracer):
@@ -88,6 +116,7 @@ class _Tracer(fx.Tracer):
                     kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != self._thread:  # of another rank, which runs its modules meanwhile
             return forward(*args, **kwargs)
+        self._check_modes()
         name = self.path_of_module(m)
         if name in self._cuts:
             self.calls[name] = self.calls.get(name, 0) + 1
@@ -100,25 +129,38 @@ class _Tracer(fx.Tracer):
             self._called = True
         return super().call_module(m, forward, args, kwargs)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def _check_modes(self) -> None:
         if _modes() != self._modes:
             raise fx.proxy.TraceError("switches gradients or autocast on or off")
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        self._check_modes()
         node = super().create_node(*args, **kwargs)
         node.meta["block"] = len(self.starts) - 1
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        found = super().create_arg(a)
+        if isinstance(a, Tensor) and isinstance(found, fx.Node) and str(found.target).startswith("_tensor_constant"):
+            raise fx.proxy.TraceError(_CONSTANT)
+        return found
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        if not _in_assert(sys._getframe(2)):
+        frame = sys._getframe(2)
+        expected = _without_error(frame)
+        if expected is None:
             raise fx.proxy.TraceError("depends on a value")
-        self.create_proxy("call_function", torch._assert, (obj, _line(sys._getframe(2))), {})
-        return True
+        holds = obj if expected else self.create_proxy("call_function", operator.not_, (obj,), {})
+        self.create_proxy("call_function", torch._assert, (holds, _line(frame)), {})
+        return expected
 
 
 class _Recorder(TorchFunctionMode):
-    """Records calls of torch functions that take no traced value, such as torch.rand(3), too."""
+    """Records calls of torch functions that take no traced value, such as torch.rand(3), and parts of plain tensors up
+    to a traced size: self.table[:x.shape[1]]."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -126,9 +168,37 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.__getitem__ and _is_traced(args[1]):
+            return self._tracer.create_proxy("call_function", operator.getitem, args, {})
         if isinstance(func, type) or is_tensor_method_or_property(func) or func is torch._C._set_grad_enabled:
             return func(*args, **kwargs or {})
         return self._tracer.create_proxy("call_function", func, args, kwargs or {})
+
+
+def _is_traced(index: Any) -> bool:
+    """Whether a traced value is part of an index."""
+    found: list[Any] = []
+    fx.node.map_aggregate(index, found.append)
+    return any(type(one) is _Value for one in found)
+
+
+def _free_given_values(graph: fx.Graph) -> None:
+    """Write operators in place on what an earlier block gives out of place, where nothing that may share its memory is
+    used afterwards: neither what it was computed from nor what was computed from it."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        value = node.args[1] if node.target is _in_place else None
+        if not isinstance(value, fx.Node) or (value.meta["block"] == node.meta["block"] and value.op != "placeholder"):
+            continue
+        related = {value}
+        for neighbours in (lambda one: one.all_input_nodes, lambda one: [*one.users]):
+            waiting = [value]
+            while waiting:
+                new = {one for one in neighbours(waiting.pop()) if one is not node} - related
+                related |= new
+                waiting += new
+        if all(order[user] <= order[node] for one in related if order[one] < order[node] for user in one.users):
+            node.target = _out_of_place
 
 
 _SIZES_ONE_BY_ONE = ("ones", "zeros", "empty", "rand", "randn")
@@ -169,11 +239,32 @@ def _random_states() -> tuple[object, ...]:
     return random.getstate(), *(part.tobytes() if isinstance(part, numpy.ndarray) else part for part in parts)
 
 
-def _in_assert(frame: FrameType) -> bool:
-    """Whether the condition that `frame` evaluates is that of an assert statement."""
-    following = [one.opname for one in dis.get_instructions(frame.f_code)
-                 if one.offset >= frame.f_lasti and one.opname != "CACHE"][:2]
-    return len(following) == 2 and following[0].startswith("POP_JUMP") and following[1] == "LOAD_ASSERTION_ERROR"
+def _without_error(frame: FrameType) -> bool | None:
+    """The value of the condition that `frame` evaluates with which the code does not raise: of an assertion, or of an
+    `if` or `elif` whose first branch does nothing but raise. None for other conditions."""
+    if not any("JUMP" in one.opname for one in dis.get_instructions(frame.f_code) if one.offset == frame.f_lasti):
+        return None
+    for node in ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))):
+        raises = isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)
+        if isinstance(node, ast.If | ast.Assert) and (raises or isinstance(node, ast.Assert)) and (
+                node.test.lineno <= frame.f_lineno <= (node.test.end_lineno or 0)):
+            values = set(_operand_values(node.test, not raises))
+            return values.pop() if len(values) == 1 else None
+    return None
+
+
+def _operand_values(test: ast.expr, value: bool) -> Iterator[bool | None]:
+    """The values of all operands of `test` with which it has `value`; None where they are not determined by it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _operand_values(test.operand, not value)
+    elif isinstance(test, ast.BoolOp):
+        for operand in test.values if isinstance(test.op, ast.And) == value else ():
+            yield from _operand_values(operand, value)
+        if isinstance(test.op, ast.And) != value:
+            yield None
+    else:
+        chained = isinstance(test, ast.Compare) and len(test.ops) > 1 and not value
+        yield None if chained or any(isinstance(one, ast.IfExp) for one in ast.walk(test)) else value
 
 
 def _running(frame: FrameType) -> str:
@@ -204,9 +295,10 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
     for _ in range(_DRAWING_TRACES):
         tracer = _Tracer(cuts, inputs, output)
         try:
-            with _ALONE, _sizes_joined(), reads_of(traced) as reads, _Recorder(tracer):
+            with _ALONE, _sizes_joined(), reads_of(module.named_modules()) as reads, _Recorder(tracer):
                 states = _random_states()
                 graph = tracer.trace(module)
+                _free_given_values(graph)
                 draws = _random_states() != states
         except RanvierError:
             raise
@@ -220,6 +312,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                          remedy=f"Draw them with torch.rand or similar. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
+        reads |= variables_of([value() for value in reads.values()])  # of forwards, and of methods that they call
         return Trace(graph=graph, starts=tracer.starts, reads=reads)
     if not strict:
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
@@ -246,11 +339,13 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
               if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
     inner = traced[-1] if traced else ""
     code = f"the code of {inner}" if inner else "this code"
-    size = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else "M"
+    better = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else (
+        "Make a constant a buffer (self.register_buffer), and return what the forward of a submodule computes. Else m"
+        if reason == _CONSTANT else "M")
     return ModelError(f"cannot be cut into blocks, because {code} is traced without values ({reason})",
                       code="forward-not-traceable", where=where,
                       remedy=f'Cut at "{inner}" itself, which is then called as it is. Or m{REMEDY[1:]}' if inner else
-                      size + REMEDY[1:])
+                      better + REMEDY[1:])
 
 
 @contextmanager

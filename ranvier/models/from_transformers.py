@@ -318,25 +318,20 @@ class _First(WholeTexts):
         state: dict[str, Tensor] = {}
         for index, (call, (leaves, spec)) in enumerate(zip(self._calls, self._called, strict=True)):
             if spec != call.spec:
-                raise ModelError("is called with other arguments than for the sample", code="layer-arguments-differ",
-                                 where=f"layer{index}",
-                                 remedy="Give from_transformers a sample with the inputs that microbatches have.")
+                raise _other_call("layer-arguments-differ", index, "is called with other arguments than for the sample")
             for slot, leaf in zip(call.leaves, leaves, strict=True):
                 if isinstance(slot, _Slot) != isinstance(leaf, Tensor):
-                    raise ModelError("is called with other tensors than for the sample", code="layer-tensors-differ",
-                                     where=f"layer{index}",
-                                     remedy="Give from_transformers a sample with the inputs that microbatches have.")
+                    raise _other_call("layer-tensors-differ", index, "is called with other tensors than for the sample")
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     if state.setdefault(slot.name, leaf) is not leaf:
-                        raise ModelError("is called with two tensors, which were the same one for the sample",
-                                         code="layer-tensors-one-for-sample", where=f"layer{index}", value=slot.name,
-                                         remedy="Give from_transformers a sample for which they differ.")
+                        raise _other_call("layer-tensors-one-for-sample", index, "is called with two tensors, which "
+                                          "were the same one for the sample", slot.name,
+                                          "Give from_transformers a sample for which they differ.")
                 elif leaf is not slot and leaf != slot:
-                    raise ModelError("is called with another value than for the sample, which its block knows",
-                                     code="layer-value-differs", where=f"layer{index}",
-                                     value=f"{leaf!r}, and {slot!r} for the sample",
-                                     remedy="Give microbatches for which it is the same, such as of the sample's "
-                                            "length, or write the model's blocks by hand (docs/extending.md).")
+                    raise _other_call("layer-value-differs", index, "is called with another value than for the sample, "
+                                      "which its block knows", f"{leaf!r}, and {slot!r} for the sample",
+                                      "Give microbatches for which it is the same, such as of the sample's length, or "
+                                      "write the model's blocks by hand (docs/extending.md).")
         self._called, self._hidden = [], None
         for name, value in named.items():
             if value.is_floating_point():  # the head reads at most its sizes
@@ -344,6 +339,12 @@ class _First(WholeTexts):
             else:
                 state[f"{_INPUT}{name}"] = value
         return state
+
+
+def _other_call(code: str, layer: int, what: str, value: str | None = None,
+                remedy: str = "Give from_transformers a sample with the inputs that microbatches have.") -> ModelError:
+    """The error for a layer that is called otherwise than for the sample."""
+    return ModelError(what, code=code, where=f"layer{layer}", value=value, remedy=remedy)
 
 
 class _Layer(nn.Module):

@@ -160,8 +160,7 @@ class _GPT:
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
         return ids_BS, ids_BS
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
     def describe(self, settings: Transformer) -> ModelFacts:
         return ModelFacts(text=text_transformer_in_words("gpt", settings), tokens=settings.sequence)

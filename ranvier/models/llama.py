@@ -358,8 +358,7 @@ class _Llama:
             return ids_BS, {"last": zeros_B + length - 1, "class": zeros_B}
         return ids_BS, ids_BS
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
     def describe(self, settings: Transformer) -> ModelFacts:
         keys = kv_heads(settings)

@@ -21,15 +21,7 @@ from torch.nn import functional
 from ranvier.block import Model
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
-from ranvier.models.family import (
-    ModelFacts,
-    heads_problem,
-    initial,
-    num_classes,
-    stacked,
-    transformer_in_words,
-    wrong_head,
-)
+from ranvier.models import family
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss
 
@@ -127,7 +119,7 @@ class Head(nn.Module):
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = _norm(config, dtype)
-        self.classifier = tensor.ClassifierHead(config.hidden, num_classes(config), token=0, dtype=dtype)
+        self.classifier = tensor.ClassifierHead(config.hidden, family.num_classes(config), token=0, dtype=dtype)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         logits_BC: Tensor = self.classifier(self.norm(x_BSH))
@@ -144,7 +136,7 @@ def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
 
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no ViT can have."""
-    found = heads_problem(config)
+    found = family.heads_problem(config)
     if config.image_size % config.patch_size:
         near = max(1, round(config.image_size / config.patch_size)) * config.patch_size
         found.append(ConfigError(f"is not a multiple of model.patch_size {config.patch_size}",
@@ -170,22 +162,22 @@ class _ViT:
     """The family `vit`: the head "classes", inputs images_BCII and targets_B int64."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("vit", head, ("classes",)), *problems(settings)]
+        return [*family.wrong_head("vit", head, ("classes",)), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=ClassLoss(), initial=initial)
+        return family.stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=ClassLoss(),
+                              initial=family.initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         images_BCII = torch.zeros(count, CHANNELS, settings.image_size, settings.image_size)
         return images_BCII, torch.zeros(count, dtype=torch.int64)
 
-    def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
-        return flops_per_sequence(settings, recomputed=recomputed)
+    flops_per_sample = staticmethod(flops_per_sequence)
 
-    def describe(self, settings: Transformer) -> ModelFacts:
-        text = (f"{transformer_in_words('vit', settings)}, images of {settings.image_size} in patches of "
+    def describe(self, settings: Transformer) -> family.ModelFacts:
+        text = (f"{family.transformer_in_words('vit', settings)}, images of {settings.image_size} in patches of "
                 f"{settings.patch_size}")
-        return ModelFacts(text=text, tokens=num_tokens(settings))
+        return family.ModelFacts(text=text, tokens=num_tokens(settings))
 
 
 VIT = _ViT()

@@ -55,11 +55,14 @@ _MAX_WEIGHT_RATIO = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Judgement of a step by its norm. bad: why it is a bad one, or None. overflow: whether a gradient was not finite
-    in fp16."""
+    """Judgement of a step. bad: why it is a bad one, or None. overflow: whether a gradient was not finite in fp16."""
 
     bad: str | None = None
     overflow: bool = False
+
+    def found(self) -> Judged:
+        """As of `Verdict`."""
+        return self
 
 
 class Verdict:
@@ -82,29 +85,26 @@ class GradientStatus:
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
-    may_update: whether parameters may be updated, for all that is known without `verdict`. overflowed: likewise,
-        whether a gradient was not finite in fp16.
-    refused: why the step is a bad one; None: it is not, for all that is known without `verdict`.
-    verdict: what the norm says, where that is still on the device.
+    may_update: whether parameters may be updated, for all that the host knows.
+    verdict: the judgement of the step; a `Verdict` while the norm is still on the device, and then `may_update` is
+        true.
     """
 
     squared_norm: Tensor
     work: Work
     factor: float
     may_update: bool
-    overflowed: bool = False
-    refused: str | None = None
-    verdict: Verdict | None = None
+    verdict: Judged | Verdict = Judged()
 
     @property
     def bad(self) -> str | None:
         """Why the step is a bad one, where a guard looks; None: it is not. May wait for the reduction."""
-        return self.refused if self.verdict is None else self.verdict.found().bad
+        return self.verdict.found().bad
 
     @property
     def overflow(self) -> bool:
         """Whether a gradient was not finite in fp16. May wait for the reduction."""
-        return self.overflowed if self.verdict is None else self.verdict.found().overflow
+        return self.verdict.found().overflow
 
     @property
     def updates(self) -> bool:
@@ -200,6 +200,8 @@ class Updater:
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
+        self.in_backward, self.has_averages = optim.update_in_backward, own and bool(optim.ema)
+        """Whether blocks are updated while the backward runs; whether moving averages of parameters are kept."""
         self.flat: FlatOptimizer | None = None
         if own:
             placed, offload = resolve_offload(optim, self.gradients, device)
@@ -256,16 +258,6 @@ class Updater:
         undecided, self._undecided = self._undecided, None
         if undecided is not None:
             undecided.found()
-
-    @property
-    def has_averages(self) -> bool:
-        """Whether moving averages of parameters are kept."""
-        return self.flat is not None and bool(self._optim.ema)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether blocks are updated while the backward runs."""
-        return self._optim.update_in_backward
 
     @property
     def loss_factor(self) -> float:
@@ -414,14 +406,13 @@ class Updater:
         guard = self.bad_steps  # which has judged the step before
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
-            return replace(status, may_update=bad is None, refused=bad)
+            return replace(status, may_update=bad is None, verdict=Judged(bad=bad))
         judge = partial(_judge_norm, self._guard, self._scale, self._kept_status)
         if self.flat is not None and self.flat.on_device:
             self._undecided = Verdict(status.norm_on_device, judge)
             return replace(status, verdict=self._undecided)
         found = judge(status.norm)
-        return replace(status, may_update=found.bad is None and not found.overflow, overflowed=found.overflow,
-                       refused=found.bad)
+        return replace(status, may_update=found.bad is None and not found.overflow, verdict=found)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
@@ -430,7 +421,7 @@ class Updater:
         started = time.monotonic_ns()
         if self.flat is not None:
             skip, undecided = None, None
-            if status.verdict is not None:
+            if isinstance(status.verdict, Verdict):
                 skip, undecided = (~status.norm_on_device.isfinite()).float(), lambda: status.updates
             scale = self._clipped(factor, status)
             self.flat.begin(self.learning_rate, skip=skip, undecided=undecided)

@@ -1,14 +1,20 @@
-"""Attributes of modules that traced code has read: in a graph they are constants, whatever they become later.
+"""Values that traced code has read, other than its inputs: in a graph they are constants, whatever they become later.
 
-    self.alpha = 0.5;  x * self.alpha        traced: x * 0.5
-    model.alpha = 0.1                        refused before the next batch
+    self.alpha = 0.5;  x * self.alpha                 traced: x * 0.5
+    model.alpha = 0.1                                 refused before the next batch
+    x = self.experts(x);  x + self.experts.loss       refused in the first forward that sets it
 """
 
 from __future__ import annotations
 
+import dis
+import enum
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
@@ -19,26 +25,27 @@ from ranvier.errors import ModelError
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes that a graph has as they are at each call: parameters, buffers, submodules; and the mode."""
-_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum
 _MOST_ENTRIES, _MOST_DEPTH = 64, 3
 """Limits beyond which values are not compared: entries, and levels of nesting."""
-_GONE = object()
+_MISSING, _MODULE_GONE = object(), object()
 
-Reads = set[tuple[str, nn.Module, str]]
-"""(name of a module, it, and its attribute)."""
+Reads = dict[str, Callable[[], object]]
+"""Name of what was read -> its value now."""
 
 
 @contextmanager
-def reads_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Reads]:
+def reads_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Reads]:
     """Record the attributes of these modules that this thread's code reads, other than those of every module. One at a
     time: it changes how all modules of the process read."""
-    found: Reads = set()
+    found: Reads = {}
     names, thread = {id(module): name for name, module in modules}, threading.get_ident()
 
     def noting(self: nn.Module, name: str) -> Any:
-        if id(self) in names and threading.get_ident() == thread and name not in _OF_EVERY_MODULE and (
-                name in object.__getattribute__(self, "__dict__")):
-            found.add((names[id(self)], self, name))
+        if id(self) in names and threading.get_ident() == thread and not name.startswith("__") and (
+                name not in _OF_EVERY_MODULE):
+            where = f"attribute {names[id(self)]}.{name}".replace(" .", " ")
+            found[where] = partial(_attribute, ref(self), name)
         return object.__getattribute__(self, name)
 
     nn.Module.__getattribute__ = noting  # type: ignore[assignment]
@@ -48,42 +55,134 @@ def reads_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Reads]:
         del nn.Module.__getattribute__
 
 
+def _attribute(module: ref[nn.Module], name: str) -> object:
+    """The module's own attribute, or its class's; parameters, buffers and submodules are no values of a graph."""
+    one = module()
+    return _MODULE_GONE if one is None else vars(one).get(name, getattr(type(one), name, _MISSING))
+
+
+def variables_of(values: Iterable[object]) -> Reads:
+    """Global variables, and those of functions around, that functions among `values` read, and functions and methods
+    that these name."""
+    found: Reads = {}
+    known: dict[FunctionType, None] = {}
+    values = list(values)
+    for value in values:
+        known |= dict.fromkeys(_functions_of(value, ()))
+    names = {name for function in known for code in _codes(function.__code__) for name in code.co_names}
+    for value in values:
+        known |= dict.fromkeys(_functions_of(value, names))
+    waiting = list(known)
+    while waiting:
+        function = waiting.pop()
+        codes, reader = list(_codes(function.__code__)), function.__qualname__
+        own: Reads = {f"variable {one.argval} of {reader}": partial(function.__globals__.get, one.argval, _MISSING)
+                      for code in codes for one in dis.get_instructions(code)
+                      if one.opname == "LOAD_GLOBAL" and one.argval in function.__globals__}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            own[f"variable {name} of {reader}"] = partial(_cell_value, cell)
+        names = {name for code in codes for name in code.co_names}
+        new = {one: None for value in own.values() for one in _functions_of(value(), names) if one not in known}
+        known |= new
+        waiting += new
+        found |= own
+    return found
+
+
+def _functions_of(value: object, names: Collection[str]) -> Iterator[FunctionType]:
+    """Functions whose code runs where `value` is read or called, and those of its class that `names` has."""
+    while not isinstance(value, FunctionType):
+        if isinstance(value, partial):
+            value = value.func
+        elif isinstance(value, MethodType | classmethod | staticmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        else:
+            break
+    if isinstance(value, FunctionType):
+        if str(value.__module__).partition(".")[0] != "torch":
+            yield value
+    elif not isinstance(value, nn.Module):
+        for one in (value if isinstance(value, type) else type(value)).__mro__:  # of a function with super() its bases
+            for name in vars(one).keys() & names:
+                yield from _functions_of(vars(one)[name], ())
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """That of a function, and of functions inside it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _cell_value(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
 class ReadAttributes:
     """Values that traced code has read, as they were then. A block has it as its attribute `read_attributes`; copies of
     a block, and saved ones, know no other module."""
 
-    def __init__(self, reads: Reads = frozenset()) -> None:  # type: ignore[assignment]
-        self._read = [(path, ref(module), name, _known(vars(module).get(name, _GONE)))
-                      for path, module, name in reads]
+    def __init__(self, reads: Reads | None = None) -> None:
+        self._read = [(where, value, _known(value())) for where, value in (reads or {}).items()]
+        self._at_start: list[object] = []
+        """The same at the last `check`, with the fields of objects."""
 
     def check(self) -> None:
         """ModelError where one has another value now."""
-        for path, module, name, before in self._read:
-            if (one := module()) is not None and _known(value := vars(one).get(name, _GONE)) != before:
+        self._at_start = [_known(value(), fields=True) for _, value, _ in self._read]
+        for where, value, before in self._read:
+            if (now := value()) is not _MODULE_GONE and _known(now) != before:
                 raise ModelError("has changed since the module was cut into blocks, whose traced code has its value "
-                                 "from then", code="traced-attribute-changed",
-                                 where=f"attribute {f'{path}.{name}'.lstrip('.')}",
-                                 value=None if value is _GONE else value if isinstance(value, _PLAIN) else
-                                 type(value).__name__,
+                                 "from then", code="traced-attribute-changed", where=where,
+                                 value=None if now is _MISSING else now if isinstance(now, _PLAIN) else
+                                 type(now).__name__,
                                  remedy="Make it a buffer (self.register_buffer) and write into that, read it in a "
                                         "submodule that is not cut, or build blocks and engine again.")
+
+    def check_after_forward(self) -> None:
+        """ModelError where a forward has changed one since `check`."""
+        for (where, value, _), before in zip(self._read, self._at_start, strict=bool(self._at_start)):
+            if (now := value()) is not _MODULE_GONE and _known(now, fields=True) != before:
+                raise ModelError("is changed by a forward, and read by code around the cuts, which is traced without "
+                                 "values and has the value from before", code="traced-attribute-stored", where=where,
+                                 remedy="Return it from the forward that computes it, or read it in a submodule that "
+                                        "is not cut.")
 
     def __reduce__(self) -> tuple[type[ReadAttributes], tuple[()]]:
         return ReadAttributes, ()
 
 
-def _known(value: object, depth: int = 0) -> object:
+def read_attributes_of(blocks: Iterable[nn.Module]) -> Iterable[ReadAttributes]:
+    """Those of all blocks, each once."""
+    found = [vars(module).get("read_attributes") for module in blocks]
+    return {id(one): one for one in found if isinstance(one, ReadAttributes)}.values()
+
+
+def _known(value: object, depth: int = 0, *, fields: bool = False) -> object:
     """A fingerprint that changes with the value: numbers and texts, what holds few of them, and which tensor it is (the
-    graph keeps that alive). Of other objects nothing: much of what is in them has no part in the code's result."""
+    graph keeps that alive). Of other objects nothing, since much of what is in them has no part in the code's result,
+    or with `fields` their attributes."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # as of a NaN, which does not equal itself
     if isinstance(value, torch.Tensor):
         return id(value)
-    if depth == _MOST_DEPTH or not isinstance(value, list | tuple | dict | set) or len(value) > _MOST_ENTRIES:
-        return type(value)
-    if isinstance(value, dict):
-        return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _known(one, depth + 1))
-                             for key, one in value.items()]
-    if isinstance(value, set):
-        return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
-    return type(value), [_known(one, depth + 1) for one in value]
+    if callable(value):  # the engine replaces methods
+        return callable
+    if isinstance(value, list | tuple | dict | set):
+        if depth == _MOST_DEPTH or len(value) > _MOST_ENTRIES:
+            return type(value), len(value)
+        if isinstance(value, dict):
+            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _known(one, depth + 1))
+                                 for key, one in value.items()]
+        if isinstance(value, set):
+            return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
+        return type(value), [_known(one, depth + 1) for one in value]
+    if fields and not isinstance(value, ModuleType | logging.Logger):  # whose cache changes with every new level
+        return type(value), _known(dict(getattr(value, "__dict__", {})))
+    return type(value)

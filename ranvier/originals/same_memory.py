@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from itertools import chain, groupby, starmap
+from itertools import chain, compress, tee
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,12 @@ _IS_ENGINES = "ranvier_flat_parameters"
 
 def storage_of(tensor: Tensor) -> int:
     """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if type(tensor) not in (Tensor, nn.Parameter):
         return 0
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a sparse one, or one inside a transform of functions
+        return 0
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
@@ -86,6 +89,8 @@ class ViewsOfParameters:
     def follow(self) -> None:
         """The parameters have other memory, in which their elements are in order."""
         for tensor, parameter, before in self._following:
+            if not (memory := tensor.untyped_storage()).resizable():
+                finalize(tensor, id, memory)  # a NumPy array over the memory keeps the tensor alone
             tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + before)
         self._following = []
 
@@ -93,17 +98,15 @@ class ViewsOfParameters:
 def _all_tensors() -> list[Tensor]:
     """Of the whole program.
 
-    All objects go through one call of C code, which refers to none but tensors when it ends. Another thread that goes
-    on would fail where somebody else referred to a tuple that it is just filling.
+    All objects go through one call of C code, which refers to none but tensors when it ends, and calls nothing of a
+    user's. Another thread that goes on would fail where somebody else referred to a tuple that it is just filling.
     """
-    none_of: dict[Any, Any] = dict.fromkeys({*map(type, _all_objects())} - {Tensor, nn.Parameter}, ())
-    found = list[Any](chain.from_iterable(starmap(none_of.get, groupby(_all_objects(), type))))
-    return [one for one in found if type(one) in (Tensor, nn.Parameter)]  # a type may be new
+    return list(_with_types(*tee(chain.from_iterable(map(gc.get_objects, (None,))))))
 
 
-def _all_objects() -> Iterator[Any]:
-    """They are looked up with the first `next`."""
-    return chain.from_iterable(map(gc.get_objects, (None,)))
+def _with_types(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
+    """Those of `objects` that are tensors. By identity: a class may have a comparison of its own, and no hash."""
+    return compress(objects, map({id(Tensor), id(nn.Parameter)}.__contains__, map(id, map(type, same))))
 
 
 def _num_references(tensor: Tensor) -> int:

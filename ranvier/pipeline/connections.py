@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -44,11 +43,13 @@ class Connections:
 
     def __init__(self, world: World, layout: Layout, tensor: TensorParallel, *, check_order: bool) -> None:
         self._world, self._mesh, self._check_order = world, layout.mesh, check_order
-        self._placement = layout.stages
+        self._placement, self.rank, self.device = layout.stages, world.rank, world.device
         at, mesh, stages = layout.mesh.coordinates(world.rank), layout.mesh, layout.stages
         self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
                                             position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
+        self.replicas: Replicas | None = None
+        """Once somebody has compared them."""
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
         self.splits: dict[tuple[TensorAxis, ...], Group] = {}
@@ -122,16 +123,6 @@ class Connections:
                                                           self._mesh.groups(*axes))
         self._groups += self.splits.values()
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._world.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._world.device
-
     def rank_of(self, stage: int) -> int:
         """The counterpart of this rank that has `stage`; it may be this rank."""
         return self._ranks[stage]
@@ -164,9 +155,9 @@ class Connections:
         self.transport.close()
         self.board.close()
 
-    def close(self, replicas: Replicas | None, *, calls: int, steps: int) -> None:
-        """Give everything back when all that was sent has left, the group of `replicas` too. Collective. calls: of the
-        engine on this rank before; steps: its training batches. TransportError where another rank makes more."""
+    def close(self, *, calls: int, steps: int) -> None:
+        """Give everything back when all that was sent has left. Collective. calls: of the engine on this rank before;
+        steps: its training batches. TransportError where another rank makes more."""
         self.transport.flush()
         closing = Closing(self._world.store, self.board.engine, self.rank, self._mesh.size)
         other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
@@ -182,8 +173,8 @@ class Connections:
         self.sequencer.close()
         for group in self._groups:
             group.close()
-        if replicas is not None:
-            replicas.close()
+        if self.replicas is not None:
+            self.replicas.close()
         self.all.close()
         self.board.close()
 

@@ -22,69 +22,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import (
-    Loss,
-    LossBlock,
-    Model,
-    Modules,
-    State,
-    frozen_prefix,
-    ready_made,
-)
-from ranvier.comm.protocol import Group
+from ranvier.block import Loss, Model, Modules, State
 from ranvier.config import rules
 from ranvier.config.python_names import of_engine
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
-from ranvier.errors import ConfigError, ModelError, RanvierError
+from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.optim.gradients import refuse_others
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
-from ranvier.optim.step import GradientStatus, OptimizerFactory, Updater
+from ranvier.optim.step import GradientStatus, OptimizerFactory
 from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
-from ranvier.pipeline.batch import BatchRunner
-from ranvier.pipeline.build import build_stage, stage_parameters
-from ranvier.pipeline.connections import Connections, share_start_values
-from ranvier.pipeline.device_timeline import LookAhead, timeline_of
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
-from ranvier.pipeline.held_parameters import HeldParameters, RankParameters, refuse_left_behind
-from ranvier.pipeline.left_values import LeftValues, SameLeft
+from ranvier.pipeline.held_parameters import RankParameters
+from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.modes import some_train
-from ranvier.pipeline.others_parameters import OthersParameters, used_from_outside
-from ranvier.pipeline.prepared_model import check_arguments, prepare
-from ranvier.pipeline.rank_stages import RankStages
-from ranvier.pipeline.replica_randomness import ReplicaRandomness
+from ranvier.pipeline.parts import EngineParts
+from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
 from ranvier.pipeline.replicas import Replicas
-from ranvier.pipeline.result import BatchResult, KeptOutputs
-from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
-from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers, unused_buffer_sync
-from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
-from ranvier.pipeline.stage import Blocks, Stage
+from ranvier.pipeline.result import BatchResult, LastOutputs
+from ranvier.pipeline.shared_buffers import BufferSync
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
-from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
-from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, tied_parameters, ties_of
-from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
-from ranvier.plan.cut import split_model
-from ranvier.plan.formats import told
-from ranvier.plan.make import make
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits
-from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
-from ranvier.system.machine import has_triton
 from ranvier.system.memory_tracker import give_back
-from ranvier.tensor.float8 import float8_layers
-from ranvier.tensor.lookups import lookup_tables
-from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.loss import NextTokenLoss
-from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World
 
 if TYPE_CHECKING:
@@ -186,236 +155,38 @@ class Engine:
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
-        dtype = given.dtype
         if plan is None:
-            plan = self._make_plan(given.model, mesh or world.mesh or Mesh.of_replicas(world.size), sample, policy,
-                                   dtype, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
-                                   own_optimizer=own)
+            plan = make_plan(given, world, mesh, sample, policy=policy, pipeline=pipeline, tensor=tensor,
+                             memory=memory, optim=optim, own_optimizer=own)
         else:
-            plan.check(given.model, world.size, dtype, has_optimizer=optimizer is not None)
+            plan.check(given.model, world.size, given.dtype, has_optimizer=optimizer is not None)
         for problem in (*rules.recompute_problems(plan.memory, plan.mesh, compile=compile, float8=float8),
-                        *(rules.float8_problems(plan.mesh, is_fp64=dtype is torch.float64) if float8 else ()),
+                        *(rules.float8_problems(plan.mesh, is_fp64=given.dtype is torch.float64) if float8 else ()),
                         *rules.guard_problems(guard or Guard(bad_step="none"), plan.optim)):
             raise problem
         self.plan, self.mesh, self.layout, self.stages = plan, plan.mesh, plan.layout, plan.stages
         self.coordinates = plan.mesh.coordinates(world.rank)
         self.layers, self.block_names = given.model.layers, list(given.model.blocks)
-        self.frozen, self.frozen_above = frozen, tuple(frozen_above)
-        self.frozen_blocks = frozen_prefix(given.model, frozen)
+        self.frozen, self.frozen_above, self.frozen_blocks = given.frozen, given.frozen_above, given.frozen_blocks
         self.names_in_whole, self._came_in_evaluation = given.names_in_whole, given.in_evaluation
-        self._learning_rate, self.timeline = learning_rate, timeline_of(world.device, plan.mesh, plan.policy)
-        self._policy = policy or policy_named(plan.policy)
-        self._step, self._closed, self._is_averaged = 0, False, False
-        self._was_loaded = self._has_trained = False
-        self._failure: str | None = None
-        self._replicas: Replicas | None = None
-        self._refuses_bad_losses = guard is None
-        self._randomness = ReplicaRandomness(self._replica(), seed, world.device)
-
-        self._connections = Connections(world, self.layout, plan.tensor, check_order=check_order)
-        split, self._copies = self._split(given.model, autocast), StageCopies()
-        blocks, self.cast_buffers = build_stage(split, self.layout, self.coordinates, seed=seed, dtype=dtype,
-                                                device=world.device, copies=self._copies)
+        self._step, self._refuses_bad_losses, self._lifetime = 0, guard is None, Lifetime()
+        parts = EngineParts(given, plan, world, container=model if isinstance(model, nn.Module) else None,
+                            optimizer=optimizer, policy=policy, guard=guard, seed=seed, nominal_weight=nominal_weight,
+                            buffers=buffers, frozen_dropout=frozen_dropout, compile=compile,
+                            timeout_seconds=timeout_seconds, check_order=check_order)
+        self.timeline, self.cast_buffers = parts.timeline, parts.cast_buffers
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
-        if self.cast_buffers and self.coordinates.is_first_on_pipeline_rank:
-            warnings.warn(told(self.cast_buffers, dtype), stacklevel=3)
-        self._parameters = stage_parameters(self.layout, blocks)
-        self._held = HeldParameters(
-            blocks, model if isinstance(model, nn.Module) else None, replicas=1 if plan.optim.update_in_backward else
-            self.mesh.count(self.mesh.over(splits_samples=True)))
-        self._elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in blocks),
-                                           self._parameters.values())
-        self._connect(blocks, timeout_seconds, settings_of(
-            plan.optim, guard, dtype=dtype, autocast=autocast, float8=float8, nominal_weight=nominal_weight,
-            frozen=frozen, frozen_above=self.frozen_above, buffers=buffers))
-        self._buffers = self._share_buffers(blocks, buffers)
-        self._buffer_changes = SharedBufferChanges(self.stages.shared_buffers, blocks)
-        self._connections.open_splits(self.layout)
-        self._rates = SameRates(self.coordinates, own=own)
-        left, self._others = self._left_values(split, blocks), self._others_parameters(blocks)
-        self._statistics = BatchStatistics(
-            self._connections.all, SameTargets(self.coordinates, self.layout.stages), self._rates,
-            SameLeft(self.stages.shared_places, self.coordinates, self.layout.stages, list(left.values())), self._ties,
-            on_device=world.device.type == "cuda")
-        tables = lookup_tables(module for _, _, module in blocks)
-        self._updater = self._build_updater(optimizer, dtype, nominal_weight, guard, tables)
-        masters = self._updater.masters
-        self._elsewhere.note_optimizer(self._updater.users, masters.of.values() if masters is not None else ())
-        if (flat := self._updater.flat) is not None:
-            refuse_left_behind(flat.left_behind, blocks, split.loss if self.is_last_stage else None)
-        self._ties.send_values(self._call, trained=False)  # now that parameters have their places in memory
-        self._stages = self._build_stages(split, blocks, seed=seed, compile=compile, autocast=autocast, float8=float8,
-                                          frozen_dropout=frozen_dropout, tables=tables, left=left)
-        self._runner = self._build_runner(dtype, nominal_weight)
-        self._looks_at_shift = isinstance(split.loss, NextTokenLoss)
+        self._connections, self._copies, self._randomness = parts.connections, parts.copies, parts.randomness
+        self._parameters, self._statistics, self._updater = parts.parameters, parts.statistics, parts.updater
+        self._stages, self._runner = parts.stages, parts.runner
+        self._values, self._users_changes = parts.values, parts.users_changes
+        self._updater.learning_rate = learning_rate
+        self._looks_at_shift = isinstance(parts.model.loss, NextTokenLoss)
 
     def __reduce__(self) -> NoReturn:
         raise RanvierError("is connected to running ranks, and can be neither copied nor saved", code="engine-copied",
                            where="engine", remedy="Copy or save engine.blocks or engine.state_dict(), or write a "
                                                   "checkpoint (ranvier.Checkpoints).")
-
-    # ------------------------------------------------------------------ start
-
-    def _make_plan(self, model: Model, mesh: Mesh, sample: Microbatch | None, policy: Policy | None,
-                   dtype: torch.dtype, *, pipeline: Pipeline | None, tensor: TensorParallel | None,
-                   memory: Memory | None, optim: Optim | None, own_optimizer: bool) -> Plan:
-        if mesh.size != self.world.size:
-            raise ConfigError(f"has {mesh.size} ranks, but {self.world.size} were started", code="mesh-of-other-size",
-                              where="mesh", value=str(mesh),
-                              remedy="Make data x pipe x row x col equal to the number of ranks.")
-        if optim is not None and optim.ema and not own_optimizer:
-            raise ConfigError("is supported only by Ranvier's own optimizers", code="ema-with-own-optimizer",
-                              where="optim.ema", value=optim.ema,
-                              remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
-        if optim is not None and not own_optimizer and self.world.rank == 0 and (
-                idle := rules.idle_beside_torch_optimizer(optim)):
-            warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
-                          "is Ranvier's own optimizer's", stacklevel=4)
-        shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
-        return make(model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
-                    memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=dtype,
-                    device=self.world.device.type)
-
-    def _replica(self) -> int:
-        """The number by which random numbers of plain modules differ from those of other samples' ranks."""
-        if self.world.backend.name == "in-process":  # whose ranks share one generator, so that their numbers differ
-            return 0
-        return self.coordinates.index(self.mesh.over(splits_samples=True))
-
-    def _split(self, model: Model, autocast: torch.dtype | None) -> Model:
-        """The model with this rank's part of each block, where several ranks split them."""
-        mesh = self._connections.tensor_mesh
-        if mesh is None:
-            return model
-        if self.mesh.feature_parts > 1 and self.world.backend.name != "in-process":
-            self._randomness.is_compared, mesh.order.drawn = True, self._randomness.drawn
-        mesh.autocast = autocast
-        return split_model(model, mesh)
-
-    def _build_updater(self, optimizer: OptimizerFactory | None, dtype: torch.dtype,
-                       nominal_weight: float | Literal["auto"], guard: Guard | None, tables: set[nn.Parameter]
-                       ) -> Updater:
-        plan, bad_loss = self.plan, partial(self._statistics.bad_loss, is_scaled=dtype is torch.float16)
-        # Parts are given each other, never the engine: what a part refers to would live on in a circle after `close`.
-        ties, board = self._ties, self._connections.board
-        judges = guard is not None and rules.looks_before_update(guard, plan.optim)
-        return Updater(
-            gradient_specs(self.layout, self.world.rank, self._parameters, self._connections.sums,
-                           self._connections.splits, tables=tables),
-            self._connections.data, self._connections.all, optim=plan.optim, own=plan.own_optimizer,
-            optimizer=optimizer, dtype=dtype, device=self.world.device,
-            nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
-            order=self.layout.flat_order(self.world.rank),
-            runs=plan.chunking.runs.get(self.coordinates.pipeline_rank, ()),
-            send_to_owner=lambda spec: ties.send_gradient(spec.name, board.calls),
-            weight=self._statistics.weight, earlier_weight=self._statistics.earlier_weight,
-            timeline=self.timeline, progress=self._connections.transport.progress,
-            bad_loss=bad_loss if self._refuses_bad_losses else None,
-            bad_steps=BadSteps(guard, self._statistics.loss) if guard is not None and judges else None)
-
-    def _build_stages(self, model: Model, blocks: Blocks, *, seed: int, compile: bool | Literal["auto"],
-                      autocast: torch.dtype | None, float8: bool, frozen_dropout: bool, tables: set[nn.Parameter],
-                      left: Mapping[int, LeftValues]) -> RankStages:
-        placement, mesh, pipeline = self.layout.stages, self._connections.tensor_mesh, self.plan.pipeline
-        sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
-        return RankStages([Stage(
-            [block for block in blocks if block[0] in self.layout.blocks(stage)],
-            loss=self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
-            seed=seed, device=self.world.device,
-            progress=self._updater.progress if self._connections.needs_progress else None,
-            segments=self.plan.recomputed[stage], selective=self.plan.memory.recompute == "selective",
-            block_passed=partial(_block_passed, self._updater, mesh) if (
-                mesh is not None or self._updater.gradients.moves_in_backward) else None,
-            mesh=mesh, compile=self._compiles(compile),
-            tables=tables, may_wait=self.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
-            autocast=autocast,
-            in_float8=float8_layers(blocks, len(self.block_names), self.world.device) if float8 else (),
-            weight_gradients=self._weight_gradients(),
-            left=left.get(stage), others=self._others.get(stage))
-            for stage in placement.stages_of(self.coordinates.pipeline_rank)],
-            eval_blocks=range(0 if frozen_dropout else self.frozen_blocks))
-
-    def _left_values(self, model: Model, blocks: Blocks) -> dict[int, LeftValues]:
-        """Of each stage of this rank that reaches what others reach, too."""
-        places, placement = self.stages.shared_places, self.layout.stages
-        here = {place.number for place in places if len({placement.rank_of(stage) for stage in place.stages}) == 1}
-        return {stage: LeftValues([place for place in places if place.stage == stage],
-                                  [block for block in blocks if block[0] in self.layout.blocks(stage)],
-                                  self._loss(model, blocks) if stage == placement.num_stages - 1 else None,
-                                  is_alone=placement.per_rank == 1, only_here=here)
-                for stage in placement.stages_of(self.coordinates.pipeline_rank)
-                if any(place.stage == stage for place in places)}
-
-    def _others_parameters(self, blocks: Blocks) -> dict[int, OthersParameters]:
-        """Of each stage of this rank whose code reaches parameters of other stages."""
-        placement, found = self.layout.stages, dict[int, OthersParameters]()
-        for stage in placement.stages_of(self.coordinates.pipeline_rank):
-            numbers = self.layout.blocks(stage)
-            code = {block for number, block, _ in blocks if number in numbers} | (
-                {"loss"} if stage == placement.num_stages - 1 else set())
-            if code := code & self.stages.with_others_parameters:
-                found[stage] = OthersParameters(self._elsewhere.others, self.names_in_whole, {
-                    name: one for number, block, module in blocks if number not in numbers
-                    for path, one in module.named_parameters()
-                    if self.layout[name := f"{block}.{path}"].block not in numbers}, code)
-        return found
-
-    def _build_runner(self, dtype: torch.dtype, nominal_weight: float | Literal["auto"]) -> BatchRunner:
-        placement, pipeline = self.layout.stages, self.plan.pipeline
-        defer_bytes = None if pipeline.defer_bytes == "auto" else pipeline.defer_bytes
-        return BatchRunner(
-            placement=placement, at=self.coordinates, stages=self._stages, connections=self._connections,
-            updater=self._updater, statistics=self._statistics, timeline=self.timeline, policy=self._policy,
-            limits=self.limits,
-            look_ahead=LookAhead(pipeline.look_ahead, device=self.world.device, num_stages=placement.num_stages),
-            defer_bytes=0 if self._updater.in_backward else defer_bytes,  # a waiting product holds a block's gradients
-            nominal_weight=NominalWeight(self._connections.all) if dtype is torch.float16 else None,
-            takes_nominal_weight=nominal_weight == "auto", forwards_ended=self._held.forwards_ended)
-
-    def _loss(self, model: Model, blocks: Blocks) -> Loss:
-        """The loss of the last stage: that of its last block, if it has one, else the model's."""
-        last = blocks[-1][2]
-        whole = isinstance(last, LossBlock) and self._connections.tensor_mesh is None
-        return cast(LossBlock, last).loss if whole else model.loss
-
-    def _weight_gradients(self) -> WeightGradients:
-        gradients, mesh = self._updater.gradients, self._connections.tensor_mesh
-        known = gradients.chunk_of, gradients.queued, gradients.added, gradients.added_rows
-        return WeightGradients(*known) if mesh is None else WeightGradients(*known, after=mesh.sums.after)
-
-    def _compiles(self, how: bool | Literal["auto"]) -> bool | Literal["auto"]:
-        """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""
-        wanted = how is True or (how == "auto" and self.world.device.type == "cuda" and has_triton())
-        return how if wanted else False
-
-    def _connect(self, blocks: Blocks, timeout_seconds: float, settings: Mapping[str, str]) -> None:
-        """Open the way to the other ranks, and start from the same values as those who hold the same."""
-        ties, arrived = ties_of(self.layout, self.world.rank, self._parameters), TieMessages()
-        self._connections.open([peer for tie in ties for peer in tie.peers], capacity_bytes=self._edge_capacity(),
-                               timeline=self.timeline, timeout_seconds=timeout_seconds, other=arrived.put,
-                               settings=settings)
-        self.timeline.ranks = self._connections.all
-        self._ties = TiedParameters(ties, arrived, self._connections.send, self._connections.inbox.wait,
-                                    tied_parameters(self.layout))
-        share_start_values(self.layout, blocks, self._parameters, self._connections)
-
-    def _edge_capacity(self) -> int:
-        """Room for the largest carried state that crosses a boundary, and its description; 1 MiB when unknown."""
-        if self.stages.costs is None:
-            return 1 << 20
-        return 4096 + max((self.stages.costs[cut - 1].output_bytes for cut in self.boundaries), default=0)
-
-    def _share_buffers(self, blocks: Blocks, how: BufferSync) -> SharedBuffers:
-        """The buffers of this stage, over all ranks that compute its blocks for other samples."""
-        group: Group = self._connections.data
-        if self.mesh.microbatch_parts > 1:
-            group = self._connections.group("buffers", self.mesh.over(splits_samples=True))
-        shared = SharedBuffers(blocks, group, how)
-        if how != "broadcast":
-            why = unused_buffer_sync(shared, group, self._connections.all)
-            if why is not None and self.world.rank == 0:
-                warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=4)
-        return shared
 
     # ------------------------------------------------------------------ what a rank is
 
@@ -457,16 +228,16 @@ class Engine:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next step, with Ranvier's own optimizers."""
-        return self._learning_rate
+        return self._updater.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if value != self._learning_rate and self._updater.flat is None:
+        if value != self._updater.learning_rate and self._updater.flat is None:
             raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
                               code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
                               remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
                                      "of torch.optim.lr_scheduler.")
-        self._learning_rate = value
+        self._updater.learning_rate = value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -513,14 +284,14 @@ class Engine:
         own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. A
         program that writes one, or freezes it, must do so with all, on all ranks. In an engine without an optimizer
         other ends take what the owner's rank has written when the next batch begins."""
-        self._finish_update()
+        self._values.wait()
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
         loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
         mine = self._updater.gradients
-        self._refuse_others(applied=True)
+        self._users_changes.refuse_gradients(applied=True)
         return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
                 for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
@@ -544,7 +315,7 @@ class Engine:
     def named_buffers(self) -> dict[str, object]:
         """The entries of this rank's state_dicts beside parameters, by global name: buffers, and whatever else a module
         adds."""
-        self._buffers.finish()
+        self._values.wait_for_buffers()
         return {f"{block}.{name}": value for _, block, module in self._stages.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
 
@@ -553,7 +324,7 @@ class Engine:
         """This rank's blocks by name, with parameters up to date: plain modules, which may be copied and saved between
         batches (`torch.optim.swa_utils.AveragedModel(engine.blocks[name])`). On rows and columns a copy has the same
         part of each layer and computes with the same ranks."""
-        self._finish_update()
+        self._values.wait()
         return {name: module for _, name, module in self._stages.blocks}
 
     @property
@@ -572,11 +343,8 @@ class Engine:
 
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
-        self._step, self._was_loaded = steps, True
-        self._statistics.num_updates = 0
-        self._let_others_be_old()
-        self._elsewhere.loaded()
-        self._stages.forget_weights()
+        self._step, self._statistics.num_updates = steps, 0
+        self._values.loaded()
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
@@ -612,8 +380,8 @@ class Engine:
         fit one machine's memory; `ranvier.Checkpoints` write any.
         """
         self.check_usable("full_state_dict")
-        self._finish_update()
-        with self._working(), self.during("full_state_dict"):
+        self._values.wait()
+        with self._lifetime.working(), self.during("full_state_dict"):
             return gather_full_state(self, self._connections.all)
 
     def during(self, call: str) -> AbstractContextManager[None]:
@@ -673,15 +441,13 @@ class Engine:
                               code="in-backward-batch", where="optim.update-in-backward", value=True,
                               remedy="Set `--batch.microbatch-size` to a replica's share of the batch, or leave it "
                                      "out.")
-        self._updater.learning_rate = self.learning_rate
-        with self._keeping_outputs(keep_outputs) as kept:
-            self._accumulate(batch, updates=True)
-        with self._working():
+        kept = LastOutputs() if keep_outputs and self.is_last_stage else None
+        self._accumulate(batch, updates=True, wanted=kept)
+        with self._lifetime.working():
             if self._updater.users is not None:
-                self._buffers.finish()  # its hooks may change them
+                self._values.wait_for_buffers()  # its hooks may change them
             status = self._updater.finish()
-        self._statistics.forget()
-        self._statistics.num_updates += status.may_update
+        self._statistics.stepped(status.may_update)
         return self._stepped(status, batch, kept)
 
     @of_engine
@@ -699,10 +465,10 @@ class Engine:
                               where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
         self._accumulate(self._checked(microbatches), updates=False)
-        with self._working():
+        with self._lifetime.working():
             status = self._updater.average()
         self._statistics.keep()
-        self._buffers.finish()
+        self._values.wait_for_buffers()
         self._connections.board.action = _OUTSIDE
         return BatchResult(self._statistics.sums, self._statistics.work, status)
 
@@ -727,15 +493,13 @@ class Engine:
             raise ConfigError("has no gradients to apply", code="step-without-gradients",
                               where="Engine.step(result)",
                               remedy="Call forward_backward before each step; train_batch updates by itself.")
-        self._refuse_others(applied=True)
-        self._held.adopt()
+        self._users_changes.refuse_gradients(applied=True)
+        self._values.wait()
         self._connections.board.action = "the optimizer"
-        self._updater.learning_rate = self.learning_rate
         updates = self._updater.gradients.unapplied  # unless they have been let go
-        with self._working():
+        with self._lifetime.working():
             status = self._updater.apply()
-        self._statistics.forget()
-        self._statistics.num_updates += updates and status.may_update
+        self._statistics.stepped(updates and status.may_update)
         self._stepped(status)
 
     @of_engine
@@ -756,7 +520,7 @@ class Engine:
                               value=max_norm,
                               remedy="Call it between forward_backward and step; train_batch clips by "
                                      "`--optim.clip-norm`.")
-        self._refuse_others(applied=True)
+        self._users_changes.refuse_gradients(applied=True)
         return self._updater.clip(max_norm)
 
     def zero_grad(self) -> None:
@@ -765,94 +529,51 @@ class Engine:
         self._statistics.forget()
         self._updater.gradients.let_go()
 
-    def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool) -> None:
-        """Run forwards and backwards, and start every reduction. updates: whether a step follows."""
-        self._finish_update()
-        self._let_ends_follow(training=True)
-        self._name_evaluation_mode()
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad and not self.layout[name].trainable:
-                raise ModelError("was frozen when the engine was built, and is trainable now",
-                                 code="parameter-unfrozen",
-                                 where=f"parameter {self.names_in_whole.get(name, (name,))[0]}",
-                                 remedy="Build a new engine to train more parameters.")
-        self._step, self._has_trained = self._step + 1, True
-        self._stages.set_loss_factor(self._updater.loss_factor)
-        self._rates.begin(None if self._updater.flat is None else self.learning_rate, self._updater.users)
-        self._statistics.begin_training(self._updater.gradients.were_zeroed, updates=updates)
-        self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
-        self._buffer_changes.begin()
-        self._elsewhere.begin()
-        self._held.begin()
-        self._let_others_be_old()
-        try:
-            self._run(batch, training=True)
-        except BaseException:
-            self._statistics.forget()
-            raise
-        with self._working():
-            self._held.check_kept()
-            self._check_gradients()
-            self._buffer_changes.check()
-            self._updater.gradients.all_passed()
-            for tie in self._ties.add_gradients(self._call):
-                self._updater.gradients.added(tie.parameter)
-            self._buffers.start()  # after the reduction of every chunk has begun, so in one order on all replicas
-        self._connections.board.action = "the average of gradients over data, and the optimizer"
-
-    def _let_others_be_old(self) -> None:
-        for others in self._others.values():
-            others.is_old = True
-
-    def _refuse_others(self, *, applied: bool) -> None:
-        mine = self._updater.gradients
-        refuse_others(((self.names_in_whole.get(spec.name, (spec.name,))[0], spec.parameter) for spec in mine.owned()),
-                      mine, applied=applied)
-
-    def _check_gradients(self) -> None:
-        """ModelError where the batch has given a parameter a gradient that is in no sum."""
-        for name in (*self._elsewhere.reached(), *self._updater.gradients.late()):
-            raise used_from_outside(self.names_in_whole.get(name, (name,))[0])
-        self._elsewhere.check_of_no_block()
-
-    def _name_evaluation_mode(self) -> None:
-        """Warn, once, where a whole model came in evaluation mode and trains so."""
+    def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool, wanted: LastOutputs | None = None) -> None:
+        """Run forwards and backwards, and start every reduction. updates: whether a step follows. wanted: takes what
+        the last block returns."""
+        self._values.begin(training=True)
         if self._came_in_evaluation and self.world.rank == 0 and not some_train(
                 module for _, _, module in self._stages.blocks):
             warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "
-                          "trains without dropout: call model.train() before training", stacklevel=5)
+                          "trains without dropout: call model.train() before training", stacklevel=4)
         self._came_in_evaluation = False
-
-    @contextmanager
-    def _keeping_outputs(self, keep: bool) -> Iterator[KeptOutputs | None]:
-        """Inside, the last stage's outputs and losses are kept, where `keep` says so. None on other ranks."""
-        kept = self._stages.last.kept = KeptOutputs() if keep and self.is_last_stage else None
+        self._users_changes.begin()
+        self._step += 1
+        self._stages.last.loss_factor = self._updater.loss_factor
+        self._statistics.begin_training(
+            self._updater.gradients.were_zeroed, updates=updates, users=self._updater.users,
+            rate=None if self._updater.flat is None else self.learning_rate)
+        self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         try:
-            yield kept
-        finally:
-            self._stages.last.kept = None
+            self._run(batch, training=True, wanted=wanted)
+        except BaseException:
+            self._statistics.forget()
+            raise
+        with self._lifetime.working():
+            self._users_changes.check()
+            self._updater.gradients.all_passed()
+            self._values.ran()
+        self._connections.board.action = "the average of gradients over data, and the optimizer"
 
     def _stepped(self, status: GradientStatus, batch: Sequence[Microbatch] | None = None,
-                 kept: KeptOutputs | None = None) -> BatchResult:
+                 kept: LastOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         batch: all of its microbatches, where they are known."""
-        if status.refused is not None and self._refuses_bad_losses:
+        if not status.may_update and status.bad is not None and self._refuses_bad_losses:
             cause = ""
             if batch is not None and not self._updater.in_backward:
                 cause = f". It began here: {self.examine(batch)}"
-            raise RanvierError(f"{status.refused}, and nothing was updated{cause}", code="step-refused",
+            raise RanvierError(f"{status.bad}, and nothing was updated{cause}", code="step-refused",
                                where=f"step {self._step}",
                                remedy="Lower the learning rate, or look at the data and the loss. Engine(guard=Guard("
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
-        if status.may_update:  # where only the device knows better, values that it has not changed are sent
-            if self._ties.owns:
-                self._updater.wait()
-            self._ties.send_values(self._call, trained=True)
-            self._elsewhere.updated()
-        elif not status.overflow and status.refused is None:
+        if status.may_update:
+            self._values.updated()
+        elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
-        self._buffers.finish()
+        self._values.wait_for_buffers()
         self._connections.board.action = _OUTSIDE
         return BatchResult(self._statistics.sums, self._statistics.work, status, kept)
 
@@ -866,11 +587,10 @@ class Engine:
                               code="in-backward-examined", where="optim.update-in-backward", value=True,
                               remedy="Leave the setting out.")
         batch = self._checked(microbatches)
-        self._finish_update()
+        self._values.wait()
         self._statistics.forget()
         self._connections.board.action = "the examination of a bad step"
-        cause = examine(batch, stages=self._stages, num_blocks=self.layout.num_blocks,
-                        is_last_stage=self.is_last_stage, mesh=self.mesh, at=self.coordinates,
+        cause = examine(batch, stages=self._stages, layout=self.layout, at=self.coordinates,
                         gradients=self._updater.gradients, judges_gradients=self.loss_scale is None,
                         ranks=self._connections.all, run=partial(self._run, training=True))
         self._updater.gradients.let_go()
@@ -928,10 +648,11 @@ class Engine:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
         self.check_usable("compare_replicas")
-        self._finish_update()
+        self._values.wait()
         self._connections.board.action = "the comparison of replicas"
-        self._replicas = self._replicas or Replicas(self.layout, self.world, self._connections.all)
-        self._replicas.compare(self._parameters)
+        self._connections.replicas = self._connections.replicas or Replicas(
+            self.layout, self.world, self._connections.all)
+        self._connections.replicas.compare(self._parameters)
         self._connections.board.action = _OUTSIDE
 
     @of_engine
@@ -942,11 +663,7 @@ class Engine:
         whole on every column."""
         self.check_usable("evaluate")
         batch = self._checked(microbatches, training=False)
-        self._stages.observe(observe)
-        try:
-            self._run(batch, training=False)
-        finally:
-            self._stages.observe(None)
+        self._run(batch, training=False, wanted=None if observe is None else LastOutputs(observe))
         return BatchResult(self._statistics.sums, self._statistics.work, None)
 
     @contextmanager
@@ -954,33 +671,12 @@ class Engine:
         """Inside, parameters are their moving averages (`optim.ema`), for evaluation; collective. They are there twice
         meanwhile. ConfigError without averages, and for a step inside, which the end would undo."""
         self.check_usable("averaged")
-        flat = self._updater.flat
-        if flat is None or not self._updater.has_averages:
-            raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
-                              value=0.0, remedy="Set `--optim.ema`, for example to 0.999.")
-        self._finish_update()
-        self.refuse_in_averages("averaged")
-        before, self._is_averaged = flat.take_averages(), True
-        self._share_values()
-        try:
+        with self._values.averaged():
             yield
-        finally:
-            self._is_averaged = False
-            self._finish_update()
-            flat.weights.copy_(before)
-            self._share_values()
 
     def refuse_in_averages(self, call: str) -> None:
         """ConfigError inside `averaged`."""
-        if self._is_averaged:
-            raise ConfigError("is called inside Engine.averaged(), whose end restores the parameters from before it",
-                              code="step-inside-averages", where=call if "." in call else f"Engine.{call}",
-                              remedy="Leave averaged() first; evaluate, predict and exports may be inside.")
-
-    def _share_values(self) -> None:
-        """Parameters have other values: what was gathered of them is let go, and other ends of ties get theirs."""
-        self._stages.forget_weights()
-        self._ties.send_values(self._call, trained=True)
+        self._values.refuse_in_averages(call)
 
     @of_engine
     def predict(self, microbatches: Batch,
@@ -989,39 +685,36 @@ class Engine:
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
         self.check_usable("predict")
         batch = self._checked(microbatches, training=False, has_loss=False)
-        self._stages.observe(observe)
-        try:
-            self._run(batch, training=False, keep_outputs=True)
-        finally:
-            self._stages.observe(None)
-        if self._has_trained and self.is_last_stage and self._ties.names:
+        wanted = LastOutputs(observe, has_loss=False)
+        self._run(batch, training=False, wanted=wanted)
+        if self.is_last_stage and self._values.may_be_written_apart:
             self._statistics.work.wait()  # which compares them
-        return self._stages.outputs if self.is_last_stage else None
+        return wanted.outputs if self.is_last_stage else None
 
     @of_engine
     def close(self) -> None:
         """Release the communicators; the modules become plain modules without gradients (with `optim`, parameters
         remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other
         ranks. TransportError if others continue to train."""
-        if self._closed:
+        if self._lifetime.is_closed:
             return
-        self._closed = True
+        self._lifetime.is_closed = True
         calls = self._connections.board.calls
         self._connections.board.calls += 1
-        if self._failure is None:
-            self._finish_update()
+        if self._lifetime.failure is None:
+            self._values.wait()
         self._stages.forget_weights()
         self._updater.gradients.detach()
         self._copies.restore()
-        if self._failure is None:
-            self._connections.close(self._replicas, calls=calls, steps=self._step)
+        if self._lifetime.failure is None:
+            self._connections.close(calls=calls, steps=self._step)
         else:
             self._connections.abandon()
 
     def abandon(self) -> None:
         """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
         Waits for no other rank; the engine and its parameters are of no use any more."""
-        self._closed = True
+        self._lifetime.is_closed = True
         self._updater.gradients.detach()
         self._connections.abandon()
 
@@ -1038,9 +731,7 @@ class Engine:
     def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
-        if training:
-            self._refuse_others(applied=False)
-        self._elsewhere.check_start()
+        self._users_changes.check_start(training=training)
         batch = as_microbatches(microbatches)
         check_microbatches(batch, needs_inputs=self.is_first_stage, needs_targets=self.is_last_stage and has_loss,
                            training=training)
@@ -1054,65 +745,17 @@ class Engine:
         self._stages.check(training=training)
         return batch
 
-    def _run(self, batch: Sequence[Microbatch], *, training: bool, keep_outputs: bool = False) -> None:
+    def _run(self, batch: Sequence[Microbatch], *, training: bool, wanted: LastOutputs | None = None) -> None:
         self._connections.board.calls += 1
         if not training:
-            self._finish_update()
-            self._let_ends_follow(training=False)
-        with self._working(), self._randomness.batch():
-            self._runner.run(batch, call=self._call, step=self._step, training=training, keep_outputs=keep_outputs)
+            self._values.begin(training=False)
+        with self._lifetime.working(), self._randomness.batch():
+            self._runner.run(batch, call=self._connections.board.calls, step=self._step, training=training,
+                             wanted=wanted)
         if not training:
             self._connections.board.action = _OUTSIDE
 
     def check_usable(self, call: str) -> None:
         """RanvierError where the engine is closed, or an earlier call has failed in the middle. call: what is asked of
         it now, a method of the engine or another's."""
-        where = call if "." in call else f"Engine.{call}"
-        if self._closed:
-            raise RanvierError("is closed" if where != call else "has an engine that is closed", code="engine-closed",
-                               where=where, remedy="Build a new engine.")
-        if self._failure is not None:
-            raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self._failure}",
-                               code="engine-failed", where=where,
-                               remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Work in which other ranks take part, or which changes the state step by step: after an error inside, nobody
-        knows what there is."""
-        try:
-            yield
-        except BaseException as error:
-            text = error.what if isinstance(error, RanvierError) else str(error)
-            self._failure = self._failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
-            raise
-
-    def _finish_update(self) -> None:
-        """Wait until parameters are those of the last step, updated by other replicas or other ends of ties too; take
-        over those that have been replaced since."""
-        self._updater.wait()
-        self._ties.receive_values()
-        self._buffers.finish()
-        self._held.adopt()
-
-    def _let_ends_follow(self, *, training: bool) -> None:
-        """Ends of ties take their owners' values where all ranks know that others than the engine may have written
-        these. A batch begins."""
-        users_update = not self._updater.updates and (training or self._has_trained)
-        if self._was_loaded or users_update:
-            self._ties.send_values(self._call, trained=True, replaces=True)
-            self._ties.receive_values()
-            self._held.adopt()
-        self._was_loaded = False
-
-    @property
-    def _call(self) -> int:
-        """Batches so far, evaluations too, by which messages of ties are told apart."""
-        return self._connections.board.calls
-
-
-def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
-    """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
-    if mesh is not None and updater.in_backward:
-        mesh.order.compare()
-    updater.gradients.block_passed(block)
+        self._lifetime.check(call)

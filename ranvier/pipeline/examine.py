@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ranvier.comm.protocol import Group
+from ranvier.layout import Layout
 from ranvier.mesh import Coordinates, Mesh
 from ranvier.optim.gradients import Gradients
 from ranvier.pipeline.microbatch import Microbatch
@@ -122,12 +123,12 @@ class _Watch:
                     lambda gradient: self.note("gradient", [gradient], place, block))
 
 
-def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_blocks: int, is_last_stage: bool, mesh: Mesh,
-            at: Coordinates, gradients: Gradients, judges_gradients: bool, ranks: Group,
-            run: Callable[[Sequence[Microbatch]], None]) -> Cause:
+def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, layout: Layout, at: Coordinates,
+            gradients: Gradients, judges_gradients: bool, ranks: Group, run: Callable[[Sequence[Microbatch]], None]
+            ) -> Cause:
     """Run `microbatches` again and find what is wrong with them. Collective; leaves gradients of no use.
 
-    num_blocks: of the model. judges_gradients: whether gradients that are not finite are wrong (in fp16 they are not).
+    judges_gradients: whether gradients that are not finite are wrong (in fp16 they are not).
     run: forwards and backwards of some microbatches of this replica; every rank calls it equally often.
     """
     # from behind: a parameter that several blocks have is noted with the first of them
@@ -138,18 +139,18 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_block
               if (flaw := flaw_of([parameter.detach()])) is not None]
     buffers = [(buffer, buffer.clone()) for _, _, module in stages.blocks for buffer in module.buffers()]
     losses: list[tuple[int, float, float]] = []
-    watch = _Watch(stages.blocks, num_blocks)
+    watch = _Watch(stages.blocks, layout.num_blocks)
     try:
         for number in range(max(ranks.gather_objects(len(microbatches)))):
             watch.microbatch, one = number, microbatches[number:number + 1]
             watch.note("inputs", tree_leaves([each.inputs for each in one]), -1)
-            watch.note("targets", tree_leaves([each.targets for each in one]), num_blocks)
+            watch.note("targets", tree_leaves([each.targets for each in one]), layout.num_blocks)
             gradients.begin()
             gradients.hold()
             run(one)
-            if is_last_stage and one:
-                losses.append((number, *stages.loss_and_weight.tolist()))
-                watch.note("loss", [stages.loss_and_weight[:1]], num_blocks + 1)
+            if one and at.pipeline_rank == layout.stages.rank_of(layout.stages.num_stages - 1):
+                losses.append((number, *stages.last.loss_and_weight.tolist()))
+                watch.note("loss", [stages.last.loss_and_weight[:1]], layout.num_blocks + 1)
             for parameter, (place, block, name) in held.items():
                 if parameter.requires_grad:
                     watch.note("gradient", [parameter.grad], place, block, name)
@@ -161,7 +162,7 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, num_block
     everything = ranks.gather_objects({"findings": [vars(finding) for finding in findings],
                                        "losses": losses if at.is_first_with_samples else []})
     return conclude([[Finding(**finding) for finding in one["findings"]] for one in everything],
-                    [one["losses"] for one in everything], mesh)
+                    [one["losses"] for one in everything], layout.mesh)
 
 
 def conclude(findings: Sequence[Sequence[Finding]], losses: Sequence[Sequence[tuple[int, float, float]]],

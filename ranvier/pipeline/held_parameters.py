@@ -196,19 +196,16 @@ class HeldParameters:
                 warnings.warn(
                     f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
                     "replicas for itself: they diverge unless the change depends on nothing else than the "
-                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=6)
+                    "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=7)
 
 
 class SteadyParameters:
     """The parameters of one stage in the first batches: a forward changes no gradient of them, and freezes none.
 
         call `note` before each forward of a training batch, and `check` when it has ended
-
-    sums_arrive: whether sums of earlier backwards may arrive in a forward, so that gradients are not compared.
     """
 
-    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, sums_arrive: bool) -> None:
-        self._sums_arrive = sums_arrive
+    def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._named = {one: f"{block}.{name}" for _, block, module in reversed(blocks)
                        for name, one in module.named_parameters()}
         self._before: list[tuple[bool, int, int]] = []
@@ -234,8 +231,6 @@ class SteadyParameters:
                                         "to train to the loss.")
 
     def _now(self) -> list[tuple[bool, int, int]]:
-        if self._sums_arrive:
-            return [(one.requires_grad, 0, 0) for one in self._named]
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
 
 

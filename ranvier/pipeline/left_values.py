@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.watched_values import Change, Identities, Mark, Watch
-from ranvier.plan.object_contents import contents, elements, elements_with_keys, is_array, own_dict
-from ranvier.plan.reached_objects import CodeReach, PlaceName
+from ranvier.plan.object_contents import bytes_of, container, elements_with_keys, is_array, own_dict
+from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
 _NUMBER_BITS = 20
@@ -44,14 +44,13 @@ class LeftValues:
     def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object, *,
                  is_alone: bool, only_here: Collection[int] = ()) -> None:
         self._is_alone, self._only_here, self._batches = is_alone, only_here, 0
-        self._made: dict[tuple[int, Entry], SharedPlace] = {}
+        self._made: dict[tuple[int, Entry], Watch] = {}
         """Entries that a forward here has made, of those that all readers make by themselves."""
-        self._values: dict[int, Any] = {}
         self._numbers: dict[tuple[int, Entry], tuple[Mark, int]] = {}
         self._places: list[tuple[SharedPlace, Any]] = []
         self._watches: list[Watch] | None = None
         """Of all places, from the first forward on."""
-        self._steady, self._unsteady = Identities.of(()), list[Watch]()
+        self._steady, self._unsteady = Identities(()), list[Watch]()
         self._found: frozenset[int] = frozenset()
         """What is looked at by itself, and not as a part of what has it."""
         if places:
@@ -62,8 +61,7 @@ class LeftValues:
                 reach.add("loss", loss)
             self._found = frozenset(reach.found) | reach.per_stage
             found = reach.places()
-            self._places = [(place, found[known]) for place in places
-                            if (known := PlaceName(place.name, place.kind, place.namesakes)) in found]
+            self._places = [(place, found[place.at]) for place in places if place.at in found]
 
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""
@@ -75,15 +73,12 @@ class LeftValues:
         """It has ended. ModelError where it has left something that another stage reads, and does not make by itself.
         last: of its batch."""
         for change in self._changes() if self._looks(last, backward) else ():
-            place, entry = change.watch.place, change.entry
+            place = change.watch.place
             if not change.is_read:
                 continue
-            of_place = None if isinstance(entry, Element) else entry
-            is_agreed = of_place in place.agreed if of_place in place.read else place.any_agreed
-            if not is_agreed or place.number in self._only_here or change.now.has_gradient:
-                raise _left(place, entry)
-            self._made[place.number, entry] = place
-            self._values[place.number] = change.watch.value
+            if not place.is_agreed(change.entry) or place.number in self._only_here or change.now.has_gradient:
+                raise _left(place, change.entry)
+            self._made[place.number, change.entry] = change.watch
 
     def _looks(self, at_an_end: bool, backward: bool) -> bool:
         if self._batches <= _CLOSE_BATCHES:
@@ -95,29 +90,26 @@ class LeftValues:
         if self._watches is None:
             self._watches, found = [Watch(place, value, self._found) for place, value in self._places], list[Change]()
         elif self._steady.is_same():
-            return [change for one in self._unsteady if not one.is_same() for change in one.changes()]
+            return [change for one in self._unsteady for change in one.changes()]
         else:
-            found = [change for one in self._watches if not one.is_same() for change in one.changes()]
-        self._steady = Identities.of(self._watches)
+            found = [change for one in self._watches for change in one.changes()]
+        self._steady = Identities(one for one in self._watches if one.is_steady)
         self._unsteady = [one for one in self._watches if not one.is_steady]
         return found
 
     def made(self) -> dict[tuple[int, Entry], int]:
         """A number of each entry that forwards of the stage have made so far, which is counted anew where that has
         changed: of tensors on a device, the host waits for it."""
-        for number, entry in self._made:
-            value = self._values[number]
-            is_element = isinstance(entry, Element)
-            inside = elements_with_keys(value) if is_element else contents(value)
-            now = next((one for name, one in inside if (Element(name) if is_element else name) == entry), None)
-            mark, known = Mark(now, self._found, is_found=now is not value), self._numbers.get((number, entry))
+        for (number, entry), watch in self._made.items():
+            now = dict(watch.entries()).get(entry)
+            mark, known = watch.mark(now), self._numbers.get((number, entry))
             if known is None or not mark.is_same(known[0]):
-                self._numbers[number, entry] = mark, _number(now, self._found - {id(value)})
+                self._numbers[number, entry] = mark, _number(now, self._found - {id(watch.value)})
         return {place: one for place, (_, one) in self._numbers.items()}
 
     def first_made(self) -> tuple[SharedPlace, Entry] | None:
         """Where a forward of the stage has made something."""
-        return next(((place, entry) for (_, entry), place in self._made.items()), None)
+        return next(((watch.place, entry) for (_, entry), watch in self._made.items()), None)
 
 
 class SameLeft:
@@ -128,7 +120,7 @@ class SameLeft:
         self._stages = stages
         self._factors: dict[int, int] = {}
         weight = 1 + at.index(tuple(axis for axis in at.mesh if axis not in at.mesh.pipeline_axes))
-        agreed = {place.number: place for place in places if place.agreed or place.any_agreed}
+        agreed = {place.number: place for place in places if place.agreed}
         for number, place in agreed.items():
             ranks = sorted({placement.rank_of(stage) for stage in place.stages})
             if at.pipeline_rank in ranks:
@@ -162,20 +154,17 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         plain = value.detach().cpu().contiguous()
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
-    inside = elements(value)
-    is_code = isinstance(value, type | FunctionType | ModuleType)
-    if inside is None and not is_code and (own := own_dict(value)) is not None:
-        return crc32(f"{type(value).__name__} {_number(own, found, depth - 1)}".encode()) if depth else 0
-    if isinstance(value, dict) and inside is not None:  # in whatever order
-        return sum(crc32(f"{key!r} {_number(one, found, depth - 1)}".encode()) if depth else 0
-                   for key, one in zip(dict.keys(value), inside, strict=False))
-    if inside is not None:
-        numbers = [_number(one, found, depth - 1) for one in inside] if depth else []
-        return crc32(repr(sorted(numbers) if isinstance(value, set) else numbers).encode())
     if is_array(value):
-        shape = f"{getattr(value, 'dtype', type(value).__name__)} {getattr(value, 'shape', len(value))}"
-        return crc32(value if isinstance(value, bytearray) else value.tobytes(), crc32(shape.encode()))
-    return crc32((value.__name__ if is_code else repr(value)).encode())
+        shape = f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}"
+        return crc32(bytes_of(value), crc32(shape.encode()))
+    if isinstance(value, type | FunctionType | ModuleType):
+        return crc32(value.__name__.encode())
+    kind, own = container(value), own_dict(value)
+    if kind is None and own is None:
+        return crc32(repr(value).encode())
+    inside = list(own.items()) if kind is None and own is not None else elements_with_keys(value)
+    parts = [f"{0 if kind is set else key!r} {_number(one, found, depth - 1)}" for key, one in inside if depth]
+    return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in whatever order
 
 
 def _end(entry: Entry) -> str:
@@ -186,7 +175,8 @@ def _end(entry: Entry) -> str:
 def _left(place: SharedPlace, entry: Entry) -> ModelError:
     end = _end(entry)
     return ModelError(f"is also {place.other}{end}, for code of another stage, and a forward changes it, which the "
-                      "other stage does not see", code="shared-container-changes", where=f"attribute {place.name}{end}",
+                      "other stage does not see", code="shared-container-changes",
+                      where=f"attribute {place.at.path}{end}",
                       remedy="Pass what later blocks or the loss need in the carried state, or put the blocks on one "
                              f"stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")
 
@@ -195,7 +185,7 @@ def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
     where, also = "code of several stages", "makes other values on another stage, of what this one reads, too"
     if made is not None:
         place, end = made[0], _end(made[1])
-        where = f"attribute {place.name}{end}"
+        where = f"attribute {place.at.path}{end}"
         also = f"is also {place.other}{end}, for code of another stage, and the stages have made different values of it"
     return ModelError(f"{also}; nothing was updated", code="shared-container-differs", where=where,
                       remedy="Pass what later blocks need in the carried state, give each block a value of its own, or "

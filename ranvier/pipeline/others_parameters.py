@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
 from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
@@ -35,26 +35,24 @@ class OthersParameters(TorchDispatchMode):
     """Inside, ModelError where code of one stage of this rank reads a parameter that another rank trains, or writes one
     of another stage.
 
-    elsewhere: names and parameters of other ranks. names_in_whole: name -> those in the user's module. here: name ->
-    those of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these. is_old: whether
-    other ranks may have values by now that this one has not.
+    elsewhere: the user's modules that other ranks train. names_in_whole: name -> those in the user's module. here: name
+    -> those of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these.
     """
 
-    def __init__(self, elsewhere: Iterable[tuple[str, ref[nn.Parameter]]], names_in_whole: Mapping[str, Sequence[str]],
+    def __init__(self, elsewhere: TrainedElsewhere, names_in_whole: Mapping[str, Sequence[str]],
                  here: Mapping[str, nn.Parameter], code: Collection[str]) -> None:
         TorchDispatchMode.__init__(self)
         self.code = code
-        self._elsewhere, self._names_in_whole, self._here = list(elsewhere), names_in_whole, here
+        self._elsewhere, self._names_in_whole, self._here = elsewhere, names_in_whole, here
         self._read: _Named = {}
         self._written: _Named = {}
         self._before: list[tuple[str, nn.Parameter, tuple[int, bool]]] = []
-        self.is_old = False
 
     def __enter__(self) -> OthersParameters:
-        elsewhere = [(name, one) for name, held in self._elsewhere if (one := held()) is not None]
+        elsewhere = [(name, one) for name, held in self._elsewhere.others if (one := held()) is not None]
         self._before = [(name, one, _form(one)) for name, one in (*elsewhere, *self._here.items())]
         self._written = _by_storage((*elsewhere, *self._here.items()))
-        self._read = _by_storage((name, one) for name, one in elsewhere if self.is_old and one.requires_grad)
+        self._read = _by_storage(one for one in elsewhere if self._elsewhere.may_be_old and one[1].requires_grad)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

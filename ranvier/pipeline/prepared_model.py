@@ -1,4 +1,4 @@
-"""The model and the arguments that a user gives the engine, checked and completed before anything is planned."""
+"""The model and the arguments that a user gives the engine, checked and completed, and their plan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ranvier.block import Loss, Model, Modules, as_model, freeze, names_in_whole, ready_made
-from ranvier.config.run import Optim
+from ranvier.block import Loss, Model, Modules, as_model, freeze, frozen_prefix, names_in_whole, ready_made
+from ranvier.config import rules
+from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
 from ranvier.errors import ConfigError
+from ranvier.mesh import Mesh
 from ranvier.optim.step import OptimizerFactory
 from ranvier.pipeline.autocast import check_autocast
+from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.modes import some_train
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.formats import check_formats
+from ranvier.plan.make import make
+from ranvier.plan.plan import Plan
 from ranvier.precision import is_half
 from ranvier.schedule.schedule import Policy, check_policy_object
 from ranvier.world import World
@@ -27,13 +32,19 @@ class PreparedModel:
     """A user's model as the engine takes it.
 
     model: with its frozen layers, and the formats of what stays in fp32.
-    dtype: of parameters, buffers and activations.
+    dtype: of parameters, buffers and activations. autocast, float8: of products, as of `Engine`.
+    frozen, frozen_above: as of `Engine`. frozen_blocks: how many come with the first `frozen` layers.
     names_in_whole: global name of a parameter or buffer -> its names in the module that `blocks_of` was given.
     in_evaluation: whether all of it came in evaluation mode.
     """
 
     model: Model
     dtype: torch.dtype
+    autocast: torch.dtype | None
+    float8: bool
+    frozen: int
+    frozen_above: tuple[int, ...]
+    frozen_blocks: int
     names_in_whole: dict[str, tuple[str, ...]]
     in_evaluation: bool
 
@@ -57,7 +68,32 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
     if keep_fp32 or is_half(dtype):
         check_formats(model, build_on_meta(model), dtype, own=own_optimizer,
                       accumulates_half=optim is not None and optim.accumulate == "half")
-    return PreparedModel(model=model, dtype=dtype, names_in_whole=names, in_evaluation=in_evaluation)
+    return PreparedModel(model=model, dtype=dtype, autocast=autocast, float8=float8, frozen=frozen,
+                         frozen_above=tuple(frozen_above), frozen_blocks=frozen_prefix(model, frozen),
+                         names_in_whole=names, in_evaluation=in_evaluation)
+
+
+def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Microbatch | None, *,
+              policy: Policy | None, pipeline: Pipeline | None, tensor: TensorParallel | None, memory: Memory | None,
+              optim: Optim | None, own_optimizer: bool) -> Plan:
+    """The plan of an engine that is given none. ConfigError for a mesh of another size, and as of `plan.make`."""
+    mesh = mesh or world.mesh or Mesh.of_replicas(world.size)
+    if mesh.size != world.size:
+        raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", code="mesh-of-other-size",
+                          where="mesh", value=str(mesh),
+                          remedy="Make data x pipe x row x col equal to the number of ranks.")
+    if optim is not None and optim.ema and not own_optimizer:
+        raise ConfigError("is supported only by Ranvier's own optimizers", code="ema-with-own-optimizer",
+                          where="optim.ema", value=optim.ema,
+                          remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
+    if optim is not None and not own_optimizer and world.rank == 0 and (
+            idle := rules.idle_beside_torch_optimizer(optim)):
+        warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
+                      "is Ranvier's own optimizer's", stacklevel=4)
+    shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
+    return make(given.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
+                memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=given.dtype,
+                device=world.device.type)
 
 
 def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,

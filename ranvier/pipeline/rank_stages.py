@@ -3,14 +3,14 @@ its memory, and take turns by the schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ranvier.block import State
-from ranvier.originals.read_attributes import ReadAttributes
+from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline.modes import follow_originals, put_in_evaluation, restore
+from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Blocks, Stage
 
 
@@ -19,87 +19,50 @@ class RankStages:
     that compute as in evaluation even while others train."""
 
     def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
-        self._stages, self._eval_blocks = tuple(stages), eval_blocks
+        self.all, self._eval_blocks = tuple(stages), eval_blocks
+        self.first, self.last = stages[0], stages[-1]
+        """With the lowest number, which alone can have frozen blocks whose outputs are cached, and the highest, which
+        alone can have the loss."""
+        self.blocks: Blocks = [block for stage in stages for block in stage.blocks]
+        """Of all stages: (number in the model, name, module)."""
         self._modes: dict[nn.Module, bool] = {}
         """Own modes of the modules that are in evaluation mode for this batch."""
 
-    def __getitem__(self, turn: int) -> Stage:
-        return self._stages[turn]
-
-    def __len__(self) -> int:
-        return len(self._stages)
-
-    @property
-    def first(self) -> Stage:
-        """The one with the lowest number, which alone can have frozen blocks whose outputs are cached."""
-        return self._stages[0]
-
-    @property
-    def last(self) -> Stage:
-        """The one with the highest number, which alone can have the loss."""
-        return self._stages[-1]
-
-    @property
-    def blocks(self) -> Blocks:
-        """Blocks of all stages: (number in the model, name, module)."""
-        return [block for stage in self._stages for block in stage.blocks]
-
-    @property
-    def stored(self) -> int:
-        """Microbatches whose graph is kept now, over all stages."""
-        return sum(stage.stored for stage in self._stages)
-
-    @property
-    def loss_and_weight(self) -> Tensor:
-        """`Stage.loss_and_weight` of the last stage."""
-        return self.last.loss_and_weight
-
-    @property
-    def outputs(self) -> list[State]:
-        """`Stage.outputs` of the last stage."""
-        return self.last.outputs
-
-    def set_loss_factor(self, factor: float) -> None:
-        """Set the factor of the loss before the backward."""
-        self.last.loss_factor = factor
-
-    def observe(self, outputs: Callable[[int, State], None] | None) -> None:
-        """Give `outputs` each microbatch's number and what the last block returns for it; None: no more."""
-        self.last.observe = outputs
-
     def check(self, *, training: bool) -> None:
         """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
-        for read in {id(one): one for _, _, module in self.blocks
-                     if isinstance(one := vars(module).get("read_attributes"), ReadAttributes)}.values():
+        for read in read_attributes_of(module for _, _, module in self.blocks):
             read.check()
-        for stage in self._stages if training else ():
+        for stage in self.all if training else ():
             stage.check()
 
-    def begin(self, training: bool, num_microbatches: int) -> None:
-        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in."""
+    def begin(self, training: bool, num_microbatches: int, wanted: LastOutputs | None) -> None:
+        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in. wanted:
+        takes what the last block returns."""
+        self.last.wanted = wanted
         follow_originals(module for _, _, module in self.blocks)
         self._modes = put_in_evaluation([module for number, _, module in self.blocks
                                          if not training or number in self._eval_blocks])
-        for stage in self._stages:
+        for stage in self.all:
             stage.begin(training, num_microbatches)
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.end()
+        self.last.wanted = None
         restore(self._modes)
         self._modes = {}
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.forget_weights()
 
     def gathered_weights(self) -> list[torch.Tensor]:
         """Weights that stay gathered between microbatches."""
-        return [weight for stage in self._stages for weight in stage.gathered_weights()]
+        return [weight for stage in self.all for weight in stage.gathered_weights()]
 
     def clear(self) -> None:
         """Forget all microbatches: the batch has failed."""
-        for stage in self._stages:
+        for stage in self.all:
             stage.clear()

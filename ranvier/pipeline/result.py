@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ranvier.block import State
 from ranvier.comm.protocol import Work
 from ranvier.optim.step import GradientStatus
+from ranvier.tensor.columns import gather_whole
 
 
-class KeptOutputs:
-    """Outputs and losses that the last stage keeps of a training batch, microbatch by microbatch.
+class LastOutputs:
+    """What the last block returns in a batch, for a call that wants it: on the ranks of the last stage, whole on every
+    column. All columns want it, or none does.
 
-    outputs: copies of what the last block has returned, without graph. sums: (sum of losses, weight).
+    observe: is given each microbatch's number and outputs, and nothing is kept. has_loss: whether the loss is computed,
+    too, and kept: `sums` are (sum of losses, weight).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Callable[[int, State], None] | None = None, *, has_loss: bool = True) -> None:
+        self._observe, self.has_loss = observe, has_loss
         self.outputs: list[State] = []
         self.sums: list[tuple[Tensor, Tensor | float | int]] = []
+
+    def take(self, number: int, state: State) -> None:
+        """The last block has returned `state` for microbatch `number`."""
+        whole = gather_whole(state)
+        if self._observe is not None:
+            self._observe(number, whole)
+        else:  # a loss may reuse the memory of what it is given
+            self.outputs.append(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, whole)
+                                if self.has_loss else whole)
+
+    def take_loss(self, total: Tensor, weight: Tensor | float | int) -> None:
+        """What the loss has returned for the same microbatch."""
+        if self._observe is None:
+            self.sums.append((total.detach().clone(), weight))
 
 
 class BatchResult:
@@ -29,7 +50,7 @@ class BatchResult:
     """
 
     def __init__(self, stats: Tensor, stats_work: Work, status: GradientStatus | None,
-                 kept: KeptOutputs | None = None) -> None:
+                 kept: LastOutputs | None = None) -> None:
         self._stats, self._stats_work = stats, stats_work
         self.status, self._kept = status, kept
 

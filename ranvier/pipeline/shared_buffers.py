@@ -25,15 +25,6 @@ BufferSync = Literal["broadcast", "average", "local"]
 CHOICES = ("broadcast", "average", "local")
 
 
-def unused_buffer_sync(shared: SharedBuffers, replicas: Group, ranks: Group) -> str | None:
-    """Why it does not matter what replicas do about buffers; None where it does. Collective over `ranks`, all ranks."""
-    count = torch.tensor([len(shared)])
-    ranks.all_reduce(count).wait()
-    if len(replicas.ranks) == 1:
-        return "there is one replica"
-    return None if count else "no block has a buffer"
-
-
 class SharedBuffers:
     """The buffers of one stage's blocks.
 

@@ -19,25 +19,26 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ranvier import keyed_random
 from ranvier.block import Loss, State, carried, named, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
+from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
-from ranvier.pipeline.result import KeptOutputs
+from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import Segment
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
-from ranvier.tensor.columns import gather_whole, plain
+from ranvier.tensor.columns import plain
 from ranvier.tensor.columns.tensor import mapped
 from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
@@ -129,16 +130,14 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
-        self._steady = SteadyParameters(blocks, sums_arrive=mesh is not None)
+        self._steady = SteadyParameters(blocks)
         self._looked_at, self._is_watched = 0, False
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
-        self.observe: Callable[[int, State], None] | None = None
-        """Given each microbatch's number and what the last block has returned for it."""
-        self.kept: KeptOutputs | None = None
-        """Takes each microbatch's outputs and loss, where somebody wants them."""
+        self.wanted: LastOutputs | None = None
+        """Takes what the last block returns in this batch, where somebody wants it."""
         self.loss_factor = 1.0
         """Factor of the loss before the backward."""
         self._weights = weight_gradients
@@ -150,21 +149,18 @@ class Stage:
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
         self._loss_sum, self._weight_sum = _zero(device), _zero(device)
         self._last_number = -1
-        self.outputs: list[State] = []
-        """Outputs of the last block, microbatch by microbatch, if `keep_outputs` was set."""
         modules = [module for _, _, module in blocks]
         self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
                                   for number, _, module in blocks]
         self._split_linears = [layer for _, layers in self._layers_of_blocks for layer in layers]
-        for layer in (layer for segment in segments for place in segment for layer in modules[place].modules()):
-            if isinstance(layer, SplitLinear):
-                layer.recomputed = not selective
+        at_once = {place for segment in segments for place in segment}
+        for layer in (layer for place in at_once for layer in self._layers_of_blocks[place][1]):
+            layer.recomputed = not selective
         self._segments, self._selective = segments, selective
         self._use_runs(runs_of(len(blocks), segments))
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
-        at_once = {place for segment in segments for place in segment}
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
                                             may_wait=may_wait)
@@ -190,7 +186,6 @@ class Stage:
         self.training, self._last_number = training, num_microbatches - 1
         self._trains = training and any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
-        self.outputs = []
         self.forget_weights()
         self._is_watched = training and self._looked_at < _WATCHED_BATCHES
         if training:
@@ -227,37 +222,34 @@ class Stage:
         self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]],
                                          selective=self._selective) for run, recomputed in runs if recomputed}
 
-    @property
-    def stored(self) -> int:
-        """Microbatches whose graph is kept now."""
-        return len(self._graphs)
-
     # ------------------------------------------------------------------ forward
 
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
-                requires_grad: frozenset[str], *, training: bool, keep_outputs: bool = False) -> Outcome:
+                requires_grad: frozenset[str]) -> Outcome:
         """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
         if self._is_watched:
+            if self._mesh is not None:
+                self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
             self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
-        wanted = training and (bool(requires_grad) or self._trains)
+        keeps_graph = self.training and (bool(requires_grad) or self._trains)
         leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
         self._weights.forward_bytes = 0
-        with torch.set_grad_enabled(wanted), self._surroundings("forward"):
+        with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"):
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
-                if training and name in requires_grad:
+                if self.training and name in requires_grad:
                     leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
             self._shared = carried_tensors.SharedMemory()
             if notes:
                 self._shared.watch(entered, notes.get(carried_tensors.SHARED, ()))
                 carried_tensors.refuse_outside(entered, notes.get(carried_tensors.HOOKED, ()), self._weights.in_pass)
             state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
-            if self._loss is not None:
-                self._show(state, number, keep=keep_outputs)
-            if self._loss is not None and not keep_outputs:
+            if self._loss is not None and self.wanted is not None:
+                self.wanted.take(number, state)
+            if self._loss is not None and (self.wanted is None or self.wanted.has_loss):
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
                 outputs = named(state, f"block {self.blocks[-1][1]}")
@@ -266,6 +258,8 @@ class Stage:
                          carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
                 outputs = carried_tensors.with_notes(outputs, notes, self._device)
         self._shared.check()
+        for read in read_attributes_of(module for _, _, module in self.blocks) if number == 0 else ():
+            read.check_after_forward()
         if self._is_watched:
             self._steady.check()
         if self._left is not None:
@@ -296,17 +290,6 @@ class Stage:
                 self._others if way == "backward" and self._others is not None else _AS_THEY_ARE):
             yield
 
-    def _show(self, state: State, number: int, *, keep: bool) -> None:
-        """Give what the last block has returned, whole on every column, to those who want it: all columns of the stage
-        have an observer, or none has. keep: it is wanted later where there is no observer."""
-        if self.kept is not None:
-            self.kept.outputs.append(tree_map(  # copies: a loss may reuse the memory of what it is given
-                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, gather_whole(state)))
-        if self.observe is not None:
-            self.observe(number, gather_whole(state))
-        elif keep:
-            self.outputs.append(gather_whole(state))
-
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
@@ -333,21 +316,18 @@ class Stage:
             theirs = samples if rows is None else samples[rows]
             state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
                                    self._from_cache(state) if first else state)
-            return self._for_cache(state, f"block {self.blocks[num_blocks - 1][1]}")
+            tensors = named(state, f"block {self.blocks[num_blocks - 1][1]}")
+            if self._mesh is None:
+                return carried(tensors)
+            return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
 
         assert self._cache is not None
         with torch.no_grad():
             return self._from_cache(self._cache(samples, state, compute))
 
-    def _for_cache(self, state: State, where: str) -> State:
-        """A state as a cache keeps it: on a tensor mesh a dict, whose names say how each tensor lies on the columns."""
-        tensors = named(state, where)
-        if self._mesh is None:
-            return carried(tensors)
-        return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
-
     def _from_cache(self, state: State) -> State:
-        """The inverse of `_for_cache`."""
+        """A state that a cache has kept: on a tensor mesh a dict, whose names say how each tensor lies on the columns.
+        """
         if self._mesh is None:
             return state
         tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
@@ -361,22 +341,20 @@ class Stage:
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
                 return self._run_some(run, step, samples, number, state)
-        is_compiled = self._compiled is not None and self.training
+        compiled = self._compiled if self.training else None
         with keyed_random.Scope(self._seed, step, samples) as scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:
                     if self._others is None:  # a context would be a third of the host's time for a block
-                        state = self._through(name, module, state, scope) if is_compiled else module(state)
+                        state = module(state) if compiled is None else compiled(module, name, state, scope)
                     else:
                         with self._others.around(name):
-                            state = self._through(name, module, state, scope)
+                            state = module(state) if compiled is None else compiled(module, name, state, scope)
                 except RanvierError:
                     raise
-                except SystemExit as error:
-                    raise _ended(f"block {name}, forward of microbatch {number}", error) from error
-                except Exception as error:
-                    error.add_note(f"in block {name}, forward of microbatch {number}")
+                except (Exception, SystemExit) as error:
+                    _note(error, f"block {name}, forward of microbatch {number}")
                     if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
                         error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
                                        "module that takes tensors put one with the line: def forward(self, state): "
@@ -393,12 +371,6 @@ class Stage:
                 if self._progress is not None:
                     self._progress()
         return state
-
-    def _through(self, name: str, module: nn.Module, state: State, scope: keyed_random.Scope) -> State:
-        if self._compiled is None or not self.training:
-            found: State = module(state)
-            return found
-        return self._compiled(module, name, state, scope)
 
     def _watch_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
@@ -445,25 +417,22 @@ class Stage:
         targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
             lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
         try:
-            if self._others is None:
+            with _AS_THEY_ARE if self._others is None else self._others.around("loss"):
                 total, weight = loss_parts(self._loss(state, targets))
-            else:
-                with self._others.around("loss"):
-                    total, weight = loss_parts(self._loss(state, targets))
-        except SystemExit as error:
-            raise _ended(f"the loss of microbatch {number}", error) from error
-        except Exception as error:
-            error.add_note(f"in the loss of microbatch {number}")
+        except (Exception, SystemExit) as error:
+            _note(error, f"the loss of microbatch {number}")
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
-        if not total.requires_grad and _has_gradient(state) and weight and total:  # on a GPU only here a wait
+        if not total.requires_grad and torch.is_grad_enabled() and any(
+                one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor)) and (
+                weight and total):  # on a GPU only here a wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
                                     "and no_grad.")
-        if self.kept is not None:
-            self.kept.sums.append((total.detach().clone(), weight))
+        if self.wanted is not None:
+            self.wanted.take_loss(total, weight)
         total = total if total.dim() == 0 else total.reshape(())
         self._loss_sum += total.detach()
         self._weight_sum += weight.detach().reshape(()) if isinstance(weight, Tensor) else weight
@@ -494,10 +463,8 @@ class Stage:
                 products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
-        except SystemExit as error:
-            raise _ended(f"the backward of microbatch {number}", error) from error
-        except Exception as error:
-            error.add_note(f"in the backward of microbatch {number}")
+        except (Exception, SystemExit) as error:
+            _note(error, f"the backward of microbatch {number}")
             raise
         finally:
             self._last_backward = False
@@ -532,10 +499,6 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
-def _has_gradient(state: State) -> bool:
-    return torch.is_grad_enabled() and any(one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor))
-
-
 def _of_a_class(kind: type, name: str, block: str) -> ModelError:
     """A message has values, and no class with operations of its own."""
     return ModelError("is of a class of tensors of its own, which the next stage would not know",
@@ -545,7 +508,10 @@ def _of_a_class(kind: type, name: str, block: str) -> ModelError:
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
 
 
-def _ended(where: str, error: SystemExit) -> ModelError:
-    """A rank that left here would leave the others waiting for its messages."""
-    return ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
-                      value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.")
+def _note(error: BaseException, where: str) -> None:
+    """Say where a user's code has failed. ModelError where it ends the program: a rank that left here would leave the
+    others waiting for its messages."""
+    if isinstance(error, SystemExit):
+        raise ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
+                         value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.") from error
+    error.add_note(f"in {where}")

@@ -82,9 +82,12 @@ class BatchStatistics:
         """Whether the batch at hand adds to earlier ones."""
         return self._earlier is not None
 
-    def begin_training(self, were_zeroed: Callable[[], bool], *, updates: bool) -> None:
+    def begin_training(self, were_zeroed: Callable[[], bool], *, updates: bool, rate: float | None,
+                       users: torch.optim.Optimizer | None) -> None:
         """A training batch begins. were_zeroed: whether somebody has set the gradients of this rank to zero since the
-        last one, which ends what had accumulated. updates: whether a step follows."""
+        last one, which ends what had accumulated. updates: whether a step follows. rate, users: of `SameRates.begin`.
+        """
+        self._same_rates.begin(rate, users)
         self._updates = updates
         self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
         self._zeroed = self._earlier is not None and were_zeroed()
@@ -92,6 +95,11 @@ class BatchStatistics:
     def keep(self) -> None:
         """The batch has run, and its gradients stay for the next one of the same step."""
         self._accumulated, self._earlier = self.sums[:2].clone(), None
+
+    def stepped(self, updated: bool) -> None:
+        """A step has been taken, which has updated the parameters or left them."""
+        self.forget()
+        self.num_updates += updated
 
     def forget(self) -> None:
         """A step has been taken, or gradients are of no use: the next batch begins anew."""

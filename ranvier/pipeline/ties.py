@@ -201,15 +201,12 @@ class TiedParameters:
     def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None], names: Sequence[str] = ()) -> None:
         self.ties, self._arrived, self._send, self._wait, self.names = tuple(ties), arrived, send, wait, names
+        self.owns = any(tie.owns and tie.trains for tie in self.ties)
+        """Whether other ends wait for values from here after each step."""
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
         """Of an owner when it has last sent its value, of an end when that was sent, or has come."""
-
-    @property
-    def owns(self) -> bool:
-        """Whether other ends wait for values from here after each step."""
-        return any(tie.owns and tie.trains for tie in self.ties)
 
     def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor, *, flag: bool) -> None:
         """Send `tensor` with `flag`, or hand it over where its destination is this rank."""

@@ -107,6 +107,8 @@ class TrainedElsewhere:
         self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         """Name and parameter of each that this rank does not hold."""
+        self.may_be_old = False
+        """Whether other ranks may have values by now that this one has not."""
         self._used: list[tuple[bool, int, int] | None] = []
         """`_use` of each of these when the batch began; None of what is no more."""
         self._of_no_block: list[nn.Parameter] = []
@@ -121,6 +123,7 @@ class TrainedElsewhere:
 
     def begin(self) -> None:
         """A training batch begins."""
+        self.may_be_old = True
         self._used = [None if (held := one()) is None else _use(held) for _, one in self.others]
         self._used_of_no_block = [_use(one) for one in self._of_no_block]
 
@@ -157,6 +160,7 @@ class TrainedElsewhere:
 
     def loaded(self) -> None:
         """All values of this rank are those that they are to be."""
+        self.may_be_old = True
         for _, module in self._own:
             for note in _notes(module):
                 note.remove(module)

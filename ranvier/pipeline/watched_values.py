@@ -1,13 +1,12 @@
 """What was in the places that code of several stages reaches (`plan/shared_places`), and which of it has changed.
 
     watch = Watch(place, value, found)      what there is now: values, elements of containers, versions of tensors
-    watch.is_same()                         some comparisons by identity, in C: for each forward of each batch
     watch.changes()                         exactly: numbers and texts are the same if they are equal
+    Identities(watches).is_same()           of many at once, by identity, in C: for each forward of each batch
 
-Many are compared at once by `Identities.of(watches).is_same()`. What cannot be looked into, such as a generator, is
-never the same. Not seen is what is as it was when somebody looks
-again, what C code changes in a tensor's memory, and an attribute of a class or variable of a module that comes while
-another one goes. Of more than 10,000 elements, and of arrays beyond 1 MiB, a sample is compared.
+What cannot be looked into, such as a generator, is never the same. Not seen is what is as it was when somebody looks
+again, and what C code changes in a tensor's memory. Of more than 10,000 elements the ends are compared, and of large
+arrays a sample.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
-from operator import attrgetter, call, getitem, is_
-from types import CellType, ModuleType
+from itertools import chain, repeat
+from operator import attrgetter, call, is_
+from types import CellType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from ranvier.plan.code_uses import is_key
 from ranvier.plan.object_contents import (
     attributes_of,
+    bytes_of,
     contents,
     elements,
     elements_with_keys,
@@ -38,13 +38,12 @@ from ranvier.plan.object_contents import (
     own_dict,
     size_of,
 )
-from ranvier.plan.shared_places import Element, Entry, SharedPlace
+from ranvier.plan.shared_places import ANY_NAME, Element, Entry, SharedPlace
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MOST_DEPTH = 4
-_MOST_BYTES = 1 << 20
-_SAMPLED = 1 << 14
-"""Of larger arrays so many elements are compared, evenly spread, and of containers that hold data a hundredth."""
+_SAMPLED = 1 << 17
+"""Of larger arrays so many elements are compared, evenly spread."""
 _version_of = attrgetter("_version")
 
 
@@ -100,60 +99,18 @@ class Mark:
             all(map(is_, self.kept, other.kept)) or all(map(_is_same, self.kept, other.kept)))
 
 
-class Identities:
-    """Values of attributes, variables and elements, to be compared with what they are later."""
-
-    __slots__ = ("contents", "elements", "getters", "mappings", "names", "sized", "sizes", "tensors", "values",
-                 "versions", "views")
-
-    def __init__(self) -> None:
-        self.mappings: list[Any] = []
-        self.names: list[str] = []
-        self.values: list[Any] = []
-        self.getters: list[Callable[[], Any]] = []
-        self.contents: list[Any] = []
-        self.views: list[Any] = []
-        self.elements: list[Any] = []
-        self.sized: list[Any] = []
-        self.sizes: list[int] = []
-        self.tensors: list[Tensor] = []
-        self.versions: list[int] = []
-
-    def is_same(self) -> bool:
-        try:
-            return (list(map(len, self.sized)) == self.sizes
-                    and all(map(is_, map(getitem, self.mappings, self.names), self.values))
-                    and all(map(is_, map(call, self.getters), self.contents))
-                    and all(map(is_, chain.from_iterable(self.views), self.elements))
-                    and list(map(_version_of, self.tensors)) == self.versions)
-        except (KeyError, ValueError, RuntimeError):  # it is no more, or another thread changes it
-            return False
-
-    @classmethod
-    def of(cls, watches: Iterable[Watch]) -> Identities:
-        """Those of all of them that are steady."""
-        found = cls()
-        for one in (watch.identities for watch in watches if watch.is_steady):
-            for name in cls.__slots__:
-                getattr(found, name).extend(getattr(one, name))
-        return found
-
-
 class Change(NamedTuple):
-    """An entry of a watched place, before and after."""
+    """An entry of a watched place, and what it is now."""
 
     watch: Watch
     entry: Entry
-    before: Mark
     now: Mark
 
     @property
     def is_read(self) -> bool:
         """Whether another stage may read it."""
-        place = self.watch.place
-        if isinstance(self.entry, Element):
-            return any(is_key(self.entry.key, key) for key in place.keys or ())
-        return self.entry not in place.called or callable(self.before.kept[0]) or callable(self.now.kept[0])
+        return not isinstance(self.entry, Element) or any(
+            is_key(self.entry.key, key) for key in self.watch.place.keys or ())
 
 
 class Watch:
@@ -161,92 +118,97 @@ class Watch:
 
     def __init__(self, place: SharedPlace, value: object, found: Collection[int]) -> None:
         self.place, self.value, self._found = place, value, found
-        self.marks = self._marks()
-        self.identities = self._identities()
-        """None where identities do not tell that it is the same."""
         self.has_changed = False
+        self._look()
+
+    def _look(self) -> None:
+        self.marks = {entry: self.mark(one) for entry, one in self.entries()}
+        self.iterators = self._iterators()
+        """What gives all that there is, for a comparison by identity; None where that does not tell."""
+        self._identities = None if self.iterators is None else Identities((self,))
 
     @property
     def is_steady(self) -> bool:
         """Whether it can be compared together with others, which hardly ever change."""
-        return self.identities is not None and not self.has_changed
+        return self.iterators is not None and not self.has_changed
 
-    def _mark(self, one: object) -> Mark:
+    def mark(self, one: object) -> Mark:
         return Mark(one, self._found, is_found=one is not self.value)
 
-    def _marks(self) -> dict[Entry, Mark]:
-        return {entry: self._mark(one) for entry, one in self._entries()}
-
-    def _entries(self) -> Iterable[tuple[Entry, Any]]:
+    def entries(self) -> Iterable[tuple[Entry, Any]]:
+        """What there is now."""
         if self.place.keys is not None and not is_data(self.value):
             return [(Element(key), one) for key, one in elements_with_keys(self.value)]
-        if self.place.any or None in self.place.read:
+        if None in self.place.read or ANY_NAME in self.place.read:
             return contents(self.value)
         return entries_of(self.value, self.place.read)
 
     def changes(self) -> Iterator[Change]:
         """What has changed since; afterwards it counts as it is."""
-        before, self.marks = self.marks, self._marks()
-        self.identities = self._identities()
+        if self._identities is not None and self._identities.is_same():
+            return
+        before = self.marks
+        self._look()
         for entry in before.keys() | self.marks.keys():
             then, now = before.get(entry, _NOTHING), self.marks.get(entry, _NOTHING)
             if not now.is_same(then):
                 self.has_changed = True
-                yield Change(self, entry, then, now)
+                yield Change(self, entry, now)
 
-    def is_same(self) -> bool:
-        """Whether nothing has changed, by identity."""
-        return self.identities is not None and self.identities.is_same()
-
-    def _identities(self) -> Identities | None:
-        found, marks = Identities(), self.marks
-        if any(mark.is_sampled for mark in marks.values()):
+    def _iterators(self) -> list[Callable[[], Iterator[Any]]] | None:
+        found, marks = list[Callable[[], Any]](), self.marks.values()
+        if any(mark.is_sampled for mark in marks) or (isinstance(self.value, CellType) and not marks):
             return None
         if isinstance(self.value, CellType | ContextVar):
-            if not marks:
-                return None
-            found.getters = [partial(self.value.get, None) if isinstance(self.value, ContextVar) else partial(
-                getattr, self.value, "cell_contents")]
-            found.contents = [mark.kept[0] for mark in marks.values()]
+            get, of = (getattr, "cell_contents") if isinstance(self.value, CellType) else (ContextVar.get, None)
+            found.append(partial(map, get, (self.value,), (of,)))
         elif not is_whole(self.value):
             if (mappings := attributes_of(self.value)) is None:
                 return None
-            for mapping in mappings:
-                here = [str(name) for name in marks if name in mapping]
-                found.mappings += [mapping] * len(here)
-                found.names += here
-                found.values += [marks[name].kept[0] for name in here]
-                found.sized.append(mapping)
-                if not isinstance(self.value, type | ModuleType):  # which have many, hardly ever exchanged
-                    found.views.append(mapping.keys())
-                    found.elements += mapping
-        whole = [[self.value]] if self.place.keys is not None else []
-        for containers in (*whole, *(mark.containers for mark in marks.values())):
-            for one in containers:
-                views = (dict.values(one), dict.keys(one)) if isinstance(one, dict) else (one,)
-                if len(views) == 1 and type(one) not in (list, tuple, set) and type(one).__module__ != "collections":
-                    return None  # which may iterate by code of its own
-                found.views += views
-                for view in views:
-                    found.elements += view
-                found.sized.append(views[0])
-        found.tensors = [one for mark in marks.values() for one in mark.tensors
-                         if not one.is_inference() and not _is_trained(one)]
-        found.versions = list(map(_version_of, found.tensors))
-        found.sizes = list(map(len, found.sized))
+            names = list(self.marks) if ANY_NAME in self.place.read else self.place.read
+            for one in mappings:
+                found.append(partial(map, one.get, names, repeat(_NOTHING)))
+                found += [one.keys().__iter__] if ANY_NAME in self.place.read else []
+        containers = [one for mark in marks for one in mark.containers]
+        for one in (self.value, *containers) if self.place.keys is not None else containers:
+            if isinstance(one, dict):
+                found += [dict.values(one).__iter__, dict.keys(one).__iter__]
+            elif type(one) in (list, tuple, set) or type(one).__module__ == "collections":
+                found.append(one.__iter__)
+            else:
+                return None  # which may iterate by code of its own
         return found
 
 
+class Identities:
+    """All that there is in these places, of which there are iterators, to be compared with what there is later."""
+
+    def __init__(self, watches: Iterable[Watch]) -> None:
+        watches = list(watches)
+        self._iterators = [one for watch in watches for one in watch.iterators or ()]
+        self._there = list(chain.from_iterable(map(call, self._iterators)))
+        self._tensors = [one for watch in watches for mark in watch.marks.values() for one in mark.tensors
+                         if not one.is_inference() and not _is_trained(one)]
+        self._versions = list(map(_version_of, self._tensors))
+
+    def is_same(self) -> bool:
+        try:
+            now = list(chain.from_iterable(map(call, self._iterators)))
+        except (ValueError, RuntimeError):  # it is no more, or another thread changes it
+            return False
+        return len(now) == len(self._there) and all(map(is_, now, self._there)) and (
+            list(map(_version_of, self._tensors)) == self._versions)
+
+
 def _sample(value: Any) -> list[Any]:
-    """The size of a container that holds data, its ends, and of a list a hundredth of its elements."""
+    """The size of a container that holds data, and the ends of what has some."""
     found = [size_of(value)]
     if isinstance(value, dict):
-        for ends in (dict.__iter__(value), dict.__reversed__(value)):
-            found += [key := next(ends), dict.__getitem__(value, key)]
+        found += [one for ends in (dict.__iter__(value), dict.__reversed__(value))
+                  for key in (next(ends),) for one in (key, dict.__getitem__(value, key))]
     elif isinstance(value, list | tuple):
-        kind: Any = list if isinstance(value, list) else tuple
-        found += kind.__getitem__(value, slice(None, None, 100))
-        found.append(kind.__getitem__(value, -1))
+        found += [list.__getitem__(value, end) if isinstance(value, list) else tuple.__getitem__(value, end)
+                  for end in (0, -1)]
     return found
 
 
@@ -258,9 +220,7 @@ def _is_trained(value: object) -> bool:
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() or _is_trained(value) else value._version
-    if getattr(value, "nbytes", 0) <= _MOST_BYTES:
-        return crc32(value if isinstance(value, bytearray) else value.tobytes())
-    return crc32(value.flat[::max(value.size // _SAMPLED, 1)].tobytes())
+    return crc32(bytes_of(value, _SAMPLED))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -10,28 +10,58 @@
     y.mean()                    calls mean, which reads nothing of a number that has this name
 
 What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
-are not told apart here, but for a method's own (`self`). To let another harmless form through, say in `_Function.uses`
-what becomes of a value that is a part of it, or in `old_values` where an old value makes no difference.
+are not told apart here, but for a method's own (`self`).
+
+Of a place that a function also stores in, an old value counts as needed: nobody can make it alike who has not been
+everywhere before. Only where it is stored for want of an old one, and the function goes on alike with both, it is not.
+
+    if ctx.n != n:                      if ctx.step != n:                 if n in seen:
+        ctx.n = n                           ctx.step = n                      return y
+        ctx.table = table_of(n)             y = 2 * y                     seen.add(n)
+    return y * ctx.table                return y                          return 2 * y
+
+The first finds a table or makes the same one. The other two do something on a first visit only.
 """
 
 from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ranvier.plan.function_tree import BY_NAME, CHANGES, node_of, source_of
-from ranvier.plan.old_values import OldValues
+from ranvier.plan.function_tree import (
+    BY_NAME,
+    CHANGES,
+    FunctionTree,
+    Store,
+    bodies,
+    node_of,
+    place_in,
+    source_of,
+    text_of,
+)
+
+_COMPUTING = frozenset({
+    "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "int", "item",
+    "lerp", "lerp_", "max", "maximum", "mean", "min", "minimum", "mul", "mul_", "pow", "round", "sqrt", "square", "sub",
+    "sub_", "sum", "to"})
+"""Methods that leave their object nowhere but in their result and in itself."""
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_BRANCHES = (*_LOOPS, ast.If, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
 
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
                         "astuple", "deepcopy", "__getattribute__"})
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+
+_VARIABLE = re.compile(r"(?<![\w.])[a-zA-Z_]\w*")
+"""In the text of an expression."""
 
 Key = tuple[Any, ...]
 """What a key may be: ("is", value), ("own", name) for an attribute of a method's own object, ("tuple", keys), ("text",
@@ -49,16 +79,14 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    called: names of attributes that are called. elsewhere: names of attributes of
-    other objects than a method's own. whole, elements: of names that are read, those of which more than an element is,
-    and elements of others. stores: names that are written, or of which an element is. accumulates: names whose old
-    value is read for the new one, or before it.  reads_any, stores_any: whether it may be any name.
+    called: names of attributes that are called. whole, elements: of names that are read, those of which more than an
+    element is, and elements of others. stores: names that are written, or of which an element is. accumulates: names
+    whose old value is needed for the new one. reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
-    elsewhere: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
@@ -97,12 +125,12 @@ def _all_names(code: CodeType) -> Uses:
     """Every name of a function is read, and what it stores comes of what there was."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
-    return Uses(own=names, others=names, elsewhere=names, whole=names,
+    return Uses(own=names, others=names, whole=names,
                 stores=stores, accumulates=names, reads_any=not (_READS_ANY | BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
 
 
-class _Function(OldValues):
+class _Function(FunctionTree):
     """One function, with its uses."""
 
     def uses(self) -> Uses:
@@ -111,27 +139,25 @@ class _Function(OldValues):
             name, is_own = self._name(node), self._is_own(node)
             found["reads_any"] |= {name} & _READS_ANY
             found["stores_any"] |= {name} & _STORES_ANY
-            if isinstance(node, ast.Attribute) and not is_own:
-                found["elsewhere"].add(name)
             if isinstance(node.ctx, ast.Load):
+                if isinstance(node, ast.Name) and name in self._locals:
+                    continue
                 how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
                 if how is not None:
                     found["stores"].add(name)
-                elif not self._is_fresh(node) and not (isinstance(node, ast.Name) and name in self._locals):
+                elif not self._is_fresh(node):
                     found["called" if self._call(node) else "own" if is_own else "others"].add(name)
                     key = self._element(node)
                     found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
                 if how == "accumulates" or self._is_stored_later(node):
                     found["accumulates"].add(name)
-            elif isinstance(self._parents[node], ast.AugAssign):
-                found["accumulates"].add(name)
         found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
         for node in self._numbers:
             match node:
                 case ast.Name(id=by) if by in BY_NAME:  # with a name that is computed
                     found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
                 case ast.ImportFrom():
-                    for kind in ("others", "whole", "elsewhere"):
+                    for kind in ("others", "whole"):
                         found[kind].update(one.name for one in node.names)
                 case ast.MatchClass():
                     found["reads_any"].add(node)
@@ -144,15 +170,158 @@ class _Function(OldValues):
         """How a container is changed, of which nothing is read for it; None where it is not."""
         parent, call = self._parents[node], self._call_on(node)
         if isinstance(parent, ast.Subscript) and parent.value is node:
-            if not isinstance(parent.ctx, ast.Load):
-                return "accumulates" if isinstance(self._parents[parent], ast.AugAssign) else "stores"
-            return self._change(parent)
+            return self._change(parent) if isinstance(parent.ctx, ast.Load) else "stores"
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
         if not is_dropped or call.func.attr not in CHANGES:
             return None
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
+
+    def _flows_back(self, node: Any) -> bool:
+        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
+        call, parent = self._call_on(node), self._parents[node]
+        element = parent if isinstance(parent, ast.Subscript) and parent.value is node else (
+            call if call is not None and call.func.attr == "get" else node)
+        at, is_computed = element, False
+        while True:
+            parent, call = self._parents[at], self._call_on(at)
+            if isinstance(parent, ast.BinOp | ast.UnaryOp):
+                at, is_computed = parent, True
+            elif call is not None and parent.attr in _COMPUTING:
+                at, is_computed = call, True
+            elif isinstance(parent, ast.BoolOp) and parent.values[0] is at:
+                at = parent
+            else:
+                break
+        back = [text_of(element if (place := place_in(element)) is None else place)]
+        return is_computed and (isinstance(parent, ast.Expr) or (
+            isinstance(parent, ast.Assign) and list(map(text_of, parent.targets)) == back))
+
+    def _is_fresh(self, node: Any) -> bool:
+        """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
+        if not self._stores:
+            return False
+        parent, around = self._parents[node], [node, *self._around(node)]
+        place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
+        number, text, names = self._numbers[node], text_of(place), _names_in(place)
+        others = [one for one in self._stores if one.name in names and (one.place != text or one.name in names[:-1])]
+        for store in self._stores:
+            statement = store.statement
+            if store.number < number and isinstance(statement, ast.Assign) and text in map(
+                    text_of, statement.targets) and self._precedes(statement, around):
+                loops = {one for one in around if isinstance(one, _LOOPS)}.difference(self._around(store.node))
+                if not any(store.number < one.number < number or loops.intersection(self._around(one.node))
+                           for one in others) and not any(  # the new value may come of the old one
+                        self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
+                        for one in self._reads[self._name(node)]):
+                    return True
+        return False
+
+    # ------------------------------------------------------------------ an old value, where a new one follows
+
+    def _is_stored_later(self, node: Any) -> bool:
+        """Whether the function stores there afterwards, and needs the old value that it reads here: always, but where
+        it stores one only for want of an old one, and goes on alike with both."""
+        text = text_of(node) if self._stores else ""
+        return any(self._needs_old(node, one) for one in self._stores
+                   if one.place == text and one.number > self._numbers[node] and one.place not in self._locals
+                   and one.node not in (node, self._parents[node]))
+
+    def _needs_old(self, node: Any, store: Store) -> bool:
+        around, asking = [node, *self._around(node)], list[Any]()
+        for branch in (one for one in self._around(store.node) if isinstance(one, _BRANCHES)):
+            here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
+            if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
+                call = _value(store)
+                is_most = isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
+                asking += [branch] if is_most and call is self._parents[node] else []
+                break
+            if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
+                return False  # not both of them run
+            asking.append(branch)
+        asking = [one for one in asking if self._asks(one)]
+        return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
+
+    def _arm(self, branch: Any, around: list[Any]) -> Any:
+        """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
+        child = around[around.index(branch) - 1] if branch in around else None
+        return next((body for body in bodies(branch) if child in body), child)
+
+    def _asks(self, branch: Any) -> bool:
+        """Whether it depends on what is in a place that the function stores in."""
+        places = {one.place for one in self._stores if one.place not in self._locals}
+        places |= {one.place for one in self._stores if one.place in self._locals and not places.isdisjoint(
+            map(text_of, _places_in(_value(one))))}
+        tests = branch.body if isinstance(branch, ast.Try | ast.TryStar) else [
+            getattr(branch, name) for name in ("test", "subject", "iter") if hasattr(branch, name)]
+        return any(text_of(one) in places for test in tests for one in _places_in(test))
+
+    def _goes_on(self, around: list[Any], store: Store) -> bool:
+        """Whether a variable that has been computed from the old value is used after the new one is stored."""
+        assign = next((one for one in around if isinstance(one, ast.Assign | ast.NamedExpr)), None)
+        targets = {one.place for one in self._stores if one.node in ast.walk(assign)} if assign is not None else ()
+        return any(self._numbers[one] > store.number and not any(
+            self._numbers[assign] < new.number < self._numbers[one] and new.place == one.id for new in self._stores)
+            for one in self._loads(targets))
+
+    def _has_effects(self, branch: Any, mark: Store) -> bool:
+        """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
+        else, or uses variables or objects that have been changed there. mark: the store."""
+        inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
+        stores = [one for one in self._stores if one.node in inside]
+        local = {one.place for one in stores if one.place in self._locals}
+        changed = local - {name for name in self._kept if all(
+            place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
+            for one in self._stores if one.place == name)}
+        returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
+        texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
+                 for one in returns}
+        if isinstance(branch, ast.IfExp | ast.BoolOp) or any(
+                isinstance(one, ast.Yield | ast.Break | ast.Continue) for one in inside):
+            return True
+        if any(isinstance(one, ast.Return) for one in inside) and (len(texts) > 1 or not changed.isdisjoint(
+                one for text in texts for one in _VARIABLE.findall(text))):
+            return True
+        last = max(self._numbers[one] for one in inside if one in self._numbers)
+        of_mark = mark.place.rpartition(".")[0] or mark.place
+        return any(one not in inside and not self._is_set(one, last) for one in self._loads(changed)) or any(
+            root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
+            for root, text in _changed(inside)) or any(
+            one.place == other.place and _text(one) != _text(other) and other.node not in inside
+            for one in stores if one.place not in self._locals for other in self._stores)
+
+    @cached_property
+    def _kept(self) -> dict[str, str]:
+        """Local variables that have what is in a place, found or stored there, and the place."""
+        found: dict[str, str] = {}
+        for one in (one for one in self._numbers if isinstance(one, ast.Assign | ast.NamedExpr)):
+            values = [one.value, *(one.targets if isinstance(one, ast.Assign) else [one.target])]
+            places = [place for value in values if (place := place_in(value)) is not None]
+            found |= {value.id: text_of(places[0]) for value in values if places and isinstance(value, ast.Name)
+                      and value.id in self._locals.difference(self._arguments)}
+        return found
+
+    def _is_stored_next(self, store: Store) -> bool:
+        """Whether the new value of a local variable is stored in a place, too, on each way from there."""
+        around = [store.node, *self._around(store.node)]
+        for one in self._numbers:
+            if isinstance(one, ast.Assign) and any(place_in(target) is not None for target in one.targets) and (
+                    one is store.statement or (isinstance(one.value, ast.Name) and one.value.id == store.place and any(
+                        part in around for body in bodies(self._parents[one]) if one in body
+                        for part in body[:body.index(one)]))):
+                return True
+        return False
+
+    def _loads(self, names: Iterable[str]) -> Iterator[Any]:
+        return (one for name in names for one in self._reads.get(name, ()) if isinstance(one, ast.Name))
+
+    def _is_set(self, load: Any, number: int) -> bool:
+        """Whether a variable gets a value after this number, on each way to where it is used."""
+        around = [load, *self._around(load)]
+        return any(number < one.number < self._numbers[load] and one.statement is not None and (
+            self._precedes(one.statement, around) or (isinstance(one.statement, ast.For) and one.statement in around))
+            for one in self._stores if one.place == load.id)
 
     # ------------------------------------------------------------------ keys
 
@@ -182,6 +351,41 @@ class _Function(OldValues):
                 kind = "tuple" if isinstance(node, ast.Tuple) else "text"
                 return kind, tuple(self._key(one, depth - 1) for one in parts)
         return ANY
+
+
+def _names_in(node: Any) -> list[str]:
+    """Names of variables and attributes, the last one of a path last."""
+    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
+             if isinstance(one, ast.Name | ast.Attribute)]
+    return found[::-1]
+
+
+def _places_in(node: Any) -> Iterator[Any]:
+    """Variables and attributes that an expression reads."""
+    return (one for one in (() if node is None else ast.walk(node))
+            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Load))
+
+
+def _changed(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """The objects whose attributes, elements or values are changed: the variable that has them, and as texts."""
+    for one in inside:
+        match one:
+            case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
+                pass
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
+                    name in CHANGES or (name.endswith("_") and not name.startswith("_"))):
+                pass
+            case _:
+                continue
+        yield next((part.id for part in ast.walk(place) if isinstance(part, ast.Name)), ""), text_of(place)
+
+
+def _value(store: Store) -> Any:
+    return getattr(store.statement, "value", None)
+
+
+def _text(store: Store) -> str:
+    return "" if _value(store) is None else ast.unparse(_value(store))
 
 
 def with_values(key: Key, values: Mapping[str, Any]) -> Key:

@@ -1,10 +1,19 @@
-"""The syntax tree of a function, found by its code: what each node is a part of, and the order in which nodes run."""
+"""The syntax tree of a function, found by its code, in a plain form that has one word for one thing.
+
+    getattr(a, "b", c)           a.b or c
+    ctx.calls += 1               ctx.calls = ctx.calls + 1
+    a, ctx.b = c, d              a = c; ctx.b = d
+    if known: return old         if known: return old
+    return new                   else: return new
+"""
 
 from __future__ import annotations
 
 import ast
+import copy
 import linecache
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -15,6 +24,7 @@ BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _PARSES = threading.Lock()
 """CPython 3.11 counts the depth of a tree wrongly where threads parse at once, and raises SystemError."""
 
@@ -46,8 +56,8 @@ def _functions_in(source: str) -> Mapping[tuple[str, int], list[Any]]:
     found: dict[tuple[str, int], list[Any]] = {}
     try:
         with _PARSES:
-            tree = _ByName().visit(ast.parse(source))
-    except (SyntaxError, ValueError):
+            tree = _Plain().visit(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError):
         return {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -68,10 +78,19 @@ def node_of(code: CodeType, source: Mapping[tuple[str, int], list[Any]]) -> Any:
     return nodes[0] if len(nodes) == 1 else None
 
 
-class _ByName(ast.NodeTransformer):
-    """getattr(a, "b", c) becomes a.b or c, and setattr(a, "b", c) stores in a.b."""
+class _Plain(ast.NodeTransformer):
+    """Writes the plain form, in which a tree is only looked at."""
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for body in bodies(node):
+            for number in reversed(range(len(body) - 1)):
+                one = body[number]
+                if isinstance(one, ast.If) and isinstance(one.body[-1], _LEAVES) and not one.orelse:
+                    one.orelse, body[number + 1:] = body[number + 1:], []
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         match node:
             case ast.Call(func=ast.Name(id=by), args=[value, ast.Constant(value=str(name)), *rest]) if by in BY_NAME:
@@ -79,19 +98,35 @@ class _ByName(ast.NodeTransformer):
                 if by == "getattr" and rest:
                     new = ast.BoolOp(ast.Or(), [new, *rest])
                 elif by == "setattr":
-                    new = ast.NamedExpr(new, rest[0])  # type: ignore[arg-type]  # a tree that is only looked at
+                    new = ast.NamedExpr(new, rest[0])  # type: ignore[arg-type]
                 return ast.fix_missing_locations(ast.copy_location(new, node))
+        return node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        old = copy.deepcopy(node.target)
+        old.ctx = ast.Load()
+        return ast.fix_missing_locations(ast.copy_location(
+            ast.Assign([node.target], ast.BinOp(old, node.op, node.value)), node))
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(
+                    values) and {text_of(one) for one in targets}.isdisjoint(
+                    text_of(one) for value in values for one in ast.walk(value) if isinstance(one, ast.expr)):
+                return [ast.copy_location(ast.Assign([one], value), one)
+                        for one, value in zip(targets, values, strict=True)]
         return node
 
 
 class Store(NamedTuple):
-    """A place gets a value. place, targets: as texts; number: in the order of the function."""
+    """A place gets a value. place: as a text; number: in the order of the function."""
 
     place: str
     name: str
     node: Any
     statement: Any
-    targets: tuple[str, ...]
     number: int
 
 
@@ -99,6 +134,8 @@ class FunctionTree:
     """One function: what is done with a value is seen by what its node is a part of."""
 
     def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
+        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+        self._arguments = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount + flags]
         self._code = code
         self._parents: dict[Any, Any] = {}
         self._numbers: dict[Any, int] = {}
@@ -110,20 +147,17 @@ class FunctionTree:
         self._reads: dict[str, list[Any]] = {}
         for one in self._places:
             self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
-        stored = [one.id for one in self._places if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)]
-        self._once = {one.targets[0].id: one.value for one in nodes if isinstance(one, ast.Assign) and isinstance(
-            one.targets[0], ast.Name) and len(one.targets) == 1 and stored.count(one.targets[0].id) == 1}
-        flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
-        self._once = {name: one for name, one in self._once.items() if name not in code.co_varnames[
-            :code.co_argcount + code.co_kwonlyargcount + flags]}
+        stored = Counter(one.id for one in self._places if isinstance(one, ast.Name)
+                         and not isinstance(one.ctx, ast.Load))
+        self._once = {target.id: one.value for one in nodes if isinstance(one, ast.Assign) for target in one.targets
+                      if isinstance(target, ast.Name) and stored[target.id] == 1 and target.id not in self._arguments}
         """Local variables with one value."""
         inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
                  if isinstance(one, ast.Name)}
         self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
         self._own = own if own not in stored else None
-        self._stores = [Store(text_of(place), self._name(place), one, statement := self._statement(one), tuple(
-            map(text_of, statement.targets)) if isinstance(statement, ast.Assign) else (), self._numbers[one])
-            for one in nodes for place in self._stored_by(one)]
+        self._stores = [Store(text_of(place), self._name(place), one, self._statement(one), self._numbers[one])
+                        for one in nodes for place in self._stored_by(one)]
 
     def _add(self, node: Any, parent: Any) -> None:
         self._parents[node] = parent
@@ -136,8 +170,6 @@ class FunctionTree:
         for one in inside:
             self._add(one, node)
         self._numbers[node] = len(self._numbers)
-
-    # ------------------------------------------------------------------ what a node is
 
     def _name(self, node: Any) -> str:
         """Private ones with their class."""
@@ -159,11 +191,7 @@ class FunctionTree:
         return self._call(method) if isinstance(method, ast.Attribute) else None
 
     def _statement(self, node: Any) -> Any:
-        while not isinstance(node, ast.stmt):
-            node = self._parents.get(node)
-            if node is None:
-                break
-        return node
+        return next((one for one in (node, *self._around(node)) if isinstance(one, ast.stmt | ast.NamedExpr)), None)
 
     def _around(self, node: Any) -> Iterator[Any]:
         """What a node is a part of, inside of the function."""
@@ -183,18 +211,35 @@ class FunctionTree:
 
     def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
         """Whether it comes before another one, on each way to that: in the same list of statements."""
-        bodies = [body for _, body in ast.iter_fields(self._parents[statement]) if isinstance(body, list)]
-        return any(one in around for body in bodies if statement in body for one in body[body.index(statement) + 1:])
+        return any(one in around for body in bodies(self._parents[statement]) if statement in body
+                   for one in body[body.index(statement) + 1:])
+
+
+def bodies(node: Any) -> Iterator[list[Any]]:
+    """The lists of statements of a node."""
+    for name in ("body", "orelse", "finalbody"):
+        if isinstance(body := getattr(node, name, None), list):
+            yield body
+
+
+def place_in(node: Any) -> Any:
+    """The attribute or element whose value an expression has, where there is one; None for others."""
+    match node:
+        case ast.Attribute() | ast.Subscript():
+            return node
+        case ast.Call(func=ast.Attribute(value=value, attr="get"), args=[key, *_]):
+            return ast.Subscript(value, key, ast.Load())
+        case ast.BoolOp(op=ast.Or(), values=[ast.Attribute() as first, _]):
+            return first
+    return None
 
 
 def text_of(node: Any) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return f"{text_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
-
-
-def names_in(node: Any) -> list[str]:
-    """Names of variables and attributes, the last one of a path last."""
-    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
-             if isinstance(one, ast.Name | ast.Attribute)]
-    return found[::-1]
+    match node:
+        case ast.Name():
+            return str(node.id)
+        case ast.Attribute():
+            return f"{text_of(node.value)}.{node.attr}"
+        case ast.Subscript():
+            return f"{text_of(node.value)}[{text_of(node.slice)}]"
+    return ast.unparse(node)

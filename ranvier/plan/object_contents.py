@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum
@@ -18,9 +17,11 @@ from functools import lru_cache
 from io import IOBase
 from pathlib import Path
 from queue import SimpleQueue
+from random import Random
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -56,27 +57,21 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
     return list(own.items())
 
 
-def entries_of(value: Any, names: frozenset[Any]) -> list[tuple[str, Any]]:
+def entries_of(value: Any, names: Collection[object]) -> list[tuple[str | None, Any]]:
     """Those of these attributes or variables that there are, as `contents` has them."""
-    found = dict_of(value)
-    entries = [] if found is None else [(name, found.get(name)) for name in found.keys() & names]
-    if isinstance(value, nn.Module):
-        return entries + [(name, value._buffers[name]) for name in value._buffers.keys() & names]
-    if not isinstance(value, type | ModuleType | FunctionType):
-        entries += [(name, one) for name, one in _slots(value) if name in names]
-    return entries
+    return [(name, one) for name, one in contents(value) if name in names]
 
 
 def attributes_of(value: Any) -> list[Any] | None:
     """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are
     in slots, or each thread has others."""
-    if isinstance(value, type):
-        return [dict_of(value)]
-    if isinstance(value, threading.local) or (found := own_dict(value)) is None:
+    found = dict_of(value)
+    kind: Any = type(value)
+    if isinstance(value, type | ModuleType | FunctionType):
+        return [found]
+    if type(found) is not dict or isinstance(value, threading.local) or slots_of(kind):
         return None
-    if isinstance(value, nn.Module):
-        return [found, value._buffers]
-    return [found] if isinstance(value, ModuleType | FunctionType) or not _has_slots(value) else None
+    return [found, value._buffers] if isinstance(value, nn.Module) else [found]
 
 
 def elements(value: object) -> list[Any] | None:
@@ -102,8 +97,18 @@ def is_whole(value: object) -> bool:
 
 
 def is_array(value: object) -> bool:
+    """Whether it is an array of numpy, or a generator of random numbers, with a state that changes in place."""
     numpy = sys.modules.get("numpy")
-    return type(value) in (array, bytearray) or (numpy is not None and type(value) is numpy.ndarray)
+    return isinstance(value, torch.Generator | Random) or (numpy is not None and type(value) is numpy.ndarray)
+
+
+def bytes_of(value: Any, most: int | None = None) -> bytes:
+    """What is in such an array or generator; of no more elements than about `most`, evenly spread."""
+    if isinstance(value, Random):
+        return repr(value.getstate()).encode()
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    return bytes(value.flat[::1 if most is None else max(value.size // most, 1)].tobytes())
 
 
 def is_opaque(value: object) -> bool:
@@ -133,11 +138,6 @@ def _slots(value: Any) -> Iterator[tuple[str, Any]]:
     for slot in slots_of(kind):
         with suppress(AttributeError):  # it has none yet
             yield slot.__name__, slot.__get__(value)
-
-
-def _has_slots(value: Any) -> bool:
-    kind: Any = type(value)
-    return bool(slots_of(kind))
 
 
 @lru_cache(maxsize=1 << 12)

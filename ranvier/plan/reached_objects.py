@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from ranvier.plan.code_uses import ANY, ElementRead, Key, Uses, names_own, uses_of, with_values
+from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
 from ranvier.plan.object_contents import (
     OF_EVERY_MODULE,
     attributes,
@@ -102,9 +102,9 @@ class CodeReach:
         """Objects of which there are bound methods."""
         self._own: dict[int, frozenset[str]] = {}
         """Method -> names that it reads of its own object."""
-        self._elements: dict[str, set[tuple[ElementRead, type | None, str | None]]] = {}
-        """Name -> elements that functions read of what has it, with the class that a function is a method of, and its
-        name there."""
+        self._elements: dict[str, set[tuple[Key, type | None]]] = {}
+        """Name -> keys of the elements that functions read of what has it, with the class that a function is a method
+        of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set() if whole is None else set(whole._names)
@@ -145,7 +145,7 @@ class CodeReach:
                 uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
                 self._own[id(value)] = uses.own
                 for read in uses.elements:
-                    self._elements.setdefault(read.name, set()).add((read, link.bound, link.method))
+                    self._elements.setdefault(read.name, set()).add((read.key, link.bound))
                 found.append(uses)
                 fresh = set(_names(code)) - self._names
                 self._names |= fresh
@@ -179,15 +179,17 @@ class CodeReach:
             self._links.setdefault(id(link.value), set()).add((holder, link.name))
             yield link
 
-    def reads(self, value: Any, entry: str | None) -> bool:
-        """Whether code may read an attribute of an object, the variable of a module, or (None) what is in a container,
-        a tensor, an array or a variable of a closure, when another stage has left it there."""
+    def reads(self, value: Any) -> bool:
+        """Whether code may read what is in a container, a tensor, an array or a variable of a closure, when another
+        stage has left it there."""
         # a container of the user's own class may read what there was where it is changed
-        return self._reads(id(value), entry, set()) or (
-            entry is None and not is_foreign(type(value)) and not self.uses.stores.isdisjoint(self.names_of(value)))
+        return any(name is None or (is_inside and name in self.uses.called) or (
+            self.uses.reads(name) if holder is None else bool(self.names_read(self._seen[holder], frozenset({name}))))
+            for holder, name, is_inside in self._holders(value)) or (
+            not is_foreign(type(value)) and not self.uses.stores.isdisjoint(self.names_of(value)))
 
     def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
-        """Those of `names` for which `reads` says so, but for what is only called."""
+        """Those of these attributes of an object, or variables of a module, that code may read, and not only call."""
         if self.uses.reads_any:
             return names
         return names & (self.uses.others | self.own_names(value))
@@ -198,27 +200,31 @@ class CodeReach:
         if type(value) not in _KEYED or self.uses.reads_any:
             return None
         found = set[Key]()
-        for name in self._names_at(id(value)):
-            if name is None or name in self.uses.whole:
+        for _, name, is_inside in self._holders(value):
+            if name is None or is_inside or name in self.uses.whole:
                 return None
-            for read, kind, method in self._elements.get(name, ()):
-                found |= self._values_of(read.key, kind, method)
+            for key, kind in self._elements.get(name, ()):
+                found |= self._values_of(key, kind)
         is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
         return None if is_from_end and type(value) is list else found
 
-    def _names_at(self, identity: int) -> Iterator[str | None]:
-        """Names of the variables and attributes in which a value itself is; None where it is in something else."""
-        for holder, name in self._links.get(identity, ()):
-            if name is None and holder is not None and isinstance(self._seen.get(holder), CellType):
-                yield from self._names_at(holder)
-            else:
-                yield name
+    def _holders(self, value: Any) -> Iterator[tuple[int | None, str | None, bool]]:
+        """The attributes and variables by which code has a value: the object, None for a function; the name, None where
+        a function has it without one; and whether it is inside of something else there."""
+        waiting, seen = deque([(id(value), False)]), {id(value)}
+        while waiting:
+            identity, is_inside = waiting.popleft()
+            for holder, name in self._links.get(identity, ()):
+                if holder is None or name is not None:
+                    yield holder, name, is_inside
+                elif holder not in seen:
+                    seen.add(holder)
+                    waiting.append((holder, is_inside or not isinstance(self._seen.get(holder), CellType)))
 
-    def _values_of(self, key: Key, kind: type | None, method: str | None) -> set[Key]:
+    def _values_of(self, key: Key, kind: type | None) -> set[Key]:
         if not names_own(key):
             return {with_values(key, {})}
-        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any or (  # which a forward may make
-                method in self.uses.elsewhere):  # perhaps with another object as its own
+        if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # a forward may make others
             return {ANY}
         return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
@@ -233,44 +239,19 @@ class CodeReach:
 
     def names_of(self, value: Any) -> set[str]:
         """The names by which code has a container, a tensor, an array, or a variable of a closure."""
-        found: set[str] = set()
-        waiting, seen = [id(value)], {id(value)}
-        while waiting:
-            for holder, name in self._links.get(waiting.pop(), ()):
-                if name is not None:
-                    found.add(name)
-                elif holder is not None and holder not in seen:
-                    seen.add(holder)
-                    waiting.append(holder)
-        return found
-
-    def _reads(self, identity: int, entry: str | None, asked: set[tuple[int, str | None]]) -> bool:
-        if (identity, entry) in asked or identity not in self._seen:
-            return False
-        asked.add((identity, entry))
-        if entry is not None:
-            return (entry in self.uses.called and len(asked) > 2) or bool(
-                self.names_read(self._seen[identity], frozenset({entry})))
-        is_called = len(asked) > 1  # of the value itself, a container or a tensor, nothing is read by a call
-        return any(self._reads(holder, name, asked) if holder is not None else name is None or self.uses.reads(name)
-                   or (is_called and name in self.uses.called) for holder, name in self._links.get(identity, ()))
+        return {name for _, name, _ in self._holders(value) if name is not None}
 
     def is_own(self, value: Any) -> bool:
-        """Whether methods that code may call have the value as their own object."""
-        return (id(value) in self.found and self.found[id(value)].is_part) or self._may_call(value)
-
-    def _may_call(self, value: Any) -> bool:
-        """Whether code may call a method of an object that is no part of its blocks. One with parameters that train is
-        called nowhere but in its own block (`pipeline/trained_elsewhere`)."""
-        if id(value) in self._bound or self.uses.reads_any:
+        """Whether methods that code may call have the value as their own object. A module with parameters that train is
+        called nowhere but in its own block (`pipeline/trained_elsewhere`); others of its methods may be."""
+        if id(value) in self.found and self.found[id(value)].is_part:
             return True
-        names = {name for one in type(value).__mro__ if not is_foreign(one)
-                 for name, method in vars(one).items() if isinstance(method, FunctionType | property | cached_property)}
-        names -= _NOT_IN_A_FORWARD
-        if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
-            names -= {"forward"}
-        return not names.isdisjoint(self.uses.others | self.uses.called) or any(
-            name == "forward" or name.startswith("__") for name in names)
+        if not isinstance(value, nn.Module) or not any(one.requires_grad for one in value.parameters()):
+            return True
+        names = {name for one in type(value).__mro__ if not is_foreign(one) for name, method in vars(one).items()
+                 if isinstance(method, FunctionType | property | cached_property)} - _NOT_IN_A_FORWARD - {"forward"}
+        return id(value) in self._bound or self.uses.reads_any or not names.isdisjoint(
+            self.uses.others | self.uses.called) or any(name.startswith("__") for name in names)
 
 
 def reached_from(name: str, root: object) -> Iterator[Reached]:

@@ -6,15 +6,19 @@
                 context.mask = mask_of(x)
             return f(x, context.mask)
 
-Which names a stage reads and writes is known from its code (`code_uses`); whether a forward does write, the run shows
-(`pipeline/left_values`). What every reader also makes by itself, such as a table that each stage builds where it misses
-it, is taken as long as all have the same.
+    reached_objects           which objects the code of a stage reaches, and by which names
+    code_uses                 which of these names its functions read, and which they write
+    here                      an object that two stages reach, a name that one writes and the other one reads
+    pipeline/left_values      whether a forward does write it: then it is refused
+
+What every reader also makes by itself, such as a table that each stage builds where it misses it, is taken as long as
+all have the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,8 +26,8 @@ from torch import Tensor, nn
 
 from ranvier.originals.same_memory import overlaps, storage_of
 from ranvier.plan.code_uses import Key
-from ranvier.plan.object_contents import is_whole
-from ranvier.plan.reached_objects import CodeReach, Reached
+from ranvier.plan.object_contents import entries_of, is_whole
+from ranvier.plan.reached_objects import CodeReach, PlaceName, Reached
 
 
 class Element(NamedTuple):
@@ -35,33 +39,32 @@ class Element(NamedTuple):
 _RUNNING = frozenset({"running_mean", "running_var"})
 Entry = str | Element | None
 """An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
+ANY_NAME = "*"
+"""An entry whose name is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPlace:
     """What a stage may write, and another one read.
 
-    stage, name, kind, namesakes: how it is reached there, its class, and how many before it have both alike. other: a
-    name of it on a stage that reads it. number: the same on all stages that reach it, which are `stages`. read:
-    entries that another stage reads. agreed: those of them that each reader writes, too, and never makes of their old
-    value. any: whether another stage may read others, too, by names that are computed. any_agreed: whether each of
-    those stages writes them, too. called: entries that other stages only call. keys: of the elements of a container
-    that other stages read; None where they may read any.
+    stage, at: where it is reached. other: a name of it on a stage that reads it. number: the same on all stages that
+    reach it, which are `stages`. read: entries that another stage reads. agreed: those of them that each reader writes,
+    too, and never makes of their old value. keys: of the elements of a container that other stages read; None where
+    they may read any.
     """
 
     stage: int
-    name: str
-    kind: str
-    namesakes: int = 0
+    at: PlaceName
     other: str
     number: int
     stages: tuple[int, ...]
     read: frozenset[Entry]
     agreed: frozenset[Entry]
-    any: bool
-    any_agreed: bool
-    called: frozenset[Entry] = frozenset()
     keys: frozenset[Key] | None = None
+
+    def is_agreed(self, entry: Entry) -> bool:
+        of_place = None if isinstance(entry, Element) else entry
+        return (of_place if of_place in self.read else ANY_NAME) in self.agreed
 
 
 def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> dict[int, CodeReach]:
@@ -115,101 +118,90 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
     """All of a model, by `code_of_stages`."""
-    places: dict[int, list[int]] = {}
+    stages: dict[int, list[int]] = {}
     for stage, reach in reaches.items():
         for identity in reach.found:
-            places.setdefault(identity, []).append(stage)
-    several = {identity: {stage: reaches[stage] for stage in here} for identity, here in places.items()
-               if len(here) > 1}
+            stages.setdefault(identity, []).append(stage)
     names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
+    several = [(identity, here) for identity, here in stages.items() if len(here) > 1]
     known: dict[object, list[_Use]] = {}
-    return tuple(replace(place, namesakes=names[place.stage][identity].number)
-                 for number, (identity, here) in enumerate(several.items())
-                 for place in _of_one(number, identity, here, known))
+    return tuple(SharedPlace(stage=use.stage, at=names[use.stage][identity], other=names[use.other][identity].path,
+                             number=number, stages=tuple(here), read=frozenset(use.readers), agreed=use.agreed,
+                             keys=use.keys)
+                 for number, (identity, here) in enumerate(several)
+                 for use in _uses(identity, {stage: reaches[stage] for stage in here}, known))
 
 
 class _Use(NamedTuple):
-    """What a stage may write of a place. other: the first stage that reads it. The others are as in `SharedPlace`."""
+    """What a stage may write of a place. readers: by what they read. The others are as in `SharedPlace`."""
 
     stage: int
-    other: int
-    read: frozenset[Entry]
+    readers: Mapping[Entry, Sequence[int]]
     agreed: frozenset[Entry]
-    any: bool
-    any_agreed: bool
-    called: frozenset[Entry]
     keys: frozenset[Key] | None
 
+    @property
+    def other(self) -> int:
+        return min(map(min, self.readers.values()))
 
-def _of_one(number: int, identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]
-            ) -> Iterator[SharedPlace]:
-    """The place on each stage that may write there. known: of places that are used alike, of which there are many."""
+
+def _uses(identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]) -> list[_Use]:
+    """Those of the stages that may write there. known: of places that are used alike, of which there are many."""
     found = {stage: reach.found[identity] for stage, reach in reaches.items()}
     value = next(iter(found.values())).value
-    key = identity if is_whole(value) else (type(value), _buffers(value), *(
+    stores = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
+    key = identity if is_whole(value) else (type(value), _buffers(value), _callable(value, stores), *(
         (stage, one.is_part, reaches[stage].is_own(value)) for stage, one in found.items()))
     if key not in known:
-        known[key] = list(_uses_of_one(found, reaches))
-    for use in known[key]:
-        yield SharedPlace(
-            stage=use.stage, name=found[use.stage].name, kind=type(value).__name__, other=found[use.other].name,
-            number=number, stages=tuple(reaches), read=use.read, any=use.any, any_agreed=use.any_agreed,
-            agreed=use.agreed, called=use.called, keys=use.keys)
+        known[key] = list(_uses_of_one(found, reaches, stores))
+    return known[key]
 
 
-def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
+def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach], names: frozenset[str]
+                 ) -> Iterator[_Use]:
     value = next(iter(found.values())).value
-    has_any = not is_whole(value) and not isinstance(value, type | FunctionType | ModuleType)
-    """Whether attributes are written by names that are computed: not those of classes, functions and modules."""
-    any_writers = {stage for stage, reach in reaches.items() if has_any and reach.uses.stores_any}
-    any_readers = {stage for stage, reach in reaches.items() if reach.uses.reads_any}
-    names = frozenset[str]()
-    if not is_whole(value):
-        names = names.union(*(reach.uses.stores for reach in reaches.values()))
-    if any_writers:
-        names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for stage, reach in reaches.items()
-                              if stage not in any_readers))
-    readers: dict[Entry, list[int]] = {}
+    any_writers = frozenset[int]()
+    if not is_whole(value) and not isinstance(value, type | FunctionType | ModuleType):
+        any_writers = frozenset(stage for stage, reach in reaches.items() if reach.uses.stores_any)
+        names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for reach in reaches.values()
+                              if any_writers and not reach.uses.reads_any))
+    reading = {stage: frozenset(_read(reach, found[stage], names)) for stage, reach in reaches.items()}
+    entries, buffers = frozenset[Entry]().union(*reading.values()), _buffers(value)
     for stage, reach in reaches.items():
-        for entry in _read(reach, found[stage], names):
-            readers.setdefault(entry, []).append(stage)
-    reading = {stage: reach.names_read(value, names) for stage, reach in reaches.items()}
-    keys = {stage: reach.keys_read(value) for stage, reach in reaches.items() if (None in readers)}
-    makers = {entry: {stage for stage, reach in reaches.items() if _makes(reach, found[stage], entry)}
-              for entry in readers}
-    for stage, reach in reaches.items():
-        others = {entry: [other for other in reading if other != stage] for entry, reading in readers.items()
-                  if entry is None or entry in reach.uses.stores or entry in _buffers(value) or stage in any_writers}
-        read = frozenset(entry for entry, reading in others.items() if reading)
-        any_others = any_readers - {stage} if stage in any_writers else set[int]()
-        called = frozenset(entry for entry in read if entry is not None and entry not in _buffers(value)
-                           and not any(entry in reading[other] for other in others[entry]))
-        keys_of_others = [keys[other] for other in others.get(None, ())] or [None]
-        if read or any_others:
-            yield _Use(stage, min([*(min(others[entry]) for entry in read), *any_others]), read,
-                       frozenset(entry for entry in read if makers[entry].issuperset((stage, *others[entry]))),
-                       bool(any_others), bool(any_others) and any_others <= any_writers, called,
-                       frozenset().union(*filter(None, keys_of_others)) if None not in keys_of_others else None)
+        written = entries if stage in any_writers else entries & {None, *reach.uses.stores, *buffers}
+        readers = {entry: others for entry in written
+                   if (others := [one for one in reaches if one != stage and entry in reading[one]])}
+        if readers:
+            keys = [reaches[one].keys_read(value) for one in readers.get(None, ())] or [None]
+            agreed = frozenset(entry for entry, others in readers.items() if all(
+                one in any_writers if entry == ANY_NAME else _makes(reaches[one], value, entry)
+                for one in (stage, *others)))
+            yield _Use(stage, readers, agreed, None if None in keys else frozenset[Key]().union(*filter(None, keys)))
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
     """Those of `names`, or None for a whole value, that a stage may read of a place. Buffers of its own modules are
     its own."""
     if is_whole(one.value):
-        return (None,) if reach.reads(one.value, None) else ()
-    if one.is_part:
-        return (reach.names_read(one.value, names) | names & reach.uses.called) - _buffers(one.value)
-    read = reach.names_read(one.value, names | _buffers(one.value))
-    if not read.isdisjoint(_RUNNING):  # kernels that change these leave no trace, but for the count beside them
-        read |= _buffers(one.value) & {"num_batches_tracked"}
-    return read | names & reach.uses.called
+        return (None,) if reach.reads(one.value) else ()
+    own = _buffers(one.value)
+    read = reach.names_read(one.value, names - own if one.is_part else names | own)
+    if not one.is_part and not read.isdisjoint(_RUNNING):
+        read |= own & {"num_batches_tracked"}  # kernels that change these leave no trace, but for the count beside them
+    read |= _callable(one.value, names & reach.uses.called)
+    return read | {ANY_NAME} if reach.uses.reads_any else read
+
+
+def _callable(value: object, names: frozenset[str]) -> frozenset[str]:
+    """Those of these attributes that may be called: of a number that has a method's name, a call reads nothing."""
+    return frozenset(name for name, one in entries_of(value, names) if name and callable(one)) if names else names
 
 
 def _buffers(value: object) -> frozenset[str]:
     return frozenset(value._buffers) if isinstance(value, nn.Module) else frozenset()
 
 
-def _makes(reach: CodeReach, one: Reached, entry: Entry) -> bool:
+def _makes(reach: CodeReach, value: object, entry: Entry) -> bool:
     """Whether a stage writes an entry by itself, and not by changing what it finds there."""
-    names = {entry} if entry is not None else reach.names_of(one.value)
+    names = {entry} if entry is not None else reach.names_of(value)
     return all(name in reach.uses.stores and name not in reach.uses.accumulates for name in names)

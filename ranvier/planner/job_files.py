@@ -32,12 +32,7 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     """Write the file that starts `run_file` on the run's devices; its path, beside that file. ConfigError where it
     cannot be written, or where the devices do not fill whole nodes. step_seconds: what a step takes, of which a run
     that is told to stop needs two before it saves."""
-    per_node = min(cluster.devices_per_node, run.mesh.size)
-    nodes, rest = divmod(run.mesh.size, per_node)
-    if rest:
-        raise ConfigError(f"does not fill nodes of {per_node} devices", code="job-of-partial-nodes",
-                          where="--launcher", value=run.mesh.size,
-                          remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
+    nodes, per_node = nodes_of(run.mesh.size, cluster)
     path = run_file.with_suffix(_SUFFIXES[launcher])
     saved = saved_bytes(run)
     makes: dict[Launcher, Callable[..., str]] = {
@@ -54,6 +49,17 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
         raise ConfigError(f"cannot be written: {error.strerror or error}", code="job-not-writable", where="--launcher",
                           value=str(path), remedy="Name a file for `--out` in a folder you own.") from error
     return path
+
+
+def nodes_of(ranks: int, cluster: Cluster) -> tuple[int, int]:
+    """The number of nodes of a job, and of ranks on each. ConfigError where ranks do not fill whole nodes."""
+    per_node = min(cluster.devices_per_node, ranks)
+    nodes, rest = divmod(ranks, per_node)
+    if rest:
+        raise ConfigError(f"does not fill nodes of {per_node} devices", code="job-of-partial-nodes",
+                          where="--launcher", value=ranks,
+                          remedy=f"Plan for a multiple of {per_node} ranks, or start the ranks yourself.")
+    return nodes, per_node
 
 
 def start_command(launcher: Launcher, path: Path) -> str:

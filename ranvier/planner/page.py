@@ -10,7 +10,7 @@ from ranvier.planner import report
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.search import SearchResult
 from ranvier.planner.simulation import Simulation
-from ranvier.planner.training import Goal, columns, training, with_length
+from ranvier.planner.training import Goal, columns, for_goal, training
 from ranvier.schedule.schedule import Action
 from ranvier.schedule.simulator import Simulated
 from ranvier.schedule.spans import Category, Span
@@ -36,7 +36,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
         subtitle=f"predicted, {report.numbers(plan)}; {plan.considered:,} configurations considered",
         figures=[("mesh", " x ".join(axes)), ("seconds per step", report.four_digits(cost.seconds)),
                  ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
-                 ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{cost.bubble_fraction:.1%}"),
+                 ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{report.step_bubble(cost):.1%}"),
                  ("GiB per device", f"{report.device_bytes(best) / 2**30:.2f}"),
                  *((name.replace("\n", " "), cell) for name, (cell,) in whole.items())],
         text=[*report.explanation(plan), *(line for line in lines if line[0] != " ")],
@@ -48,7 +48,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
                  "measured": None, "whole": False}
                 for entry in best.memory for prefix, sizes in (("", entry.device), ("host ", entry.host))
                 for category, size in sizes.items() if size],
-        settings=changed_settings(with_length(best, plan.cluster, goal), asked, origins))
+        settings=changed_settings(for_goal(plan, goal), asked, origins))
 
 
 def _timeline(shown: Simulated) -> StepTimeline:
@@ -67,7 +67,7 @@ def _timeline(shown: Simulated) -> StepTimeline:
 def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
     cost = found.cost
     return (str(number) if number else "", report.describe(found.run), report.four_digits(cost.seconds),
-            f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{cost.bubble_fraction:.1%}",
+            f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{report.step_bubble(cost):.1%}",
             f"{report.device_bytes(found) / 2**30:.2f}" if found.memory else "", reason)
 
 

@@ -44,7 +44,8 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be written: {error}", code="picture-not-writable", where="--draw", value=str(path),
+        raise ConfigError(f"cannot be written: {getattr(error, 'strerror', None) or error}",
+                          code="picture-not-writable", where="--draw", value=str(path),
                           remedy="Name a .png file in a folder you own.") from error
 
 

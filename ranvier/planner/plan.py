@@ -21,7 +21,7 @@ from ranvier.pictures.report_page import Page
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
-from ranvier.planner.job_files import Launcher, start_command, write_job
+from ranvier.planner.job_files import Launcher, nodes_of, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
@@ -42,8 +42,8 @@ from ranvier.planner.training import (
     check_goal,
     failures_of,
     fewest_devices,
+    for_goal,
     training,
-    with_length,
 )
 from ranvier.planner.training import columns as training_columns
 from ranvier.planner.trial import measured
@@ -109,25 +109,28 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     clusters = [_sized(load_cluster(each), request) for each in cluster_names]
     if request.out is not None:
         read.check_out(request.out)
+    if request.out_html is not None and (reason := read.not_writable(request.out_html)) is not None:
+        raise _no_page(request.out_html, reason)
     run, problems = with_pretrained(run)
     for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
         raise problem
     if len(clusters) > 1 or request.what_if:
         return _compare(name, run, clusters, request)
+    if request.launcher is not None and request.ranks is not None:
+        nodes_of(request.ranks, clusters[0])
     tried = _searched(run, clusters[0], request)
     found, goal = tried[-1], request.goal
     if request.measure:
         found = measured(found, request.measure, _progress)
     best, job = found.best[0], None
     if request.out is not None:
-        planned = with_length(best, found.cluster, goal)
-        _write(replace(planned, launch=run.launch, run_dir=None), request.out, request.origins)
+        _write(replace(for_goal(found, goal), launch=run.launch, run_dir=None), request.out, request.origins)
         if request.launcher is not None:
             job = write_job(request.launcher, best.run, found.cluster, request.out, best.cost.seconds)
     if request.out_html is not None:
         choices = report.schedule_of(found) if request.explain else ()
         _write_page(page_of(found, name, run, request.origins, simulation(best.run, found.cluster), goal,
-                            report.schedule_text(choices) if choices else ""), request.out_html)
+                            report.schedule_text(choices, best.cost) if choices else ""), request.out_html)
     if request.as_json:
         print(json.dumps(report.document(found, name, goal), indent=1))
         return found
@@ -297,8 +300,12 @@ def _write_page(page: Page, path: Path) -> None:
     try:
         write_atomically(path, page.html())
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", code="plan-page-not-writable",
-                          where="--out-html", value=str(path), remedy="Name a file in a folder you own.") from error
+        raise _no_page(path, error.strerror or str(error)) from error
+
+
+def _no_page(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot be written: {reason}", code="plan-page-not-writable", where="--out-html",
+                       value=str(path), remedy="Name a file in a folder you own.")
 
 
 def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
@@ -310,9 +317,9 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
         whole = training(found.best[0], found.cluster, goal, found.measured_over_predicted)
         screen.print(f"a training on {goal.tokens:,.0f} tokens has {whole.steps:,} steps")
         if whole.best_checkpoint_steps is not None:
+            given = f"; given is --checkpoint.every {whole.checkpoint_steps}" * goal.keeps_interval
             screen.print(f"a checkpoint every {whole.best_checkpoint_steps} steps, written at "
-                         f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least; the run has "
-                         f"--checkpoint.every {found.best[0].run.checkpoint.every or 0}")
+                         f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least{given}")
     if same := report.common_settings(found):
         screen.print(same)
     screen.print()
@@ -325,7 +332,7 @@ def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None 
     for line in (first, limits, *(more if explain else ()), *([memory] if explain or faster else ())):
         screen.print(line)
     if explain and (choices := report.schedule_of(found)):
-        screen.print(report.schedule_text(choices, found.best[0].cost.bubble_fraction))
+        screen.print(report.schedule_text(choices, found.best[0].cost))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------
@@ -427,8 +434,9 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     if found.excess:
         screen.print(f"it would not fit: {found.excess}")
     pipeline = found.pipeline_seconds
-    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s (bubble "
-                 f"{step.bubble_fraction:.1%}), then averaging and update {found.seconds - pipeline:.3g} s")
+    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s "
+                 f"({step.bubble_fraction:.1%} of it bubble), then averaging and update {found.seconds - pipeline:.3g} "
+                 "s")
     if pipeline > step.seconds:
         screen.print(f"stages share cores: with one core each, the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:

@@ -28,10 +28,11 @@ TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
 """Errors that torch raises for sizes that no tensor can have."""
 
 
-def problems(run: ResolvedRun, num_ranks: int | None = None) -> list[RanvierError]:
-    """Everything that is known before anything is built. num_ranks: ranks that are started, where that is known."""
+def problems(run: ResolvedRun, num_ranks: int | None = None, *, elsewhere: bool = True) -> list[RanvierError]:
+    """Everything that is known before anything is built. num_ranks: ranks that are started, where that is known.
+    elsewhere: the run may be for another machine, which may have data that is missing here."""
     return [*families.problems(run), *_update_rule(run), *_freeze_policy(run),
-            *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)), *data_problems(run, elsewhere=True),
+            *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)), *data_problems(run, elsewhere=elsewhere),
             *_missing_checkpoint(run)]
 
 

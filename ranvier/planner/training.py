@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, isfinite
 from typing import Any
@@ -59,30 +59,39 @@ def check_finite(where: str, value: float | None) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """Goal of a training. tokens: of all steps together. deadline_days, budget: dollars; None for none. mtbf_hours:
-    between two failures of one rank, on average; None for no failures."""
+    between two failures of one rank, on average; None for no failures. keeps_interval: whether the run's own
+    checkpoint.every stays; else the plan has the best one."""
 
     tokens: float
     deadline_days: float | None = None
     budget: float | None = None
     mtbf_hours: float | None = None
+    keeps_interval: bool = False
 
 
-def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mtbf_hours: float | None) -> Goal | None:
-    """The goal that options describe. ConfigError where one of them needs a number of tokens."""
+def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mtbf_hours: float | None, *,
+            flags: Collection[str] = (), keeps_interval: bool = False) -> Goal | None:
+    """The goal that options describe. flags: settings given beside them. ConfigError where an option needs a number of
+    tokens, and where a flag gives another length."""
     for where, value in (("--deadline", deadline), ("--budget", budget), ("--mtbf-hours", mtbf_hours)):
         check_finite(where, value)
         if value is not None and tokens is None:
             raise ConfigError("needs a number of tokens", code="goal-without-tokens", where=where, value=value,
                               remedy="Give `--tokens 300B`, say, too.")
+    for name in ("train.steps", "train.epochs"):
+        if tokens is not None and name in flags:
+            raise ConfigError(f"is another length of the run than `--{name}`", code="tokens-beside-length",
+                              where="--tokens", value=tokens, remedy="Give one of them.")
     return None if tokens is None else Goal(tokens=tokens_of(tokens), deadline_days=deadline, budget=budget,
-                                            mtbf_hours=mtbf_hours)
+                                            mtbf_hours=mtbf_hours, keeps_interval=keeps_interval)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A whole training by one configuration. goodput: the share of its time in steps that count; 1 without failures.
-    best_checkpoint_steps: between checkpoints that lose least; None without failures. dollars, kilowatt_hours: None
-    where the cluster's file has no price or power. steps: of the plan's batch."""
+    best_checkpoint_steps: between checkpoints that lose least; None without failures. checkpoint_steps: between those
+    of the run. dollars, kilowatt_hours: None where the cluster's file has no price or power. steps: of the plan's
+    batch."""
 
     devices: int
     steps: int
@@ -90,6 +99,7 @@ class Training:
     device_hours: float
     goodput: float
     best_checkpoint_steps: int | None
+    checkpoint_steps: int
     dollars: float | None
     kilowatt_hours: float | None
 
@@ -103,25 +113,33 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
     """Cost of training on `goal.tokens` with a configuration."""
     longer = found.expected_seconds(measured_over_predicted) / found.cost.seconds
     devices, share, best_steps = found.run.mesh.size, 1.0, None
+    steps = ceil(goal.tokens / found.cost.tokens)
+    interval = found.run.checkpoint.every
     if goal.mtbf_hours is not None:
-        lost = goodput(found.cost.seconds * longer, devices,
-                       failures_of(found.run, cluster, found.memory, goal.mtbf_hours,
-                                   steps=ceil(goal.tokens / found.cost.tokens)))
-        share, best_steps = lost.share, lost.best_steps
+        failures = failures_of(found.run, cluster, found.memory, goal.mtbf_hours, steps=steps)
+        lost = goodput(found.cost.seconds * longer, devices, failures)
+        best_steps = lost.best_steps
+        if not goal.keeps_interval:
+            interval = best_steps
+            lost = goodput(found.cost.seconds * longer, devices, replace(failures, checkpoint_steps=interval))
+        share = lost.share
     days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
     hours = days * 24 * devices
     price, watts = cluster.price_per_hour, cluster.device.watts
-    return Training(devices=devices, steps=ceil(goal.tokens / found.cost.tokens), days=days, device_hours=hours,
-                    goodput=share, best_checkpoint_steps=best_steps,
+    return Training(devices=devices, steps=steps, days=days, device_hours=hours,
+                    goodput=share, best_checkpoint_steps=best_steps, checkpoint_steps=interval,
                     dollars=None if price is None else hours * price,
                     kilowatt_hours=None if watts is None else hours * watts / 1000)
 
 
-def with_length(found: Candidate, cluster: Cluster, goal: Goal | None) -> ResolvedRun:
-    """The configuration's run, with as many steps as the goal's tokens take."""
+def for_goal(result: SearchResult, goal: Goal | None) -> ResolvedRun:
+    """The best plan's run, with as many steps as the goal's tokens take, and the interval of its checkpoints."""
+    run = result.best[0].run
     if goal is None:
-        return found.run
-    return replace(found.run, train=replace(found.run.train, epochs=None, steps=training(found, cluster, goal).steps))
+        return run
+    whole = training(result.best[0], result.cluster, goal, result.measured_over_predicted)
+    return replace(run, train=replace(run.train, epochs=None, steps=whole.steps),
+                   checkpoint=replace(run.checkpoint, every=whole.checkpoint_steps))
 
 
 def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float, *,

@@ -206,11 +206,6 @@ class Schedule:
         """Cached result of `ready`, until something happens."""
         self._waiting: dict[int, int] = {}  # microbatch with queued products -> how many of them
 
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that the queued products of its rank keep alive."""
-        return self.budget.used
-
     # ------------------------------------------------------------------ what happened
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int) -> None:

@@ -125,11 +125,6 @@ class Simulated:
         return tuple(one.queued for one in self.held)
 
     @property
-    def most_alive_bytes(self) -> tuple[float, ...]:
-        """Per rank, the most of these and of what microbatches kept between forward and return, at once."""
-        return tuple(one.alive for one in self.held)
-
-    @property
     def bubble_fraction(self) -> float:
         """Share of all ranks' time, until the last one is done, in which they did nothing."""
         busy = sum(stop - start for rank in self.actions for _, start, stop in rank)

@@ -22,7 +22,6 @@ import secrets
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -330,8 +329,8 @@ class Lease:
         self._held = tuple(held)
         self._lost: OwnershipError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=_keep_beating, name="ranvier-lease", daemon=True,
-                                        args=(weakref.ref(self), self._stop, heartbeat_seconds))
+        self._thread = threading.Thread(target=self._keep_beating, args=(heartbeat_seconds,), name="ranvier-lease",
+                                        daemon=True)
         self._thread.start()
 
     @classmethod
@@ -358,11 +357,6 @@ class Lease:
                 one.release()
             raise
         return cls(held, heartbeat_seconds)
-
-    @property
-    def generations(self) -> tuple[int, ...]:
-        """Generation of each folder's lease, in the order of the folders."""
-        return tuple(one.generation for one in self._held)
 
     def check(self) -> None:
         """OwnershipError if a folder is known to be lost. Reads no file, so it is cheap enough for every step."""
@@ -392,6 +386,10 @@ class Lease:
             for one in self._held:
                 one.release()
 
+    def _keep_beating(self, seconds: float) -> None:
+        while self._lost is None and not self._stop.wait(seconds):
+            self._beat()
+
     def _beat(self) -> None:
         for one in self._held:
             try:
@@ -401,16 +399,6 @@ class Lease:
                 return
             except OSError:
                 continue  # a full disk or a file server that does not answer: without heartbeat the lease expires
-
-
-def _keep_beating(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
-    """Send heartbeats until the lease is released, lost, or garbage-collected."""
-    while not stop.wait(seconds):
-        held = lease()
-        if held is None or held._lost is not None:
-            return
-        held._beat()
-        del held
 
 
 @contextmanager

@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, State, as_model, beside_modules, carried, initialise, named
-from ranvier.config.named_object import import_named
+from ranvier.config.named_object import call_named
 from ranvier.config.run import TensorParallel
-from ranvier.errors import ConfigError, DivisibilityError, ModelError, RanvierError
+from ranvier.errors import ConfigError, DivisibilityError, ModelError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
@@ -204,17 +204,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
 
 def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
     """Result of the function "module:function", with None for a loss that it leaves out."""
-    module, _, function = target.partition(":")
-    try:
-        made: Any = import_named(module, function)
-        made = made()
-    except RanvierError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code="split-function-raised",
-                          where="split", value=target,
-                          remedy="Name module:function, an importable module and a function that takes no "
-                                 "arguments.") from error
+    made = call_named(target, "split", "split-function-raised")
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError("must return (model, sample) or (model, sample, loss)", code="split-function-result",
                           where=f"split {target}", value=type(made).__name__,
@@ -266,12 +256,8 @@ def _prepared(model: Model) -> Model:
                     initialise(parameter, f"{name}.{key}", model.initial(f"{name}.{key}"), _SEED)
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         blocks[name] = module
-    return replace(model, blocks={name: partial(_same, module) for name, module in blocks.items()}, tied=(),
-                   initial=None, alike={})
-
-
-def _same(module: nn.Module) -> nn.Module:
-    return module
+    builders = {name: partial(blocks.__getitem__, name) for name in blocks}
+    return replace(model, blocks=builders, tied=(), initial=None, alike={})
 
 
 def _doubled(batch: Microbatch) -> Microbatch:
@@ -336,18 +322,12 @@ def _copied(x: Tensor) -> Tensor:
     return values if layout is None else mark(values, layout)
 
 
-def _whole_shape(x: Tensor, mesh: TensorMesh | None) -> list[int]:
-    """The shape of all rows' parts together."""
+def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
+    """The gradient of one whole output, of all rows' parts together, the same on every rank."""
     shape = list(x.shape)
     if mesh is not None and shape:
         shape[0] = sum(mesh.over_rows.gather_number(shape[0]))
-    return shape
-
-
-def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The gradient of one whole output, the same on every rank."""
-    generator = torch.Generator().manual_seed(len(name))
-    return torch.randn(_whole_shape(x, mesh), generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
 
 def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:

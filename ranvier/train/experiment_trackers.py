@@ -75,8 +75,8 @@ class _ExperimentTracker(ABC):
                     values = {name: value for name, value in scalars(event).items() if math.isfinite(value)}
                     self._track(values, event.step)
                 case EndEvent() if self._is_open:
-                    self._end({name: value for name, value in event.summary.items()
-                               if isinstance(value, (int, float, str)) and value is not None}, event.sample)
+                    self._end({name: value for name, value in {**event.summary, "sample": event.sample or None}.items()
+                               if isinstance(value, (int, float, str))})
                     self._is_done = True
         except Exception as error:
             self._fail(error)
@@ -120,8 +120,8 @@ class _ExperimentTracker(ABC):
         """Track finite numbers."""
 
     @abstractmethod
-    def _end(self, summary: Mapping[str, float | str], sample: str | None) -> None:
-        """Track what the run has come to."""
+    def _end(self, summary: Mapping[str, float | str]) -> None:
+        """Track what the run has come to, with its sample text."""
 
     @abstractmethod
     def _close(self, *, is_done: bool) -> None:
@@ -147,8 +147,8 @@ class WeightsAndBiases(_ExperimentTracker):
     def _track(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
 
-    def _end(self, summary: Mapping[str, float | str], sample: str | None) -> None:
-        self._run.summary.update({**summary, **({"sample": sample} if sample else {})})
+    def _end(self, summary: Mapping[str, float | str]) -> None:
+        self._run.summary.update(summary)
 
     def _close(self, *, is_done: bool) -> None:
         self._run.finish(exit_code=0 if is_done else 1)
@@ -176,10 +176,9 @@ class MLflow(_ExperimentTracker):
         for name, value in values.items():
             self._client.log_metric(self._run, name, value, step=step, synchronous=True)
 
-    def _end(self, summary: Mapping[str, float | str], sample: str | None) -> None:
-        texts = {name: str(value) for name, value in summary.items()} | ({"sample": sample} if sample else {})
-        for name, value in texts.items():
-            self._client.set_tag(self._run, name, value[:_MOST_CHARACTERS])
+    def _end(self, summary: Mapping[str, float | str]) -> None:
+        for name, value in summary.items():
+            self._client.set_tag(self._run, name, str(value)[:_MOST_CHARACTERS])
 
     def _close(self, *, is_done: bool) -> None:
         self._client.set_terminated(self._run, status="FINISHED" if is_done else "FAILED")
@@ -204,8 +203,8 @@ class Aim(_ExperimentTracker):
         for name, value in values.items():
             self._run.track(value, name=name, step=step)
 
-    def _end(self, summary: Mapping[str, float | str], sample: str | None) -> None:
-        self._run["summary"] = {**summary, **({"sample": sample} if sample else {})}
+    def _end(self, summary: Mapping[str, float | str]) -> None:
+        self._run["summary"] = dict(summary)
 
     def _close(self, *, is_done: bool) -> None:
         self._run["finished"] = is_done

@@ -63,7 +63,7 @@ class Guards:
         if self._guard.bad_step == "stop":
             self._stop(step, result, cause, publish)
         if self._in_a_row >= self._guard.max_bad_steps:
-            self._stop(step, result, cause, publish, f", the {_ordinal(self._in_a_row)} bad step in a row")
+            self._stop(step, result, cause, publish, f", bad step {self._in_a_row} in a row")
         if self._guard.bad_step == "skip":
             return step
         publish()
@@ -121,8 +121,3 @@ def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:
         case _:
             return (f"Lower `--train.learning-rate` (it was {learning_rate:g} at this step) or raise "
                     f"`--train.warmup-steps`{others}.")
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

@@ -185,7 +185,7 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
                         remedy="Give this machine the same files and versions, or one shared `--data.cache-dir`; start "
                                "the command in the folder in which the run was started.")
     world = _join(world, run_dir, started, sizes, seconds)
-    install_error_handlers(world, run.mesh, run.launch, timeout_seconds=run.comm.timeout_seconds)
+    install_error_handlers(world, run.launch, timeout_seconds=run.comm.timeout_seconds)
     if started.rank == 0:
         print(f"joined {run_dir}: rank {world.rank}" + (f" to {world.size - 1}" if started.size > 1 else "")
               + f" of {world.size}", file=stream, flush=True)

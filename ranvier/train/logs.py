@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ranvier.errors import RanvierError
 from ranvier.mesh import REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import append_file, open_regular_file
+from ranvier.system.untrusted_file import append_file, open_regular_file, parse_json
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 
 
@@ -145,9 +145,8 @@ def _event_fields(event: Event) -> dict[str, object] | None:
 
 MOST_BYTES = 1 << 20
 """A line that is longer is none of ours."""
-_MOST_STEPS = 1 << 62
-_MOST_DEPTH = 16
-_MOST_RANKS = 1 << 40
+_MOST_COUNT = 1 << 40
+_MOST_NUMBER = 1e300
 
 Line = dict[str, Any]
 
@@ -187,8 +186,8 @@ def _read(path: Path, problem_of: Callable[[Line], str | None]) -> Log:
             for number, content in _lines_of(file):
                 try:
                     log.lines.append(_parsed(content, problem_of))
-                except (ValueError, RecursionError, OverflowError) as error:
-                    log.problems.append(f"line {number} {_short(error)}")
+                except ValueError as error:
+                    log.problems.append(f"line {number}: {str(error).partition(chr(10))[0][:200]}")
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -210,76 +209,40 @@ def _lines_of(file: BinaryIO) -> Iterable[tuple[int, bytes | None]]:
 
 
 def _parsed(content: bytes | None, problem_of: Callable[[Line], str | None]) -> Line:
-    """The object in a line. ValueError, RecursionError or OverflowError where there is none that can be used."""
+    """The object in a line. ValueError where there is none that can be used."""
     if content is None:
-        raise ValueError(f"is longer than {MOST_BYTES:,} bytes")
-    try:
-        value = json.loads(content.decode(), parse_constant=_no_number)
-    except UnicodeDecodeError:
-        raise ValueError("is no UTF-8") from None
-    except json.JSONDecodeError:
-        raise ValueError("is not JSON") from None
+        raise ValueError(f"longer than {MOST_BYTES:,} bytes")
+    value = parse_json(content)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # the page of the run has it
     if not isinstance(value, dict):
-        raise ValueError("is no object")
-    if _depth(value) > _MOST_DEPTH:
-        raise ValueError("is nested too deeply")
-    json.dumps(value, ensure_ascii=False).encode()  # a half of a surrogate pair cannot be printed
-    step = value.get("step")
-    if type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise ValueError("has no step")
-    problem = problem_of(value)
-    if problem is not None:
+        raise ValueError("not an object")
+    if not _is_count(value.get("step"), 0):
+        raise ValueError("no number of a step")
+    if (problem := problem_of(value)) is not None:
         raise ValueError(problem)
     return value
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"has {text} for a number")
-
-
-def _depth(value: object) -> int:
-    """Depth of nested objects and lists."""
-    level, depth = [value], 0
-    while level and depth <= _MOST_DEPTH:
-        level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        depth += 1
-    return depth
 
 
 def _metrics_problem(line: Line) -> str | None:
     """Every field of a step is a number, or null where it was none."""
     if "loss" not in line or line["step"] == 0:
-        return "is no step"
-    return next((f"has {name} that is no number" for name, value in line.items() if not _is_number(value)), None)
-
-
-def _is_number(value: object) -> bool:
-    if value is None:
-        return True
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(float(value))
+        return "not a step"
+    return next((f"{name} is not a number" for name, value in line.items() if value is not None
+                 and not (type(value) in (int, float) and abs(value) < _MOST_NUMBER)), None)
 
 
 def _event_problem(line: Line) -> str | None:
     """An event has a name; where one tells a new mesh, it is one."""
     if not isinstance(line.get("event"), str):
-        return "has no event"
+        return "no event"
     if line["event"] in ("start", "transition") and "mesh" in line:
-        mesh, frozen = line["mesh"], line.get("frozen_layers", 0)
+        mesh = line["mesh"]
         if not isinstance(mesh, Mapping) or not all(_is_count(mesh.get(axis), 1) for axis in REQUIRED_AXES):
-            return "has no mesh"
-        if not _is_count(frozen, 0):
-            return "has no number of frozen layers"
+            return "no mesh"
+        if not _is_count(line.get("frozen_layers", 0), 0):
+            return "no number of frozen layers"
     return None
 
 
 def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and least <= value < _MOST_RANKS
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "is nested too deeply"
-    if isinstance(error, (UnicodeEncodeError, OverflowError)):
-        return "has what cannot be written"
-    return str(error).partition("\n")[0][:200]
+    return type(value) is int and least <= value < _MOST_COUNT

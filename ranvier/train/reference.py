@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ranvier.comm.protocol import Group
 from ranvier.data.preference_pairs import WithReference
@@ -48,7 +47,7 @@ def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resume
     path, note = run.run_dir / NAME, list[str]()
     values: Mapping[str, np.ndarray]
     if resumed.continues:
-        values = _read_by_first(path, runtime, data, everyone)
+        values = _read_by_first(path, data, everyone)
     else:
         if run.lora.rank and resumed.loaded is not None and resumed.step:
             raise ConfigError("has adapters, and the reference is the model without them",
@@ -79,26 +78,19 @@ def _log_p(runtime: RankRuntime, pairs: WithReference) -> np.ndarray:
     return log_p_of_pairs(runtime.engine, runtime.ranks, loader)
 
 
-def _read_by_first(path: Path, runtime: RankRuntime, data: Prepared, everyone: Group) -> Mapping[str, np.ndarray]:
+def _read_by_first(path: Path, data: Prepared, everyone: Group) -> Mapping[str, np.ndarray]:
     """The values in the file, which only rank 0 needs to see. Collective over the world."""
-    problem: RanvierError | None = None
-    values: Mapping[str, np.ndarray] = {}
+    problem, values = None, None
     if everyone.index == 0:
         try:
-            values = _read(path, data)
+            values = {name: found.tolist() for name, found in _read(path, data).items()}
         except RanvierError as error:
             problem = error
-    if everyone.gather_number(int(problem is not None))[0]:
+    values = everyone.gather_objects(values)[0]
+    if values is None:
         raise problem or CheckpointError("cannot be used, as rank 0 says", code="reference-of-first", where=str(path),
                                          remedy="See the error of rank 0.")
-    found = {}
-    for name, pairs in _sets(data).items():
-        whole = torch.zeros(len(pairs), 2, dtype=torch.float64, device=runtime.world.device)
-        if everyone.index == 0:
-            whole.copy_(torch.from_numpy(values[name]))
-        everyone.broadcast(whole, root=0).wait()
-        found[name] = whole.cpu().numpy()
-    return found
+    return {name: np.asarray(found, dtype=np.float64) for name, found in values.items()}
 
 
 def _read(path: Path, data: Prepared) -> Mapping[str, np.ndarray]:

@@ -181,27 +181,27 @@ class Saving:
 
     def _check_same(self, loaded: Loaded, metadata: CheckpointMetadata) -> None:
         """CheckpointError for what gives parameters of the same shapes another meaning."""
-        where, values = f"checkpoint {loaded.folder}", read.flatten(self._run)
-        heads, now = metadata.values.get("model.heads"), self._run.model.heads
+        def other(code: str, what: str, value: object, remedy: str) -> CheckpointError:
+            return CheckpointError(what, code=code, where=f"checkpoint {loaded.folder}", value=value, remedy=remedy)
+
+        values, heads, now = read.flatten(self._run), metadata.values.get("model.heads"), self._run.model.heads
         if heads not in (None, now):
-            raise CheckpointError(f"was written by a model with {heads} heads", code="checkpoint-of-other-heads",
-                                  where=where, value=now, remedy=f"Set `--model.heads {heads}`.")
+            raise other("checkpoint-of-other-heads", f"was written by a model with {heads} heads", now,
+                        f"Set `--model.heads {heads}`.")
         for name in REFUSED:
             before = metadata.values.get(name)
             if before != values[name] and is_known(name, metadata.values):
-                raise CheckpointError(f"was written with {read.flag(name)} {read.as_text(before)}",
-                                      code="checkpoint-of-other-setting", where=where, value=read.as_text(values[name]),
-                                      remedy=f"Set --{read.flag(name)} {read.as_text(before)}.")
+                setting = f"{read.flag(name)} {read.as_text(before)}"
+                raise other("checkpoint-of-other-setting", f"was written with {setting}", read.as_text(values[name]),
+                            f"Set --{setting}.")
         if metadata.tokenizer is not None and self._tokenizer not in (None, metadata.tokenizer):
             own = loaded.folder.absolute().parent.parent / "tokenizer.json"
-            raise CheckpointError("was trained with another tokenizer: the same ids would mean other tokens",
-                                  code="checkpoint-of-other-tokenizer", where=where, value=self._run.data.tokenizer,
-                                  remedy=f"Set `--data.tokenizer {own}`." if own.exists() else
-                                  "Set `--data.tokenizer` to the path of its own.")
+            raise other("checkpoint-of-other-tokenizer", "was trained with another tokenizer: the same ids would mean "
+                        "other tokens", self._run.data.tokenizer, f"Set `--data.tokenizer {own}`." if own.exists() else
+                        "Set `--data.tokenizer` to the path of its own.")
         if metadata.labels and self._labels and metadata.labels != self._labels:
-            raise CheckpointError("was trained on other classes: the same outputs would mean other classes",
-                                  code="checkpoint-of-other-classes", where=where, value=self._labels[:20],
-                                  remedy=f"Give data with its classes: {metadata.labels[:20]}.")
+            raise other("checkpoint-of-other-classes", "was trained on other classes: the same outputs would mean "
+                        "other classes", self._labels[:20], f"Give data with its classes: {metadata.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
         """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which

@@ -68,6 +68,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
 
     # 1. The data tells what no setting says; then all ranks have one run, whose memory is compared with what is free.
     run, data, pretrained = setup.prepare_run(run, world, stream)
+    named_cluster = run.launch.cluster
     given = setup.agree_on_run(run, recipe, data, members.everyone, world)
     world.mesh = given.mesh
     run = check_fits(given, world, members.everyone)
@@ -138,7 +139,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         run = session.run = setup.resolve_remaining(run, engine, world, saving.origin)
         if page is not None:
             page.run = run
-            session.write_settings(run)
+            # Without the cluster that was found by the GPUs here: the file may resume on others.
+            session.write_settings(replace(run, launch=replace(run.launch, cluster=named_cluster)))
             if data.tokenizer is not None:
                 setup.write_tokenizer(data.tokenizer, session.run_dir)
         outputs.event(StartEvent(

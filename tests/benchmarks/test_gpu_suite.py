@@ -92,7 +92,7 @@ def test_each_row_has_its_end_and_its_log(own_rows, tmp_path, capsys):
     first, *ended = lines_of(tmp_path)
     assert first["kind"] == "circumstances" and first["commit"]
     assert [(line["name"], line["rc"]) for line in ended] == [("good", 0), ("bad", 3), ("killed", -9)]
-    assert (tmp_path / "logs" / "good.txt").read_text() == "all well\n"
+    assert (tmp_path / "log.txt").read_text() == "=== good\nall well\n=== bad\na trace\n=== killed\n"
     shown = capsys.readouterr().out.splitlines()
     assert "a trace" in shown and [line.split()[0] for line in shown[-3:]] == ["killed:", "bad:", "good:"]
     assert "FAILED (3)" in shown[-2] and "that of good" in shown[-1]
@@ -104,11 +104,29 @@ def test_a_row_that_hangs_costs_its_limit_and_leaves_no_process(own_rows, tmp_pa
                         "time.sleep(100)']); print(started.pid, flush=True); time.sleep(100)", next="print(1)")
     assert suite.main(["--dry-run", "--output", str(tmp_path)]) == 1
     assert [line["rc"] for line in lines_of(tmp_path)[1:]] == [124, 0]
-    child = Path(f"/proc/{(tmp_path / 'logs' / 'hangs.txt').read_text().split()[0]}/stat")
+    child = Path(f"/proc/{(tmp_path / 'log.txt').read_text().split()[2]}/stat")
     deadline = time.monotonic() + 5
     while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_row_whose_limit_is_over_shows_where_it_was(tmp_path):
+    program = f"""
+import os, signal, time
+from benchmarks.gpu import suite
+
+def hanging(options):
+    yield {{"found": 1}}
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(100)
+
+suite.CASES["facts"] = hanging
+suite.main(["--dry-run", "--one", "facts", "--output", {str(tmp_path)!r}])
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert found.returncode != 0 and "in hanging" in found.stderr
+    assert [line["found"] for line in lines_of(tmp_path)] == [1]
 
 
 def test_a_part_begins_no_row_for_which_no_time_is_left(own_rows, tmp_path):

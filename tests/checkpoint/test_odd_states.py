@@ -136,7 +136,7 @@ def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_nobody_could_read_gets_no_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "contradictions", lambda manifest: iter(["one piece is there twice"]))
+    monkeypatch.setattr(files.manifests, "contradictions", lambda manifest: iter(["one piece is there twice"]))
 
     def work(engine):
         checkpoints = Checkpoints(engine, tmp_path)

@@ -268,8 +268,9 @@ def elsewhere(number):
     return Owner(host=f"host{number}", machine=f"machine{number}", pid=number, started="1")
 
 
-def test_a_folder_of_another_program_is_left_alone(tmp_path):
+def test_a_folder_of_another_program_is_left_alone(tmp_path, monkeypatch):
     """Nothing of it is cleared away; what it has written can be read under its name."""
+    monkeypatch.setitem(Lease.acquire.__kwdefaults__, "wait_seconds", 0.2)
     save_steps(tmp_path, 1)
     theirs = Lease.acquire([tmp_path], owner=elsewhere(1), heartbeat_seconds=0.05, expiry_seconds=0.2)
     (tmp_path / ".step-2.abc.tmp").mkdir()

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ranvier import __main__
 from ranvier.cli import main, options
 from ranvier.cli.main import run_command
 from ranvier.cli.train import _planned_flags
@@ -334,3 +335,16 @@ def test_check_reads_as_much_of_the_data_as_shows_that_it_is_wrong(capsys, tmp_p
     assert run_command(["check", "gpt-tiny", "--ranks", "4", *given]) == 2
     out = capsys.readouterr().out
     assert re.search(f"problem: .*{text}", out) and "no problems found" not in out
+
+
+def test_ctrl_c_during_the_imports_has_no_traceback(monkeypatch):
+    class Interrupts:
+        def find_spec(self, name, path=None, target=None):
+            if name == "ranvier.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ranvier.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    assert caught.value.code == 130

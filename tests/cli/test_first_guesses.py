@@ -8,6 +8,7 @@ import torch
 from ranvier.cli.main import run_command
 from ranvier.config import presets, read
 from ranvier.errors import ConfigError
+from tests.errors import raises
 from tests.hf_peers import peer, saved
 
 
@@ -68,6 +69,50 @@ def test_a_folder_in_hugging_face_format_is_a_recipe(tmp_path, capsys):
     run_command(["check", str(folder), "--json"])
     found = {one["name"]: (one["value"], one["origin"]) for one in json.loads(capsys.readouterr().out)["values"]}
     assert found["model.num-layers"] == ("1", "model.pretrained") and found["model.hidden"][0] == "16"
+
+
+def test_a_folder_of_config_json_is_planned_and_not_trained(tmp_path, capsys):
+    """Neither its weights nor its tokenizer are needed for a prediction; `check` says that a run needs them."""
+    (tmp_path / "config.json").write_text(json.dumps(peer(
+        "LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2).config.to_dict()))
+    out = str(tmp_path / "run.toml")
+    of_h100 = [str(tmp_path), "--cluster", "h100", "--json"]
+    assert run_command(["plan", *of_h100, "--ranks", "1", "--search", "microbatch", "--out", out]) == 0
+    with_out = capsys.readouterr()
+    assert json.loads(with_out.out)["ranks"] == 1 and "model.safetensors" in with_out.err
+    assert run_command(["simulate", *of_h100]) == 0
+    capsys.readouterr()
+    assert run_command(["check", *of_h100]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "pretrained-without-weights" in [each["code"] for each in report["warnings"]] and report["memory"]
+    train = ["train", str(tmp_path), "--data.corpus", out, "--run-dir", str(tmp_path / "run"), "--json"]
+    assert run_command(train) == 2
+    assert [each["code"] for each in json.loads(capsys.readouterr().out)["errors"]] == ["pretrained-without-weights"]
+
+
+def test_data_that_is_not_here_is_told_before_ranks_are_started(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ranvier.launch.start.start_ranks", pytest.fail)
+    for given, code in ((["--data.corpus", "gone.jsonl"], "corpus-missing"),
+                        (["--data.task", "chat", "--data.train", "gone.jsonl"], "unknown-data")):
+        assert run_command(["train", "llama-tiny", "--run-dir", str(tmp_path / "run"), "--json", *given]) == 2
+        assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == code
+
+
+@pytest.mark.parametrize("name", ["someone/a-model", "model.gguf", "someone/model.gguf"])
+def test_a_model_of_the_hub_in_the_place_of_a_recipe_says_how_to_get_it(name):
+    with raises("unknown-recipe", value=name) as caught:
+        read.load(name)
+    assert f"--model.pretrained {name}" in caught.value.remedy and f"ranvier import {name}" in caught.value.remedy
+
+
+def test_a_mistyped_folder_is_no_model_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/first", "nothing", str(tmp_path / "nothing")):
+        with raises("unknown-recipe") as caught:
+            read.load(name)
+        assert "ranvier import" not in caught.value.remedy
 
 
 @pytest.mark.parametrize(("positions", "sequence"), [

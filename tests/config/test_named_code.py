@@ -115,13 +115,13 @@ def test_the_current_folder_is_searched_last(module):
 
 
 def test_the_search_for_a_corpus_imports_no_package(module):
-    from ranvier.config.named_object import module_exists
+    from ranvier.config.named_object import package_exists
 
     package = module / "pack"
     package.mkdir()
     (package / "__init__.py").write_text("open('executed', 'w').close()\n")
     (package / "inner.py").write_text("")
-    assert module_exists("pack.inner:x") and not module_exists("pack.other:x") and not module_exists("nothing:x")
+    assert package_exists("pack.inner:x") and not package_exists("nothing:x") and not package_exists("__main__:x")
     assert not (module / "executed").exists() and str(module) not in sys.path
 
 

@@ -34,7 +34,7 @@ def test_every_setting_has_help_and_a_default_that_fits():
 
 
 def test_names_in_other_programs_lead_to_settings():
-    assert {*read._ELSEWHERE.values()} <= {*read.settings()}
+    assert {*read._elsewhere().values()} <= {*read.settings()}
     assert read.name_elsewhere("gradient_accumulation_steps") == "batch.global_size"
 
 

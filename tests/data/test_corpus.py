@@ -164,7 +164,8 @@ def test_a_limit_inside_a_character_of_a_file_is_no_fault(tmp_path):
     assert [document.text for document in opened(file, tmp_path).documents(2)] == ["a"]
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nope.txt", "a/b/c", "essay.txt"])
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nope.txt", "a/b/c", "essay.txt", "rows.jsonl",
+                                  "texts/rows.parquet", "https://localhost/rows"])
 def test_a_path_that_does_not_exist_is_told_from_a_data_sets_name(name, tmp_path):
     assert missing_path(name).where == "data.corpus"
     with raises("corpus-missing"):

@@ -1,7 +1,9 @@
 """A chat template is code of a stranger: it ends within limits of time and size, with an error that names its file."""
 
 import os
+import resource
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -101,3 +103,36 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path):
     assert ids == list(found["input_ids"]) and is_target.tolist() == list(map(bool, found["assistant_masks"]))
     assert ours.render(Conversation(messages=messages), prompt=True) == theirs.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A renderer whose program writes the same answer to each request."""
+    def write(answer):
+        path = tmp_path / "program.py"
+        path.write_text(f"import sys, time\nfor line in sys.stdin:\n    print({answer!r}, end='', flush=True)\n")
+        monkeypatch.setattr(template_process, "__file__", str(path))
+        return template_renderer._Process()
+    return write
+
+
+def test_half_an_answer_is_not_waited_for_longer_than_for_none(program, monkeypatch):
+    monkeypatch.setattr(template_renderer, "_WAIT_SECONDS", 0.5)
+    began = time.monotonic()
+    with pytest.raises(TemplateLimitError, match="no answer"):
+        program('{"text": "x"').ask({})
+    assert time.monotonic() - began < 30
+
+
+def test_an_answer_needs_no_more_open_files(program):
+    process = program('{"text": "x"}\n')
+    process.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        assert process.ask({}) == {"text": "x"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        process._end()

@@ -61,6 +61,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, tmp_path):
 
 def test_a_pretrained_model_without_a_tokenizer_gets_no_new_one(run, tmp_path):
     (tmp_path / "model" / "tokenizer.json").unlink()
+    assert problems(run) == [], "without weights either, the folder is of sizes alone"
+    (tmp_path / "model" / "model.safetensors").write_text("")
     found, = problems(run)
     if run.data.task == "lm":
         assert found.where == "data.tokenizer" and str(tmp_path / "model") in found.what

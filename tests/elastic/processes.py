@@ -17,7 +17,6 @@ from ranvier.config.run import Pipeline
 from ranvier.launch import contact
 from ranvier.launch.stopped_ranks import find_rank_processes_by_variable
 from ranvier.mesh import Mesh
-from ranvier.system.processes import Process
 from ranvier.train.resize import leave
 from tests.elastic.runs import losses, run_all
 
@@ -71,9 +70,8 @@ class Command:
 
     def ranks(self):
         """Process ids of the ranks, by rank."""
-        launcher = Process(self.process.pid)
         return {rank: process.pid for variable in ("RANVIER_LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
-                for rank, process in find_rank_processes_by_variable(launcher, variable).items()}
+                for rank, process in find_rank_processes_by_variable(self.process, variable).items()}
 
     def end(self):
         """Exit code and output; no process of it is left."""

@@ -43,7 +43,7 @@ def counted(frozen, boundaries, **options):
 
         def counting_forward(*args, **kwargs):
             outcome = forward(*args, **kwargs)
-            stored.append(engine._stages.stored)
+            stored.append(len(engine._stages.first._graphs))
             return outcome
 
         engine._connections.transport.send, engine._stages.first.forward = counting_send, counting_forward

@@ -105,7 +105,7 @@ def _first_mask(device):
 def test_ranks_that_share_the_device_agree_with_one(name):
     program = replace(PROGRAM, **{"precision": "fp32", **MESHES[name]})
     expected = on_one_rank(replace(program, mesh={}), CUDA)
-    for found in losses_on_shared_device(program, timeout_seconds=120):
+    for found in losses_on_shared_device(program):
         assert furthest(found, expected) < BETWEEN_MESHES[program.precision]
 
 

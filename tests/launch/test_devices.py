@@ -78,9 +78,10 @@ def test_sights_travel_over_the_store():
     assert all(found[number] == TORCHRUN for number in range(4))
 
 
-def test_a_rank_that_never_starts_is_named():
+def test_a_rank_that_never_starts_is_named(monkeypatch):
     from datetime import timedelta
 
+    monkeypatch.setattr("ranvier.launch.devices.TELL_SECONDS", 0.1)
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
     with raises("devices-not-reported", 1):
@@ -97,7 +98,7 @@ def test_what_a_process_sees():
 
 def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
     """Rank 1 of 2 computes on device 1 from the start, also where a library names no device."""
-    monkeypatch.setattr(launch, "_open_store", lambda started, seconds: (None, HashStore()))
+    monkeypatch.setattr(launch, "open_store", lambda started, seconds: (None, HashStore()))
     monkeypatch.setattr(launch, "exchange", lambda seen, size, store: [
         replace(seen, rank=0, local_rank=0), seen])
     connected = []
@@ -122,7 +123,7 @@ def test_a_rank_finds_the_ranks_of_its_machine_in_any_order(monkeypatch, local_r
         return [replace(seen, rank=rank, machine=seen.machine if machine == mine else machine)
                 for rank, machine in enumerate(machines)]
 
-    monkeypatch.setattr(launch, "_open_store", lambda started, seconds: (None, HashStore()))
+    monkeypatch.setattr(launch, "open_store", lambda started, seconds: (None, HashStore()))
     monkeypatch.setattr(launch, "exchange", exchange)
     monkeypatch.setattr(launch, "_connect", lambda *args: (type("Backend", (), {"rank": 1, "size": 4})(), None))
     monkeypatch.setattr(launch.os, "environ", dict(os.environ))

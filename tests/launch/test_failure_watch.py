@@ -49,16 +49,16 @@ def test_what_a_rank_reports_of_others(monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # which undoes what is installed
 
-    def report(world, mesh, error, **_):
+    def report(world, error, **_):
         raise error
 
     world = World(backend=InProcessWorld(2).backend(0), store=HashStore(), launcher="local", local_rank=0, local_size=2,
-                  device=torch.device("cpu"))
+                  device=torch.device("cpu"), mesh=Mesh(pipe=2))
     monkeypatch.setattr(sys, "stderr", mock.Mock(spec=["write", "flush"]))  # a program's own, which is no file
     with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
                              faulthandler=mock.DEFAULT, report_failure=report) as patched:
         patched["faulthandler"].is_enabled.return_value = False
-        failures.install_error_handlers(world, Mesh(pipe=2), Launch(), timeout_seconds=60)
+        failures.install_error_handlers(world, Launch(), timeout_seconds=60)
         patched["faulthandler"].enable.assert_called_once_with(sys.__stderr__, all_threads=False)
         told = patched["Heartbeat"].call_args.kwargs
         with raises("rank-stopped", "data 0, pipe 1, row 0, col 0", value="process 7"):
@@ -133,7 +133,7 @@ def test_the_first_rank_that_a_killed_one_brings_down_reports_it(monkeypatch, ca
         world = World(backend=InProcessWorld(3).backend(rank), store=store, launcher="srun", local_rank=rank,
                       local_size=3, device=torch.device("cpu"))
         lost = TransportError("a member is gone", code="collective-failed", where="group 'data'", remedy="Look.")
-        assert failures.report_failure(world, Mesh(data=3), lost) == 2
+        assert failures.report_failure(world, lost) == 2
     error = capsys.readouterr().err.splitlines()
     assert error[0].startswith("ranvier: error: group 'data'")
     assert error[0].endswith("[rank 1 (data 1, pipe 0, row 0, col 0)]")

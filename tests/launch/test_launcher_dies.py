@@ -1,5 +1,6 @@
 """Whatever started the ranks is killed outright: the ranks end by themselves, within seconds."""
 
+import errno
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ranvier.launch.heartbeat import exit_with_launcher
@@ -41,8 +43,9 @@ def test_torchruns_agent_is_killed(start_ranks, between):
 def test_mpiexecs_proxy_is_killed(start_ranks, between):
     each = start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
     each.wait_for_ranks()
-    proxy = each.ranks[0].parent.parent if between else each.ranks[0].parent
-    assert proxy.parent.pid == each.process.pid
+    above = each.ranks[0].handle.parents()
+    proxy = above[1] if between else above[0]
+    assert proxy.ppid() == each.process.pid
     os.kill(proxy.pid, signal.SIGKILL)
     each.assert_ranks_end()
 
@@ -120,27 +123,41 @@ def test_a_launcher_that_lives_ends_nothing(monkeypatch):
 
 
 @LINUX
-def test_a_process_is_its_id_and_its_start():
+def test_a_process_runs_until_it_has_ended_and_may_be_stopped():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     process = Process.find(child.pid)
     try:
-        assert process.runs and not process.is_stopped and process.parent == Process.find(os.getpid())
-        assert process in descendants(os.getpid())
-        assert not Process(child.pid, process.started + 1).runs, "another process with the same id"
+        assert process.runs and not process.is_stopped
+        assert process in descendants(os.getpid()) and process == Process.find(child.pid) != Process.find(os.getpid())
         child.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 10
         while not process.is_stopped:
             assert time.monotonic() < deadline
-        assert not Process(child.pid, process.started + 1).is_stopped
     finally:
         child.kill()
     while process.runs:
         assert time.monotonic() < deadline + 20
     assert not process.runs, "a zombie does not"
     child.wait()
-    assert Process.find(child.pid) is None and process.parent is None and process.num_threads is None
+    assert Process.find(child.pid) is None and process.num_threads is None and process.variable("PATH") is None
 
 
 def test_ancestors_end_with_the_first_without_the_variable():
     found = ancestors_with("NOBODY_HAS_THIS_VARIABLE")
     assert [process.pid for process in found] == [os.getppid()]
+
+
+@LINUX
+def test_a_process_that_may_not_be_read_hides_no_other(monkeypatch):
+    """Of another user under hidepid=1: its entry in /proc is listed and cannot be opened."""
+    child, ancestors = Process.find(os.getpid()), psutil.Process().parents()
+    read = psutil._pslinux.open_binary
+
+    def refused(name):
+        if str(name).startswith(f"/proc/{ancestors[-1].pid}/"):
+            raise PermissionError(errno.EPERM, "not permitted", name)
+        return read(name)
+
+    monkeypatch.setattr(psutil._pslinux, "open_binary", refused)
+    assert child in descendants(os.getppid())
+    assert [process.pid for process in ancestors_with("PATH")][:1] == [os.getppid()]

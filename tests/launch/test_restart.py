@@ -124,7 +124,7 @@ def test_a_run_goes_on_without_the_rank_that_is_lost(start_ranks, tmp_path, numb
     while not (run / "checkpoint" / "step-5").exists() and not list(run.glob("checkpoint/step-1*")):
         assert time.monotonic() < deadline and command.process.poll() is None, command.text
         time.sleep(0.05)
-    ranks = [process for process in descendants(command.process.pid) if process.has_variable("RANVIER_LOCAL_RANK")]
+    ranks = [process for process in descendants(command.process.pid) if process.variable("RANVIER_LOCAL_RANK")]
     assert len(ranks) == 2
     os.kill(ranks[1].pid, number)
     command.ranks = ranks

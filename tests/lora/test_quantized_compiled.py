@@ -96,7 +96,7 @@ def test_nf4_of_a_library_that_cannot_be_compiled_is_told(monkeypatch):
     with raises("block-not-compilable", "layer0.attention"):
         nf4_gradients(True)
     expected = nf4_gradients(False)
-    monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")
+    monkeypatch.setattr("ranvier.pipeline.parts.compiles", lambda how, device: "auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = nf4_gradients("auto")

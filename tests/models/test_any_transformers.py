@@ -249,7 +249,10 @@ def test_settings_of_the_folder(folder_of, tmp_path):
 def test_settings_that_it_cannot_have(folder_of, run, tmp_path):
     with raises("unknown-model-type", "cohere", "--model.family transformers"):
         Pretrained(folder_of("Cohere"))
+    (tmp_path / "bare").mkdir()
+    shutil.copy(Path(run.model.pretrained) / "config.json", tmp_path / "bare")
     for model, error in ((dict(pretrained=None), ["transformers-needs-folder"]),
+                         (dict(pretrained=str(tmp_path / "bare")), ["transformers-needs-folder", "hf download"]),
                          (dict(pretrained="CohereLabs/command"), ["transformers-needs-folder", "hf download"])):
         found = families.problems(replace(run, model=replace(run.model, **model)))
         assert [one.code for one in found] == error[:1]

@@ -197,7 +197,7 @@ def test_samples_starts_and_names(head):
 
 
 def test_two_classes_where_nobody_says():
-    assert bert.num_classes(tiny()) == 2 and bert.num_classes(tiny(num_classes=7)) == 7
+    assert bert.family.num_classes(tiny()) == 2 and bert.family.num_classes(tiny(num_classes=7)) == 7
 
 
 def test_flops_count_the_layers_products():

@@ -1,12 +1,17 @@
 """Whole modules as blocks: on every mesh the outputs and raw gradients of the module under plain PyTorch."""
 
 import copy
+import enum
+import gc
+import logging
 import random
 import sys
 import warnings
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -17,6 +22,7 @@ from torch.nn import functional
 from ranvier.block import as_model
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
+from ranvier.originals.read_attributes import variables_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing import check_blocks
@@ -276,6 +282,12 @@ def branches(m, x):
     return m.b(x)
 
 
+def raises_where_both(m, x):
+    if x.shape[0] > 4 and x.shape[1] > 4:
+        raise ValueError("too large")
+    return m.b(m.a(x))
+
+
 def asks_type(m, x):
     return m.b(x if isinstance(m.a(x), torch.Tensor) else -x)
 
@@ -351,6 +363,251 @@ def test_code_that_changes_attributes_is_named(run, attribute):
     assert module.mean is mean and (module.calls, module.kept) == (0, []) and not hasattr(module, "state")
 
 
+LOSSES, CONSTANT = [], torch.ones(4)
+
+
+class Storing(nn.Module):
+    """Leaves the mean of what it computes, as layers of experts do with a loss of their own."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.linear, self.store, self.state = nn.Linear(4, 4), store, SimpleNamespace(loss=0.0)
+        self.loss, self.losses, self.zero = 0.0, [], torch.ones(())
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.store(self, y.mean())
+        return y
+
+    def current(self):
+        return self.loss + sum(LOSSES)
+
+
+@pytest.mark.parametrize(("store", "read", "where"), [
+    (lambda m, value: setattr(m, "loss", value), lambda m: m.loss, "attribute a.loss"),
+    (lambda m, value: setattr(m, "loss", value), lambda m: m.current(), "attribute a.loss"),
+    (lambda m, value: setattr(m, "late", value), lambda m: getattr(m, "late", 0.0), "attribute a.late"),
+    (lambda m, value: setattr(m, "zero", value), lambda m: m.zero, "attribute a.zero"),
+    (lambda m, value: m.losses.append(value), lambda m: sum(m.losses), "attribute a.losses"),
+    (lambda m, value: setattr(m.state, "loss", value), lambda m: m.state.loss, "attribute a.state"),
+    (lambda m, value: LOSSES.append(value), lambda m: m.current(), "variable LOSSES of Storing.current"),
+], ids=["number", "by a method", "new", "tensor", "list", "object", "global"])
+@pytest.mark.parametrize("cut", [["a", "b"], ["b"]], ids=["another block", "the same block"])
+def test_what_a_forward_leaves_for_traced_code_is_refused(store, read, where, cut):
+    """The graph has the value that it had when the module was cut."""
+    LOSSES.clear()
+    module = Forward(lambda m, x: m.b(m.a(x) + read(m.a)))
+    module.a = Storing(store)
+
+    def rank(world):
+        engine = Engine(blocks_of(module, cut), world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
+        with raises("traced-attribute-stored", where=where):
+            engine.forward_backward(batch)
+
+    run_ranks(rank, 1)
+
+
+class Logging(nn.Linear):
+    def forward(self, x):
+        logging.getLogger(__name__).debug("in a layer")
+        return super().forward(x)
+
+
+def test_a_logger_may_be_used_by_layers_too():
+    """It remembers for which levels it is on."""
+    module, log = Forward(lambda m, x: (log.info("around"), m.b(m.a(x)))[1]), logging.getLogger(__name__)
+    module.a = Logging(4, 4)
+
+    def rank(world):
+        engine = Engine(blocks_of(module), world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))]
+        log.manager._clear_cache()  # as by logging.disable
+        assert engine.forward_backward(batch).weight == engine.evaluate(batch).weight == 8
+
+    run_ranks(rank, 1)
+
+
+def test_a_module_that_is_dropped_during_a_forward():
+    """Blocks keep the submodules that they have, and not the module that was cut."""
+    module = Forward(lambda m, x: m.b(m.a(x)))
+    known, blocks = ref(module), blocks_of(module)
+    module.a.register_forward_hook(lambda *_: (kept.clear(), gc.collect())[0])
+    kept = [module]
+    del module
+
+    def rank(world):
+        engine = Engine(blocks, world, loss=lambda y, t: ((y - t).square().sum(), t.numel()))
+        assert engine.evaluate([(torch.ones(2, 4), torch.zeros(2, 4))]).weight == 8 and known() is None
+
+    run_ranks(rank, 1)
+
+
+SCALE = 1.0
+
+
+class Scales:
+    def scale(self):
+        return SCALE
+
+
+class Kinds(Forward):
+    """Has the scale by functions of every kind."""
+
+    holder = Scales()
+    by_property = property(lambda self: SCALE)
+
+    @classmethod
+    def by_class(cls):
+        return SCALE
+
+    def forward(self, x, scale=1.0):
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize(("run", "where"), [
+    (lambda m, x: m.b(m.a(x)) * m.by_property, "Kinds.<lambda>"),
+    (lambda m, x: m.b(m.a(x)) * m.by_class(), "Kinds.by_class"),
+    (lambda m, x: m.b(m.a(x)) * m.holder.scale(), "Scales.scale"),
+    (lambda m, x: m.b(m.a(x)) * Scales().scale(), "Scales.scale"),
+    (partial(lambda scale, m, x: m.b(m.a(x)) * SCALE * scale, 2.0), "<lambda>"),
+], ids=["property", "class method", "method of an object", "method of a class", "partial"])
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_global_that_is_read_by_any_kind_of_function(run, where, is_partial, monkeypatch):
+    module = Kinds(run)
+    if is_partial:
+        module.forward = partial(module.forward, scale=2.0)
+
+    def rank(world):
+        engine = Engine(blocks_of(module, inputs=["x"]), world, loss=lambda y, t: (y.sum(), t.numel()))
+        batch = [(torch.ones(2, 4), torch.zeros(2, 4))]
+        engine.evaluate(batch)
+        monkeypatch.setitem(globals(), "SCALE", 2.0)
+        with raises("traced-attribute-changed", where=f"variable SCALE of {where}"):
+            engine.evaluate(batch)
+
+    run_ranks(rank, 1)
+
+
+def test_functions_that_name_many_others():
+    """Each is looked at once, however many ways lead to it."""
+    names = {"__name__": None}
+    for number in reversed(range(60)):
+        exec(f"def f{number}(x): return (f{number + 1}, g{number + 1}, x)", names)
+        exec(f"def g{number}(x): return (f{number + 1}, g{number + 1}, x)", names)
+    assert len(variables_of([names["f0"]])) == 2 + 2 * 2 * 58
+
+
+class Tables(nn.Module):
+    """Takes parts of plain tensors up to the size of its input, as models do that were written before buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.places = torch.randn(9, 4)
+        self.mask = torch.ones(9, 9, dtype=torch.bool).tril()
+
+    def forward(self, x):
+        x = self.a(x) + self.places[:x.shape[1]]
+        scores = x @ x.transpose(1, 2)
+        return self.b(scores.masked_fill(~self.mask[:x.size(1), :x.size(1)], 0.0) @ x)
+
+
+def test_parts_of_plain_tensors():
+    module = Tables()
+    blocks = blocks_of(module)
+    for size in (3, 5):
+        check_blocks(module, blocks, torch.randn(2, size, 4))
+
+
+def asserts(m, x):
+    assert x.shape[1] <= 4 and x.shape[2] == 4
+    return m.b(m.a(x))
+
+
+def raises_itself(m, x):
+    if x.shape[1] > 4 or x.shape[2] != 4:
+        raise ValueError("too long")
+    return m.b(m.a(x))
+
+
+def raises_unless(m, x):
+    if not 0 < x.shape[1] <= 4:
+        raise ValueError("too long")
+    return m.b(m.a(x))
+
+
+def raises_or_goes_on(m, x):
+    if x.shape[2] != 4:
+        raise ValueError("too wide")
+    elif x.shape[1] > 4:
+        raise ValueError("too long")
+    elif m.training:
+        x = x * 2
+    else:
+        x = x * 3
+    return m.b(m.a(x))
+
+
+@pytest.mark.parametrize("run", [asserts, raises_itself, raises_unless, raises_or_goes_on])
+def test_a_condition_whose_only_effect_is_an_error_is_checked_in_the_blocks(run):
+    module = Forward(run)
+    blocks = blocks_of(module, ["b"])
+    check_blocks(module, blocks, torch.randn(2, 3, 4))
+    with pytest.raises(AssertionError, match="test_blocks_of"):
+        blocks["a"](torch.randn(2, 5, 4))
+
+
+def sets_items(m, x):
+    x = m.a(x).clone()
+    x[:, 0] = 0.0
+    return m.b(x)
+
+
+def test_items_that_traced_code_sets():
+    module = Forward(sets_items)
+    check_blocks(module, blocks_of(module, ["b"]), torch.randn(2, 3, 4))
+
+
+def adds_in_place(m, x):
+    x = m.a(x)
+    same, rows = x, x.shape[1]
+    fixed = rows
+    x += 1
+    x[..., 1] *= 2
+    rows += 1
+    return m.b(x + same / fixed + rows)
+
+
+@pytest.mark.parametrize("cut", [["b"], ["a", "b"]])
+def test_operators_in_place_change_what_other_names_have(cut):
+    module = Forward(adds_in_place)
+    check_blocks(module, blocks_of(module, cut), torch.randn(2, 3, 4))
+
+
+def adds_embeddings(m, x):
+    tokens, places = m.a(x), m.b(torch.ones_like(x))
+    tokens += places
+    return tokens
+
+
+def keeps_what_it_adds_to(m, x):
+    tokens, places = m.a(x), m.b(torch.ones_like(x))
+    kept = tokens.view(-1)
+    tokens += places
+    return m.c(tokens.clone()) + kept.sum()
+
+
+def test_operators_in_place_on_what_an_earlier_block_gives():
+    """They run out of place, where nobody could tell the difference."""
+    module = Forward(adds_embeddings)
+    check_blocks(module, blocks_of(module, ["b"]), torch.randn(2, 4))
+    module = Forward(keeps_what_it_adds_to)
+    module.c = nn.Linear(4, 4)
+    with raises("block-changes-input", where="block b"):
+        check_blocks(module, blocks_of(module, ["b", "c"]), torch.randn(2, 4))
+
+
 class Fixed(OrderedDict):
     """As the configuration that models of diffusers have."""
 
@@ -375,6 +632,11 @@ def test_numbers_that_another_thread_draws_meanwhile():
     assert blocks_of(Forward(run), ["b"])
 
 
+class Sign(enum.Enum):
+    PLUS = 1
+    MINUS = -1
+
+
 class Annealed(nn.Module):
     """Reads numbers of every kind of place, and has others that its forward does not read."""
 
@@ -382,13 +644,14 @@ class Annealed(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.alpha, self.settings, self.steps = 0.5, {"scale": [1.0, 2.0]}, 0
-        self.config, self.factor = SimpleNamespace(shift=0.0), torch.ones(4)
+        self.config, self.factor, self.sign = SimpleNamespace(shift=0.0), torch.ones(4), Sign.PLUS
 
     def forward(self, x):
-        return self.second(self.first(x) * self.alpha + self.config.shift) * self.settings["scale"][1] * self.factor
+        x = self.first(x) * self.alpha * self.sign.value + self.config.shift
+        return self.second(x) * self.settings["scale"][1] * self.factor
 
 
-@pytest.mark.parametrize("change", ["alpha", "settings", "factor"])
+@pytest.mark.parametrize("change", ["alpha", "settings", "factor", "sign"])
 def test_a_number_of_traced_code_that_changes_between_batches_is_refused(change):
     module = Annealed()
     batch = [(torch.ones(2, 4), torch.zeros(2, 4))]
@@ -404,7 +667,7 @@ def test_a_number_of_traced_code_that_changes_between_batches_is_refused(change)
         before = module.settings["scale"], getattr(module, change)
         module.settings["scale"] = [1.0, 2.0 + (change == "settings")]
         if change != "settings":
-            setattr(module, change, 2.0 * getattr(module, change))
+            setattr(module, change, Sign.MINUS if change == "sign" else 2.0 * getattr(module, change))
         for call in (engine.evaluate, engine.forward_backward):
             with raises("traced-attribute-changed", where=f"attribute {change}"):
                 call(batch)
@@ -554,6 +817,7 @@ def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
 
 @pytest.mark.parametrize(("run", "error"), [
     (branches, ("forward-not-traceable", 0)),
+    (raises_where_both, ("forward-not-traceable",)),
     (asks_type, ("forward-not-traceable",)),
     (loops, ("forward-not-traceable",)),
     (counts, ("forward-not-traceable",)),
@@ -562,6 +826,7 @@ def test_an_attribute_that_is_set_to_what_it_is_does_not_count():
     (autocasts, ("forward-not-traceable",)),
     (reads, ("forward-not-traceable",)),
     (lambda m, x: nn.Linear(4, 4)(x), ("forward-not-traceable",)),
+    (lambda m, x: m.b(m.a(x) + CONSTANT), ("forward-not-traceable", "register_buffer")),
     (lambda m, x: (m.a(x), m.b(x)), ("forward-returns-several", 2)),
 ])
 def test_code_that_cannot_be_traced_is_named(run, error):

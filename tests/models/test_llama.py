@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ranvier.block import initialise
 from ranvier.checkpoint.hf.forms import form_of
@@ -166,6 +168,23 @@ def test_flops(changed):
     (VARIANTS[2], "tokens"), (VARIANTS[4], "tokens"), (VARIANTS[4], "score")], ids=str)
 def test_keeps_the_protocol(changed, head):
     check_family(LLAMA, Transformer(**SMALL | changed), head)
+
+
+def test_counting_a_long_sequence_allocates_nothing():
+    """Of its activations, and of its tables of angles."""
+    class Largest(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            self.bytes = max(self.bytes, *(one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(
+                one, Tensor) and not one.is_meta), 0)
+            return result
+
+    ids = torch.empty(1, 10**6 + 7, dtype=torch.int64, device="meta")
+    with Largest() as largest:
+        block_costs(llama(Transformer(**SMALL)), ids, ids)
+    assert largest.bytes < 10**5
 
 
 def test_starts_and_first_loss():

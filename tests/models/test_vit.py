@@ -99,7 +99,7 @@ def test_samples_starts_and_names():
     assert {name: tuple(one.shape) for name, one in parameters(blocks).items() if name.startswith("embedding.")} == {
         "embedding.patch.weight": (24, 48), "embedding.patch.bias": (24,), "embedding.patch.first": (24,),
         "embedding.position.weight": (10, 24)}
-    assert blocks["head"].classifier.weight.shape == (4, 24) and vit.num_classes(tiny()) == 2
+    assert blocks["head"].classifier.weight.shape == (4, 24) and vit.family.num_classes(tiny()) == 2
 
 
 def test_flops_count_the_layers_products_and_the_patches():

@@ -195,6 +195,15 @@ def keeps_an_old_one(self, x, number):
     return x if kept else x * 2
 
 
+def marks_in_one_of_two_arms(self, x, number):
+    if not context.kept:
+        new = x
+        context.kept = True
+    else:
+        new = context.other
+    return new
+
+
 def adds_a_mark(self, x, number):
     if number not in context.kept:
         context.kept.add(number)
@@ -204,7 +213,7 @@ def adds_a_mark(self, x, number):
 
 @pytest.mark.parametrize("function", [
     marks, marks_and_returns, marks_in_an_inner_branch, marks_beside_another_value, changes_its_own_list,
-    keeps_an_old_one, adds_a_mark])
+    keeps_an_old_one, marks_in_one_of_two_arms, adds_a_mark])
 def test_who_goes_on_in_another_way_on_a_first_visit_needs_what_was_there(function):
     assert "kept" in uses(function).accumulates
 

@@ -3,6 +3,7 @@
 The backend aot_eager traces forward and backward as inductor does, and compiles nothing; one slow test compiles.
 """
 
+import copy
 import time
 import warnings
 from functools import partial
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.block import as_model
 from ranvier.config.run import Memory, Optim, Pipeline, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import bert, gpt, llama, vit
+from ranvier.models.blocks_of import blocks_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import compiled
@@ -22,7 +25,7 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import quick
 from tests.errors import raises
-from tests.pipeline.parity import SEED, assert_parity, chain, frozen, on_mesh, points, share
+from tests.pipeline.parity import SEED, assert_parity, chain, frozen, on_mesh, points, share, squared
 from tests.pipeline.test_parity import residuals
 from tests.pipeline.test_recomputed_state import KEPT, linear
 from tests.pipeline.test_recomputed_state import model as model_with_buffers
@@ -228,9 +231,36 @@ def test_evaluation_is_uncompiled_and_right():
     assert after == before > 0.1
 
 
+class Whole(nn.Module):
+    """A whole module, whose second block may change what the first one has given it."""
+
+    def __init__(self, *, in_place):
+        super().__init__()
+        self.first, self.second, self.third, self.in_place = linear(), linear(), linear(), in_place
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.second(x.tanh())
+        if self.in_place:
+            x += 1
+        return self.third(x + y)
+
+
+def test_blocks_of_a_whole_module():
+    module = Whole(in_place=False).double()
+    assert_parity(lambda: as_model(blocks_of(copy.deepcopy(module)), squared), points([[2, 3]]), Mesh(), compile=True)
+
+
+def test_blocks_of_a_whole_module_that_change_their_input_are_refused():
+    module = Whole(in_place=True)
+    with raises("block-changes-input", where="block second"):
+        on_mesh(lambda: as_model(blocks_of(module), squared), Mesh(),
+                lambda engine: engine.forward_backward(share(engine, points([[2]]))), compile=True)
+
+
 def test_with_auto_it_runs_uncompiled(monkeypatch):
     """As on CUDA, where auto compiles."""
-    monkeypatch.setattr("ranvier.pipeline.engine.Engine._compiles", lambda engine, how: "auto")
+    monkeypatch.setattr("ranvier.pipeline.parts.compiles", lambda how, device: "auto")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_parity(lambda: chain(Reads), points([[2, 3]]), Mesh())

@@ -154,24 +154,26 @@ def test_a_gradient_within_the_forward_that_crosses_blocks():
     alike(model, points([[2, 3, 1]] * 2), Mesh(data=2), DEFERRING, optim=chunks_of(4))
 
 
-@pytest.mark.parametrize("act", [
-    lambda layer, x: layer(x.detach()).square().sum().backward(),
-    lambda layer, x: layer.zero_grad(),
-], ids=["backward", "zero_grad"])
-def test_a_forward_that_changes_gradients_is_refused(act):
+@pytest.mark.parametrize(("mesh", "act"), [
+    (Mesh(), lambda layer, x: layer(x.detach()).backward(torch.ones_like(x))),
+    (Mesh(row=2), lambda layer, x: layer(x.detach()).backward(torch.ones_like(x))),
+    (Mesh(), lambda layer, x: layer.zero_grad()),
+], ids=["backward", "backward on rows", "zero_grad"])
+def test_a_forward_that_changes_gradients_is_refused(mesh, act):
     """Those of the batch are divided by its weight later, and are of other microbatches."""
     class Acts(nn.Module):
         def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(4, 4)
+            self.linear = layers.Linear(4, 4, stationary="output")
 
         def forward(self, x):
             act(self.linear, x)
             return self.linear(x)
 
     with raises("gradient-changed-in-forward", where="parameter b0.linear.weight"):
-        on_mesh(partial(chain, Acts, linear), Mesh(), lambda engine: engine.forward_backward(
-            share(engine, points([[2, 2]]))))
+        on_mesh(partial(chain, Acts, partial(layers.Linear, 4, 4, stationary="output")), mesh,
+                lambda engine: engine.forward_backward(share(engine, points([[4, 4, 4, 4]]))),
+                pipeline=Pipeline(policy="message-driven", in_flight=1))
 
 
 class Slope(nn.Module):

@@ -109,7 +109,7 @@ class Watch:
         def wrapped(*args, **options):
             outcome = inner(*args, **options)
             self.largest = max(self.largest, largest(outcome))
-            self.stored = max(self.stored, self._stage.stored)
+            self.stored = max(self.stored, len(self._stage._graphs))
             alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                      for waiting in self._weights._waiting.values() for tensor in waiting.tensors}
             self.queued_bytes = max(self.queued_bytes, sum(alive.values()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import ranvier.pipeline.engine as engine_file
+import ranvier.pipeline.parts as parts_file
 from ranvier.comm.inprocess import InProcessBackend
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -109,7 +109,7 @@ def test_each_batch_draws_as_its_replica(monkeypatch, mesh, replicas):
             run(share(engine, batches))
 
     batches, inside = points([[2]] * mesh.data), []
-    monkeypatch.setattr(engine_file, "ReplicaRandomness", Recorder)
+    monkeypatch.setattr(parts_file, "ReplicaRandomness", Recorder)
     on_mesh(partial(chain, *[partial(nn.Linear, 4, 4)] * 2), mesh, work)
     assert {replica for _, replica, _ in made} == {0}  # ranks of one process share the generator
     made.clear()

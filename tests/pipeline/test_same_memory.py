@@ -3,6 +3,7 @@ PyTorch, or are refused."""
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,3 +179,34 @@ def test_nothing_is_looked_for_where_no_view_is(monkeypatch):
     with pytest.raises(TypeError):
         ViewsOfParameters(model.parameters())
     del held
+
+
+def test_the_memory_of_a_numpy_array_outlives_a_tensor_that_moves():
+    """The array refers to the tensor alone, and would be over memory that is free."""
+    def rank(world):
+        model = nn.Linear(300, 300)
+        array = model.weight.detach().numpy()
+        before = array.copy()
+        for _ in range(2):
+            Engine([model], world, loss=squared, **OURS).close()
+            others = [torch.full((300, 300), 7.0) for _ in range(30)]  # would get the memory
+            assert np.array_equal(array, before)
+            del others
+
+    run_ranks(rank, 1)
+
+
+class _Compared(type):
+    def __eq__(cls, other):
+        raise AssertionError
+
+
+def test_objects_that_are_none_of_ours_are_passed_over():
+    """Of a class that has no hash, and a tensor without memory of its own."""
+    one, model, inside = _Compared("Class", (), {})(), nn.Linear(2, 2), []
+    torch.func.vmap(lambda x: inside.append(x) or x)(torch.ones(2))
+    held = [one, model.weight.detach()]
+    views = ViewsOfParameters(model.parameters())
+    model.weight.data = model.weight.detach().clone()
+    views.follow()
+    assert held[1].data_ptr() == model.weight.data_ptr()

@@ -195,7 +195,7 @@ def test_virtual_stages_have_half_of_1f1bs_bubble_in_its_memory(pipe, microbatch
     run = simulate([half] * 2 * pipe, microbatches, MessageDriven(), pipe, defer_bytes=deferred,
                    placement=StagePlacement(num_ranks=pipe, per_rank=2))
     assert run.bubble_fraction <= 0.502 * plain.bubble_fraction
-    assert max(run.most_alive_bytes) <= max(plain.most_alive_bytes) == 1000 * pipe
+    assert max(one.alive for one in run.held) <= max(one.alive for one in plain.held) == 1000 * pipe
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
@@ -355,7 +355,7 @@ def test_products_drain_in_reduction_order_at_the_end_and_in_order_of_queueing_b
     run_next(one, "B", products=[Product(5, chunk=1), Product(5, chunk=0)])
     order = [run_next(one, "W") for _ in range(4)]
     assert [(action.microbatch, action.product) for action in order] == [(0, 1), (1, 1), (0, 0), (1, 0)]
-    assert one.next_action() == Done() and one.queued_bytes == 0
+    assert one.next_action() == Done() and one.budget.used == 0
 
     waiting = stage(0, 2, microbatches=3, in_flight=1, defer_bytes=100)
     run_next(waiting, "F", expects_backward=True, deferrable_bytes=10)
@@ -375,7 +375,7 @@ def test_the_oldest_products_run_first_where_a_backward_has_no_room():
     one.on_message("return", 1)
     run_next(one, "W")
     run_next(one, "W")
-    assert one.queued_bytes == 0 and run_next(one, "B", products=[]).defer
+    assert one.budget.used == 0 and run_next(one, "B", products=[]).defer
 
 
 def test_a_backward_that_never_fits_empties_the_queue_and_defers_nothing():

@@ -129,7 +129,7 @@ def test_who_sends_to_whom():
 
     def rank(world):
         return [(tie.name, tie.owns, tie.peers) for tie in
-                Engine(blocks((2, 5, 0)), world, mesh=mesh, pipeline=Pipeline(boundaries=(2, 4)))._ties.ties]
+                Engine(blocks((2, 5, 0)), world, mesh=mesh, pipeline=Pipeline(boundaries=(2, 4)))._values._ties.ties]
 
     ties = run_ranks(rank, mesh.size)
     assert ties[3:] == [[("b2.linear.weight", False, (4,))], [("b2.linear.weight", True, (3, 5))],

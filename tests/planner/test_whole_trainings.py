@@ -62,6 +62,30 @@ def test_what_is_no_goal(arguments, code):
         goal_of(*arguments)
 
 
+def test_steps_beside_tokens_are_refused(capsys):
+    for name in ("train.steps", "train.epochs"):
+        with raises("tokens-beside-length", name, where="--tokens", value="1B"):
+            goal_of("1B", None, None, None, flags=["model.hidden", name])
+        flags = ["plan", "gpt-tiny", "--cluster", "h100", "--tokens", "1B", f"--{name}", "3", "--json"]
+        assert run_command(flags) == 2
+        assert json.loads(capsys.readouterr().out)["errors"][0]["code"] == "tokens-beside-length"
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_the_run_file_has_the_best_interval_of_checkpoints_unless_one_is_given(tmp_path, capsys, every):
+    out = tmp_path / "run.toml"
+    given = [] if every is None else ["--checkpoint.every", str(every)]
+    assert run_command(["plan", "gpt-tiny", "--cluster", "h100", "--ranks", "4", "--search", "microbatch", "--tokens",
+                        "1B", "--mtbf-hours", "50", "--out", str(out), "--launcher", "kubernetes", "--json", *given]
+                       ) == 0
+    whole = json.loads(capsys.readouterr().out)["training"]
+    wanted = every or whole["best_checkpoint_steps"]
+    assert wanted not in (100, None) and whole["checkpoint_steps"] == wanted
+    assert read.merge([read.load(str(out))[1]]).run.checkpoint.every == wanted
+    job = next(yaml.safe_load_all(out.with_suffix(".yaml").read_text()))["data"]["run.toml"]
+    assert f"every = {wanted}\n" in job
+
+
 @pytest.mark.parametrize(("text", "dollars"), [("2M", 2e6), ("500k", 5e5), ("1250.5", 1250.5)])
 def test_sums_of_dollars(text, dollars):
     assert dollars_of(text) == dollars
@@ -102,7 +126,10 @@ def test_days_money_and_power_follow_from_the_step():
     assert whole.kilowatt_hours == pytest.approx(0.7 * whole.device_hours)
     failing = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0))
     assert failing.goodput < 1 and failing.days == pytest.approx(whole.days / failing.goodput)
-    assert failing.best_checkpoint_steps >= 1
+    assert failing.best_checkpoint_steps == failing.checkpoint_steps >= 1 and whole.checkpoint_steps == 100
+    own = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0, keeps_interval=True))
+    assert own.checkpoint_steps == 100 and own.best_checkpoint_steps == failing.best_checkpoint_steps
+    assert own.goodput != failing.goodput and own.days == pytest.approx(whole.days / own.goodput)
 
 
 def test_the_fewest_devices_that_are_in_time(here, capsys):
@@ -208,6 +235,15 @@ def test_why_a_candidate_lost_adds_up():
                                                abs=0.003 * plan.best[0].cost.seconds)
     row = page._row(plan, 0, replace(plan.best[1], memory=()), "too large")
     assert row[-2:] == ("", "too large")  # not 0.00 GiB
+
+
+def test_what_cannot_be_written_is_told_before_the_search(here, tmp_path, monkeypatch):
+    monkeypatch.setattr("ranvier.planner.plan.search", pytest.fail)
+    with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
+        plan("small", RUN, [here], Request(ranks=8, out_html=tmp_path / "none" / "x.html"))
+    with raises("job-of-partial-nodes", 2, value=3):
+        plan("small", RUN, [here], Request(ranks=3, out=tmp_path / "x.toml", launcher="slurm"))
+    assert not (tmp_path / "x.toml").exists()
 
 
 def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):

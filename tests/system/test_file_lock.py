@@ -40,8 +40,7 @@ def test_a_holder_that_shows_no_life_is_named(tmp_path):
         pass
     assert found.value.where == str(tmp_path / "train") and found.value.value == str(holder)
     assert holder.since in found.value.what and str(holder) in told[0]
-    if holder.has_known_pid:
-        assert "kill 4711 on node3" in found.value.remedy
+    assert "kill 4711 on node3" in found.value.remedy
     with silent_holder(tmp_path / "other", b"node3 4711"), raises("data-preparation-stalled") as \
             found, one_writer(tmp_path / "other", told.append):
         pass

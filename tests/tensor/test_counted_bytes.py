@@ -171,7 +171,7 @@ def test_of_a_segment_all_layers_but_the_last_compute_fc2_again():
                 parameter.grad = torch.zeros_like(parameter)
         stage.begin(training=True, num_microbatches=1)
         x = meter.residual(SMALL).detach()
-        stage.forward(0, 0, Microbatch(inputs=None, targets=None), {"": x}, frozenset([""]), training=True)
+        stage.forward(0, 0, Microbatch(inputs=None, targets=None), {"": x}, frozenset([""]))
         before = mesh.over_rows.bytes_received
         stage.backward(0, {"": torch.empty_like(x)}, defer=False, last=False)
     shape = dict(row=2, col=2, **SMALL.volume)

@@ -159,7 +159,7 @@ def test_a_batch_that_failed_lets_go_of_kept_weights():
         engine._stages.clear = clearing
         with pytest.raises(IndexError):
             engine.forward_backward([*others, replace(last, targets=last.targets + 99)])
-        assert kept and not engine._stages.gathered_weights() and engine._stages.stored == 0
+        assert kept and not engine._stages.gathered_weights() and not engine._stages.first._graphs
         with pytest.raises(RanvierError) as caught:
             engine.forward_backward([*others, last])
         assert caught.value.where == "Engine.forward_backward" and "IndexError" in caught.value.what
@@ -270,7 +270,7 @@ def test_the_report_of_a_collective_that_does_not_end_has_the_layer_and_pass_of_
             time.sleep(0.01)
 
     def work(engine):
-        monkeypatch.setattr(inprocess._CollectiveWork, "wait", wait)
+        monkeypatch.setattr(inprocess._Collective, "wait", wait)
         try:
             engine.forward_backward(share(engine, FIRST_DIFFERS))
         except MessageTimeout as error:

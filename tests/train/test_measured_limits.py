@@ -16,7 +16,7 @@ from ranvier.plan.limits import MeasuredChoice, expected_seconds, measured_choic
 from ranvier.planner.count import laid_out, recomputed_runs
 from ranvier.schedule.limits import Limits
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import measured_limits, resize
+from ranvier.train import measured_limits, resize, setup
 from ranvier.train.loop import train
 from tests.errors import raises
 from tests.pipeline.parity import small_gpt
@@ -164,7 +164,8 @@ def given(monkeypatch, *limits):
 
 def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     """Losses are the same to the bit; the choice is told, in run.toml, and with its outcome in the summary. A run from
-    that file has these limits from the start, and measures no others."""
+    that file has these limits from the start, and measures no others; on other GPUs its cluster is another one."""
+    monkeypatch.setattr(setup, "_cluster_here", lambda world: "h100")
     plain = trained(replace(run, pipeline=Pipeline(memory=None)), tmp_path / "plain")
     assert "limits" not in plain[0]
     asked = given(monkeypatch, Limits(in_flight=4, deferred=(2, 3), last=3))
@@ -179,7 +180,9 @@ def test_a_run_takes_the_limits_and_loses_nothing(run, tmp_path, monkeypatch):
     assert summary["limits"].pop("messages") >= 0 and 0 <= summary["limits"].pop("variation") <= 0.3
     assert summary["limits"] == {"step": STEPS, "in_flight": 4, "deferred": [2, 3], "defer_last": 3,
                                  "alternating": False, "predicted_bubble_fraction": 0.1}
-    kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())["pipeline"]
+    kept = tomllib.loads((tmp_path / "run" / "run.toml").read_text())
+    assert "cluster" not in kept["launch"]
+    kept = kept["pipeline"]
     assert (kept["in_flight"], kept["deferred"], kept["defer_last"]) == (4, [2, 3], 3)
 
 

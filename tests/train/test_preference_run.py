@@ -93,8 +93,7 @@ def test_all_ranks_end_where_the_first_cannot_read_the_reference(tmp_path):
     def rank(world):
         everyone = world.backend.group("all", [(0, 1)])
         with pytest.raises(CheckpointError) as caught:
-            _read_by_first(tmp_path / "reference.json", SimpleNamespace(world=world), SimpleNamespace(
-                train=None, eval=None, eval_sets={}), everyone)
+            _read_by_first(tmp_path / "reference.json", SimpleNamespace(train=None, eval=None, eval_sets={}), everyone)
         return caught.value.code
     assert run_ranks(rank, 2) == ["no-reference", "reference-of-first"]
 

@@ -244,7 +244,7 @@ def test_no_run_depends_on_its_logs(text, whole, done, name):
     (done / name).write_bytes(DAMAGE[0] + content + b"".join(DAMAGE[1:]))
     summary, said = run_all(tiny(text, done, steps=8, resume="auto"))
     count = 9 if name == "events.jsonl" else 8
-    assert f"left out {count} damaged lines of {name}: line 1 " in said
+    assert f"left out {count} damaged lines of {name}: line 1: " in said
     assert losses(done) == losses(whole) and summary["steps"] == 8
     _, said = run_all(tiny(text, done, steps=8, resume="auto"))
     assert "damaged" not in said

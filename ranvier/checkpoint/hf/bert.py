@@ -8,51 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ranvier.checkpoint.hf.form import (
-    Form,
-    TensorMapping,
-    left_out,
-    num_labels,
-    numbered_labels,
-    parts_of_heads,
-    read_settings,
-    same,
-)
+from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
 from ranvier.models.bert import NORM_EPSILON, NUM_TYPES
 from ranvier.models.family import num_classes
 
 
-def places(config: Transformer, head: str) -> dict[str, TensorMapping]:
+def places(config: Transformer, head: str) -> dict[str, hf.TensorMapping]:
     """Our parameters, in our order, and where they are."""
     hidden, width = config.hidden, config.intermediate or 4 * config.hidden
-    found = {"embedding.token.weight": same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),
-             "embedding.position.weight": same("bert.embeddings.position_embeddings.weight", config.sequence, hidden),
-             "embedding.token_type.weight": same("bert.embeddings.token_type_embeddings.weight", NUM_TYPES, hidden),
-             "embedding.norm.weight": same("bert.embeddings.LayerNorm.weight", hidden),
-             "embedding.norm.bias": same("bert.embeddings.LayerNorm.bias", hidden)}
+    found = {"embedding.token.weight": hf.same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),
+             "embedding.position.weight": hf.same("bert.embeddings.position_embeddings.weight", config.sequence,
+                                                  hidden),
+             "embedding.token_type.weight": hf.same("bert.embeddings.token_type_embeddings.weight", NUM_TYPES, hidden),
+             "embedding.norm.weight": hf.same("bert.embeddings.LayerNorm.weight", hidden),
+             "embedding.norm.bias": hf.same("bert.embeddings.LayerNorm.bias", hidden)}
     for layer in range(config.num_layers):
         there = f"bert.encoder.layer.{layer}"
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
             wide = (width,) if columns else ()
             of_layer = {
-                "attention.qkv": parts_of_heads([f"{there}.attention.self.{part}.{kind}" for part in (
+                "attention.qkv": hf.parts_of_heads([f"{there}.attention.self.{part}.{kind}" for part in (
                     "query", "key", "value")], config.heads, 3 * hidden, *columns),
-                "attention.projection": same(f"{there}.attention.output.dense.{kind}", hidden, *columns),
-                "attention.norm": same(f"{there}.attention.output.LayerNorm.{kind}", hidden),
-                "mlp.fc1": same(f"{there}.intermediate.dense.{kind}", width, *columns),
-                "mlp.fc2": same(f"{there}.output.dense.{kind}", hidden, *wide),
-                "mlp.norm": same(f"{there}.output.LayerNorm.{kind}", hidden),
+                "attention.projection": hf.same(f"{there}.attention.output.dense.{kind}", hidden, *columns),
+                "attention.norm": hf.same(f"{there}.attention.output.LayerNorm.{kind}", hidden),
+                "mlp.fc1": hf.same(f"{there}.intermediate.dense.{kind}", width, *columns),
+                "mlp.fc2": hf.same(f"{there}.output.dense.{kind}", hidden, *wide),
+                "mlp.norm": hf.same(f"{there}.output.LayerNorm.{kind}", hidden),
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
     if head == "span":
-        return found | {"head.span.weight": same("qa_outputs.weight", 2, hidden),
-                        "head.span.bias": same("qa_outputs.bias", 2)}
+        return found | {"head.span.weight": hf.same("qa_outputs.weight", 2, hidden),
+                        "head.span.bias": hf.same("qa_outputs.bias", 2)}
     classes = num_classes(config)
-    return found | {"head.pooler.weight": same("bert.pooler.dense.weight", hidden, hidden),
-                    "head.pooler.bias": same("bert.pooler.dense.bias", hidden),
-                    "head.classifier.weight": same("classifier.weight", classes, hidden),
-                    "head.classifier.bias": same("classifier.bias", classes)}
+    return found | {"head.pooler.weight": hf.same("bert.pooler.dense.weight", hidden, hidden),
+                    "head.pooler.bias": hf.same("bert.pooler.dense.bias", hidden),
+                    "head.classifier.weight": hf.same("classifier.weight", classes, hidden),
+                    "head.classifier.bias": hf.same("classifier.bias", classes)}
 
 
 _SIZES = {"vocab_size": "vocab", "max_position_embeddings": "sequence", "hidden_size": "hidden",
@@ -74,7 +66,7 @@ def write(config: Transformer, head: str) -> dict[str, object]:
         "intermediate_size": config.intermediate or 4 * config.hidden, "hidden_act": "gelu", "type_vocab_size": 2,
         "layer_norm_eps": config.norm_epsilon or NORM_EPSILON, "position_embedding_type": "absolute",
         "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": 0.0, "classifier_dropout": None,
-        "pad_token_id": 0, **numbered_labels(num_classes(config) if head == "classes" else 2),
+        "pad_token_id": 0, **hf.numbered_labels(num_classes(config) if head == "classes" else 2),
     }
 
 
@@ -83,11 +75,11 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 
     ModelError if it is of a BERT that computes something else than ours.
     """
-    config = read_settings(document, _SIZES, _FUNCTION, {
+    config = hf.read_settings(document, _SIZES, _FUNCTION, {
         "family": "bert", "dropout": document.get("hidden_dropout_prob", 0.1),
-        "norm_epsilon": document.get("layer_norm_eps", 1e-12), "num_classes": num_labels(document)})
-    return config, left_out(document, config, _DROPS)
+        "norm_epsilon": document.get("layer_norm_eps", 1e-12), "num_classes": hf.num_labels(document)})
+    return config, hf.left_out(document, config, _DROPS)
 
 
-BERT = Form(title="BERT", family="bert", prefix="bert.", places=places, read=read, write=write,
-            per_layer=16, class_of=_CLASSES, aside=r"(bert\.)?embeddings\.position_ids")
+BERT = hf.Form(title="BERT", family="bert", prefix="bert.", places=places, read=read, write=write,
+               per_layer=16, class_of=_CLASSES, aside=r"(bert\.)?embeddings\.position_ids")

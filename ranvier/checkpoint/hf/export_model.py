@@ -18,18 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
-from ranvier.checkpoint.hf import logits
+from ranvier.checkpoint.hf import logits, tokenizer_files
 from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
-from ranvier.checkpoint.hf.tokenizer_files import (
-    TOKENIZER,
-    export_files_beside,
-    export_tokenizer,
-    padding_of,
-    tokenizer_beside,
-)
 from ranvier.checkpoint.manifest import SavedTensor
 from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved, find
@@ -72,13 +65,13 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
         slots = source.slots()
         with new_folder(out, sum(slot.size_bytes for slot in slots)) as folder:
             found = tokenizer or (tokenizer_of(run, source) if source.config.family != "vit" else None)
-            named = {} if found is None else export_tokenizer(folder, found, source.config)
+            named = {} if found is None else tokenizer_files.export_tokenizer(folder, found, source.config)
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "transformers" and found is None:
                 ends = {}  # config.json has them
             if source.config.family not in ("bert", "vit") and found is not None:
-                ends |= export_files_beside(folder, found, tell) | (
-                    padding_of(folder) if source.head != "tokens" else {})
+                ends |= tokenizer_files.export_files_beside(folder, found, tell) | (
+                    tokenizer_files.padding_of(folder) if source.head != "tokens" else {})
             _write_config(folder, source, ends)
             files = write_model(folder, slots, source.tensors(), shard_bytes)
             comparison = logits.compare(source.config, source.value, folder, head=source.head)
@@ -138,8 +131,8 @@ def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:
     """The tokenizer.json with which the checkpoint of `source` at `run` was trained, where it is still there."""
     about = source.saved.manifest.about
     named = source.named_tokenizer
-    return tokenizer_beside(run, source.saved.folder, None if named in ("bpe", "gpt2") else Path(named).expanduser(),
-                            about.get("tokenizer"))
+    imported = None if named in ("bpe", "gpt2") else Path(named).expanduser()
+    return tokenizer_files.tokenizer_beside(run, source.saved.folder, imported, about.get("tokenizer"))
 
 
 def newest_whole(path: Path, tell: Progress) -> Saved:
@@ -341,7 +334,7 @@ def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: 
          + f", in {len(files)} file{'s' if len(files) > 1 else ''}")
     if config.family != "vit":
         tell(f"tokenizer: {tokenizer}" if tokenizer else
-             f"without a tokenizer: no {TOKENIZER} is there; name the run's folder, or one with `--tokenizer`")
+             "without a tokenizer: no tokenizer.json is there; name the run's folder, or one with `--tokenizer`")
     logits.tell(comparison, tell)
     if source.rounds:
         inputs = logits.inputs_of(config)

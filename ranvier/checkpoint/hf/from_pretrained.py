@@ -23,12 +23,12 @@ from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import check_head
 from ranvier.checkpoint.hf.llama import COMPUTED
 from ranvier.checkpoint.hf.peft import with_adapter_settings
-from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig
+from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig, without_weights
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run, Transformer
 from ranvier.data.cache import cache_folder
-from ranvier.data.offline.pretrained_models import described_by, sizes_of
-from ranvier.errors import ConfigError, ModelError
+from ranvier.data.offline.pretrained_models import described_by, has_weights, sizes_of
+from ranvier.errors import CheckpointError, ConfigError, ModelError
 from ranvier.models import families
 from ranvier.models.any_transformers import TRANSFORMERS
 from ranvier.models.any_transformers import sizes_of as sizes_there
@@ -82,12 +82,19 @@ def with_model(run: Run, pretrained: PretrainedConfig) -> Run:
 
 def settled(run: Run) -> Run:
     """The run with the sizes of its pretrained model, and the settings of its adapters. Of a model on the hub
-    config.json is fetched, of a known model nothing. RanvierError if there is no such model, or a setting of the run
-    differs."""
+    config.json is fetched, of a known model nothing; a folder needs no weights (`missing_weights`). RanvierError if
+    there is no such model, or a setting of the run differs."""
     found = _with_known_sizes(run)
     if run.data.task in ("reward", "classification") and (config := families.config_of(found)).family == "llama":
         check_head(config, families.head_of(found))
     return with_adapter_settings(found)
+
+
+def missing_weights(run: Run) -> list[CheckpointError]:
+    """The error for a local folder with sizes but without weights, from which a run can be predicted but not start."""
+    folder = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
+    has_none = folder is not None and folder.is_dir() and not has_weights(folder)
+    return [without_weights(folder)] if folder is not None and has_none else []
 
 
 def _with_known_sizes(run: Run) -> Run:

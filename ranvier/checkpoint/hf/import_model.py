@@ -27,7 +27,7 @@ from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.hf.source_check import check_equal, compare_source, initial_value
+from ranvier.checkpoint.hf.source_check import check_equal, compare_source, value_of
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
 from ranvier.checkpoint.new_folder import check_free, new_folder
@@ -61,7 +61,9 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     """
     check_free(out)
     source = Pretrained(model)
-    precision = precision or _format_of(source.dtypes)
+    if precision is None:
+        found = next(iter(source.dtypes)) if len(source.dtypes) == 1 else torch.float32
+        precision = next(name for name, dtype in DTYPES.items() if dtype is found)
     slots = _slots(source, DTYPES[precision])
     with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
         tokenizer = import_tokenizer(model, folder / TOKENIZER, source.config, tell)
@@ -88,12 +90,6 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     return recipe
 
 
-def _format_of(dtypes: set[torch.dtype]) -> str:
-    """The precision with the number format of the files, or fp32 if they have several."""
-    return next(name for name, dtype in DTYPES.items() if dtype is (
-        next(iter(dtypes)) if len(dtypes) == 1 else torch.float32))
-
-
 def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot]:
     """(kind, our name) -> the tensor to be written."""
     found = {}
@@ -101,12 +97,6 @@ def _slots(source: Pretrained, dtype: torch.dtype) -> dict[tuple[str, str], Slot
         for kind, its in [("parameter", dtype), *([("master", wide(dtype))] if is_half(dtype) else [])]:
             found[kind, name] = Slot(name=f"{kind}/{name}", dtype=its, shape=place.shape)
     return found
-
-
-def _value(source: Pretrained, slot: Slot, name: str) -> Tensor:
-    """A parameter of ours, from the folder or, if it does not have it, initialised from the seed 0."""
-    return source.read(name) if name not in source.missing else initial_value(source.config, source.head, name,
-                                                                             slot.shape)
 
 
 def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, str], Slot], parts: list[list[Slot]],
@@ -118,7 +108,7 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
     def tensors(part: list[Slot]) -> Iterator[Tensor]:
         for slot in part:
-            yield hf.finite(_value(source, slot, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
+            yield hf.finite(value_of(source, names[slot.name]).to(slot.dtype), names[slot.name], source.folder)
 
     written = [File(name, *write_tensors(temporary / name, part, tensors(part)))
                for index, part in enumerate(parts) for name in [files.part_name(index)]]

@@ -26,15 +26,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import (
-    Form,
-    TensorMapping,
-    left_out,
-    num_labels,
-    numbered_labels,
-    read_settings,
-    same,
-)
+from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, num_scores, window_of
@@ -117,26 +109,26 @@ _TWO_ROTARY = ("gemma3_text", "olmo3")
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
+def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapping]:
     """Our parameters, in our order, and where they are."""
     hidden = config.hidden
-    found = {"embedding.token.weight": same("model.embed_tokens.weight", config.vocab, hidden)}
+    found = {"embedding.token.weight": hf.same("model.embed_tokens.weight", config.vocab, hidden)}
     for layer in range(config.num_layers):
         found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
-    found["head.norm.weight"] = same("model.norm.weight", hidden)
+    found["head.norm.weight"] = hf.same("model.norm.weight", hidden)
     if head != "tokens":
-        found["head.score.weight"] = same("score.weight", num_scores(config, head), hidden)
+        found["head.score.weight"] = hf.same("score.weight", num_scores(config, head), hidden)
     elif not config.tied:
-        found["head.projection.weight"] = same("lm_head.weight", config.vocab, hidden)
+        found["head.projection.weight"] = hf.same("lm_head.weight", config.vocab, hidden)
     return found
 
 
-def _of_layer(config: Transformer, there: str) -> dict[str, TensorMapping]:
+def _of_layer(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
     hidden, width, inner = config.hidden, head_dim(config), inner_width(config)
     queries, keys = config.heads * width, kv_heads(config) * width
     attention, mlp = f"{there}.self_attn", f"{there}.mlp"
     norms = _norm_names(config)
-    found = {f"{ours}.weight": same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+    found = {f"{ours}.weight": hf.same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
              if ours.startswith("attention")}
     biased = config.bias != "none"
     for ours, name, features in (("query", "q_proj", queries), ("key", "k_proj", keys), ("value", "v_proj", keys)):
@@ -145,9 +137,9 @@ def _of_layer(config: Transformer, there: str) -> dict[str, TensorMapping]:
                      bias=config.bias in ("attention", "all"))
     if config.qk_norm != "none":
         each = config.qk_norm == "head"
-        found |= {"attention.query_norm.weight": same(f"{attention}.q_norm.weight", width if each else queries),
-                  "attention.key_norm.weight": same(f"{attention}.k_norm.weight", width if each else keys)}
-    found |= {f"{ours}.weight": same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+        found |= {"attention.query_norm.weight": hf.same(f"{attention}.q_norm.weight", width if each else queries),
+                  "attention.key_norm.weight": hf.same(f"{attention}.k_norm.weight", width if each else keys)}
+    found |= {f"{ours}.weight": hf.same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
               if ours.startswith("mlp")}
     for ours, name, features, into in (("fc1.gate", "gate_proj", inner, hidden), ("fc1.up", "up_proj", inner, hidden),
                                        ("fc2", "down_proj", hidden, inner)):
@@ -169,7 +161,7 @@ def _norm_names(config: Transformer) -> dict[str, str]:
 _FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 
 
-def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
+def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapping]:
     """Likewise, where rows of several matrices are one tensor there."""
     found = places(config, head)
     for whole, parts in _FUSED:
@@ -183,7 +175,7 @@ def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, Tensor
             rows = [found[ours].shape[0] for ours in members]
             for number, ours in enumerate(members):
                 shape = found[ours].shape
-                found[ours] = TensorMapping(
+                found[ours] = hf.TensorMapping(
                     names=(there,), shapes=((sum(rows), *shape[1:]),), shape=shape,
                     join=partial(_rows_of, sum(rows[:number]), rows[number]), part=_not_written)
     return found
@@ -197,9 +189,9 @@ def _not_written(tensor: Tensor) -> Sequence[Tensor]:
     raise AssertionError("the form is import only")
 
 
-def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, TensorMapping]:
-    found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
-    return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
+def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, hf.TensorMapping]:
+    found = {f"{ours}.weight": hf.same(f"{there}.weight", *shape)}
+    return found | ({f"{ours}.bias": hf.same(f"{there}.bias", shape[0])} if bias else {})
 
 
 def tied(config: Transformer) -> Mapping[str, str]:
@@ -234,12 +226,12 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
     named = document.get("architectures")
     has_classes = isinstance(named, list) and _class_of(kind).get("classes") in named
     optional = {key: ours for key, ours in _OPTIONAL.items() if document.get(key) is not None}
-    config = read_settings(document, _SIZES | optional, functions, {
-        "family": "llama", "num_classes": num_labels(document) if has_classes else "auto", "bias": _bias(document),
+    config = hf.read_settings(document, _SIZES | optional, functions, {
+        "family": "llama", "num_classes": hf.num_labels(document) if has_classes else "auto", "bias": _bias(document),
         "activation": _ACTIVATIONS.get(str(activation), "silu"),
         **_rotary(kind, document), **_nope(kind, document), **_window(kind, document), **_factors(kind, document),
         **kind.fixed})
-    return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), left_out(
+    return replace(config, sequence=min(config.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)), hf.left_out(
         document, config, _DROPS)
 
 
@@ -339,8 +331,8 @@ def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     if of_window.get("rope_scaling") != "none":
         raise _wrong("rope-of-window", "sliding_attention", local, "must not be scaled")
     found = _rope(document)
-    same = found["rope_scaling"] == "none" and found["rope_base"] == of_window["rope_base"]
-    return found if same else {**found, "window_rope_base": of_window["rope_base"]}
+    is_same = found["rope_scaling"] == "none" and found["rope_base"] == of_window["rope_base"]
+    return found if is_same else {**found, "window_rope_base": of_window["rope_base"]}
 
 
 def _rope(document: Mapping[str, object]) -> dict[str, object]:
@@ -440,7 +432,7 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
 def _written_scores(config: Transformer, head: str) -> dict[str, object]:
     """Labels; and no padding, unless the tokenizer has some: defaults of transformers name any token, before which it
     would take the scores of a text that ends in it."""
-    return {} if head == "tokens" else {**numbered_labels(num_scores(config, head)), "pad_token_id": None}
+    return {} if head == "tokens" else {**hf.numbered_labels(num_scores(config, head)), "pad_token_id": None}
 
 
 def _whole(value: float) -> float:
@@ -517,7 +509,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
     return found
 
 
-LLAMA_FORMS: Mapping[str, Form] = {name: Form(
+LLAMA_FORMS: Mapping[str, hf.Form] = {name: hf.Form(
     title=kind.title, family="llama", prefix="model.", places=_fused_places if kind.is_fused else places,
     read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
     per_layer=6 if kind.is_fused else 9,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ranvier.block import Model, State
+from ranvier.block import State
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
@@ -89,7 +89,8 @@ def in_words(config: Transformer) -> str:
 def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens") -> Tensor:
     """The output of the head in fp32, with one block in memory at a time; of GPT [batch, tokens, vocabulary]."""
     state, tied = inputs, form_of(config).tied(config)
-    for name, build in _model(config, head).blocks.items():
+    family = family_named("gpt" if config.family == "auto" else config.family)
+    for name, build in family.model(config, head, dtype=torch.float32).blocks.items():
         with torch.device("meta"):
             block = build()
         block = build().eval() if any(True for _ in block.buffers()) else block.to_empty(device="cpu").eval()
@@ -99,10 +100,6 @@ def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens")
         state = block(state)
     assert isinstance(state, Tensor), "the heads of these families return one tensor"
     return state
-
-
-def _model(config: Transformer, head: str) -> Model:
-    return family_named("gpt" if config.family == "auto" else config.family).model(config, head, dtype=torch.float32)
 
 
 def compare(config: Transformer, read: Read, folder: Path, *, head: str = "tokens",

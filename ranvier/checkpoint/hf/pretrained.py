@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import form_of, form_of_type
+from ranvier.data.offline.pretrained_models import WEIGHTS
 from ranvier.errors import CheckpointError
 from ranvier.system.tensor_file import STORED
 from ranvier.system.untrusted_file import member, read_json
@@ -245,6 +246,11 @@ def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
     return document
 
 
+def without_weights(folder: Path) -> CheckpointError:
+    """The error for a folder without a file of tensors, where a run is to start from them."""
+    return _wrong("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}")
+
+
 # --- files of tensors ------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +271,7 @@ def _open(folder: Path) -> Tensors:
         return _Safetensors(folder, files, placed)
     if _is_there(folder / "pytorch_model.bin"):
         return _TorchFile(folder)
-    raise _wrong("pretrained-without-weights", folder,
-                 "has neither model.safetensors, model.safetensors.index.json nor pytorch_model.bin")
+    raise without_weights(folder)
 
 
 def _is_there(path: Path) -> bool:

@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -82,26 +83,22 @@ def compare_source(source: Pretrained) -> logits.Comparison | str:
     except ImportError:
         return "transformers is not installed"
     part = _part(source)
-    return part if isinstance(part, str) else _compared(transformers, part)
+    return part if isinstance(part, str) else _compared(
+        transformers, part, partial(value_of, part), f"transformers {transformers.__version__}", "it")
 
 
-def _compared(transformers: Any, part: Pretrained) -> logits.Comparison | str:
-    def read(name: str) -> Tensor:
-        return _value(part, name)
-
+def _compared(transformers: Any, part: Pretrained, read: logits.Read, peer: str, what: str,
+              change: Callable[[Any], Any] = lambda model: model) -> logits.Comparison | str:
+    """The comparison of our parameters with transformers' model of `part`, which `change` changes; or why there is
+    none. what: `peer` loads."""
     try:
-        theirs = logits.source_logits(transformers, part, part.head, read)
-    except RanvierError:  # of the folder
+        theirs = logits.source_logits(transformers, part, part.head, partial(value_of, part), change)
+    except RanvierError:  # of a folder
         raise
-    except Exception as error:  # whatever transformers raises for settings of another version
-        return f"transformers {transformers.__version__} does not load it ({logits.in_one_line(error)})"
+    except Exception as error:  # whatever the packages raise for settings of another version
+        return f"{peer} does not load {what} ({logits.in_one_line(error)})"
     ours = logits.logits(part.config, read, logits.inputs_of(part.config), part.head)
-    return _comparison(part, ours, theirs, f"transformers {transformers.__version__}")
-
-
-def _comparison(part: Pretrained, ours: Tensor, theirs: Tensor, peer: str) -> logits.Comparison | str:
-    """The comparison; none where both logits are NaN, since the error for the parameters says more."""
-    if not any(torch.isfinite(one).all() for one in (ours, theirs)):
+    if not any(torch.isfinite(one).all() for one in (ours, theirs)):  # the error for the parameters says more
         return "logits are NaN or infinite on both sides"
     return logits.comparison_of(part.config, part.head, ours, theirs, peer)
 
@@ -122,22 +119,8 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
     if not inside:
         return f"the first {part.config.num_layers} layers, which fit into memory, have no adapters"
     merged = adapters_of(adapters, config, head, part.read).merged
-
-    def with_adapters(model: Any) -> Any:
-        return _peft_model(peft, model, adapters, inside)
-
-    def base_value(name: str) -> Tensor:
-        return _value(part, name)
-
-    try:
-        theirs = logits.source_logits(transformers, part, part.head, base_value, with_adapters)
-    except RanvierError:  # of a folder
-        raise
-    except Exception as error:  # whatever the packages raise for settings of another version
-        return f"peft {peft.__version__} does not load them ({logits.in_one_line(error)})"
-    ours = logits.logits(part.config, lambda name: merged(name, base_value(name)), logits.inputs_of(part.config),
-                         part.head)
-    return _comparison(part, ours, theirs, f"peft {peft.__version__}")
+    return _compared(transformers, part, lambda name: merged(name, value_of(part, name)), f"peft {peft.__version__}",
+                     "them", lambda model: _peft_model(peft, model, adapters, inside))
 
 
 def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
@@ -152,17 +135,12 @@ def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str
     return found
 
 
-def _value(source: Pretrained, name: str) -> Tensor:
+def value_of(source: Pretrained, name: str) -> Tensor:
     """A parameter of ours; one that the folder does not have is initialised from the seed 0."""
     if name not in source.missing:
         return source.read(name)
-    shape = form_of(source.config).places(source.config, source.head)[name].shape
-    return initial_value(source.config, source.head, name, shape)
-
-
-def initial_value(config: Transformer, head: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A parameter as the seed 0 initialises it."""
-    values = torch.empty(shape)
+    config, head = source.config, source.head
+    values = torch.empty(form_of(config).places(config, head)[name].shape)
     initial = family_named(config.family).model(config, head, dtype=torch.float32).initial
     assert initial is not None, "families that can be imported say how each parameter is initialised"
     initialise(values, name, initial(name), seed=0)

@@ -9,17 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ranvier.checkpoint.hf.form import (
-    Form,
-    TensorMapping,
-    left_out,
-    num_labels,
-    numbered_labels,
-    parts_of_heads,
-    read_settings,
-    same,
-    scaled,
-)
+from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 from ranvier.models.family import num_classes
@@ -29,42 +19,42 @@ _VIT = {"norm1": "layernorm_before", "norm2": "layernorm_after", "fc1": "interme
 _DINOV2 = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
-def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, TensorMapping]:
+def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, hf.TensorMapping]:
     """Our parameters, in our order, and where they are. dinov2: under its names, and without a classifier."""
     hidden, width, patch = config.hidden, config.intermediate or 4 * config.hidden, config.patch_size
     base, called = ("dinov2", _DINOV2) if dinov2 else ("vit", _VIT)
     projection = f"{base}.embeddings.patch_embeddings.projection"
     tokens = num_tokens(config)
     found = {
-        "embedding.patch.weight": same(f"{projection}.weight", hidden, CHANNELS * patch ** 2,
-                                       there=(hidden, CHANNELS, patch, patch)),
-        "embedding.patch.bias": same(f"{projection}.bias", hidden),
-        "embedding.patch.first": same(f"{base}.embeddings.cls_token", hidden, there=(1, 1, hidden)),
-        "embedding.position.weight": same(f"{base}.embeddings.position_embeddings", tokens, hidden,
-                                          there=(1, tokens, hidden))}
+        "embedding.patch.weight": hf.same(f"{projection}.weight", hidden, CHANNELS * patch ** 2,
+                                          there=(hidden, CHANNELS, patch, patch)),
+        "embedding.patch.bias": hf.same(f"{projection}.bias", hidden),
+        "embedding.patch.first": hf.same(f"{base}.embeddings.cls_token", hidden, there=(1, 1, hidden)),
+        "embedding.position.weight": hf.same(f"{base}.embeddings.position_embeddings", tokens, hidden,
+                                             there=(1, tokens, hidden))}
     for layer in range(config.num_layers):
         there = f"{base}.encoder.layer.{layer}"
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
             wide = (width,) if columns else ()
             output, fc2 = f"{there}.attention.output.dense.{kind}", f"{there}.{called['fc2']}.{kind}"
             of_layer = {
-                "attention.norm": same(f"{there}.{called['norm1']}.{kind}", hidden),
-                "attention.qkv": parts_of_heads([f"{there}.attention.attention.{part}.{kind}" for part in (
+                "attention.norm": hf.same(f"{there}.{called['norm1']}.{kind}", hidden),
+                "attention.qkv": hf.parts_of_heads([f"{there}.attention.attention.{part}.{kind}" for part in (
                     "query", "key", "value")], config.heads, 3 * hidden, *columns),
-                "attention.projection": scaled(output, f"{there}.layer_scale1.lambda1", hidden, *columns)
-                if dinov2 else same(output, hidden, *columns),
-                "mlp.norm": same(f"{there}.{called['norm2']}.{kind}", hidden),
-                "mlp.fc1": same(f"{there}.{called['fc1']}.{kind}", width, *columns),
-                "mlp.fc2": scaled(fc2, f"{there}.layer_scale2.lambda1", hidden, *wide)
-                if dinov2 else same(fc2, hidden, *wide),
+                "attention.projection": hf.scaled(output, f"{there}.layer_scale1.lambda1", hidden, *columns)
+                if dinov2 else hf.same(output, hidden, *columns),
+                "mlp.norm": hf.same(f"{there}.{called['norm2']}.{kind}", hidden),
+                "mlp.fc1": hf.same(f"{there}.{called['fc1']}.{kind}", width, *columns),
+                "mlp.fc2": hf.scaled(fc2, f"{there}.layer_scale2.lambda1", hidden, *wide)
+                if dinov2 else hf.same(fc2, hidden, *wide),
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
-    found |= {f"head.norm.{kind}": same(f"{base}.layernorm.{kind}", hidden) for kind in ("weight", "bias")}
+    found |= {f"head.norm.{kind}": hf.same(f"{base}.layernorm.{kind}", hidden) for kind in ("weight", "bias")}
     if dinov2:
         return found
     classes = num_classes(config)
-    return found | {"head.classifier.weight": same("classifier.weight", classes, hidden),
-                    "head.classifier.bias": same("classifier.bias", classes)}
+    return found | {"head.classifier.weight": hf.same("classifier.weight", classes, hidden),
+                    "head.classifier.bias": hf.same("classifier.bias", classes)}
 
 
 _SIZES = {"hidden_size": "hidden", "num_hidden_layers": "num_layers", "num_attention_heads": "heads",
@@ -81,7 +71,7 @@ def write(config: Transformer, head: str = "classes") -> dict[str, object]:
         "intermediate_size": config.intermediate or 4 * config.hidden, "hidden_act": "gelu", "qkv_bias": True,
         "layer_norm_eps": config.norm_epsilon or NORM_EPSILON, "image_size": config.image_size,
         "patch_size": config.patch_size, "num_channels": CHANNELS, "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": 0.0, **numbered_labels(num_classes(config)),
+        "attention_probs_dropout_prob": 0.0, **hf.numbered_labels(num_classes(config)),
     }
 
 
@@ -90,11 +80,11 @@ def _read_vit(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 
     ModelError if it is of a ViT that computes something else than ours.
     """
-    config = read_settings(document, _SIZES | {"intermediate_size": "intermediate"}, _FUNCTION, {
+    config = hf.read_settings(document, _SIZES | {"intermediate_size": "intermediate"}, _FUNCTION, {
         "family": "vit", "dropout": document.get("hidden_dropout_prob", 0.0),
-        "norm_epsilon": document.get("layer_norm_eps", 1e-12), "num_classes": num_labels(document)})
+        "norm_epsilon": document.get("layer_norm_eps", 1e-12), "num_classes": hf.num_labels(document)})
     _check_patches(config)
-    return config, left_out(document, config, _DROPS)
+    return config, hf.left_out(document, config, _DROPS)
 
 
 def _read_dinov2(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
@@ -103,11 +93,11 @@ def _read_dinov2(document: Mapping[str, object]) -> tuple[Transformer, list[str]
         raise ModelError("must be a positive number", code="vit-mlp-ratio", where="mlp_ratio in config.json",
                          value=ratio, remedy="Fetch config.json again from the model's source.")
     width = int(hidden * ratio) if isinstance(hidden, int) and 0 < hidden < 1e9 else None
-    config = read_settings(document, _SIZES, _FUNCTION | {"use_swiglu_ffn": (False, (False,))}, {
+    config = hf.read_settings(document, _SIZES, _FUNCTION | {"use_swiglu_ffn": (False, (False,))}, {
         "family": "vit", "dropout": document.get("hidden_dropout_prob", 0.0),
         "norm_epsilon": document.get("layer_norm_eps", 1e-6), "intermediate": width})
     _check_patches(config)
-    return config, left_out(document, config, _DROPS | {"drop_path_rate": 0.0})
+    return config, hf.left_out(document, config, _DROPS | {"drop_path_rate": 0.0})
 
 
 def _check_patches(config: Transformer) -> None:
@@ -117,9 +107,10 @@ def _check_patches(config: Transformer) -> None:
                          remedy="Fetch config.json again from the model's source.")
 
 
-VIT = Form(title="ViT", family="vit", prefix="vit.", places=places, read=_read_vit, write=write,
-           per_layer=16, class_of={"classes": "ViTForImageClassification"},
-           aside=r"(vit\.)?(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
-DINOV2 = Form(title="DINOv2", family="vit", prefix="dinov2.", places=partial(places, dinov2=True), read=_read_dinov2,
-              write=None, per_layer=18, class_of={"classes": "Dinov2Model"}, aside=r"(dinov2\.)?embeddings\.mask_token")
+VIT = hf.Form(title="ViT", family="vit", prefix="vit.", places=places, read=_read_vit, write=write,
+              per_layer=16, class_of={"classes": "ViTForImageClassification"},
+              aside=r"(vit\.)?(embeddings\.mask_token|pooler\.dense\.(weight|bias))")
+DINOV2 = hf.Form(title="DINOv2", family="vit", prefix="dinov2.", places=partial(places, dinov2=True), read=_read_dinov2,
+                 write=None, per_layer=18, class_of={"classes": "Dinov2Model"},
+                 aside=r"(dinov2\.)?embeddings\.mask_token")
 """aside: the token that replaces masked patches in pretraining, and a pooler that the classifier does not use."""

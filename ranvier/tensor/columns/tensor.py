@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
 from ranvier.errors import ModelError
@@ -57,9 +58,7 @@ class ColumnTensor(Tensor):
     def __torch_function__(cls, func: Func, types: Iterable[type], args: Args = (),
                            kwargs: Kwargs | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which may leave the code to Python instead
-            raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
-                             code="columns-under-compile", where="a tensor between layers",
-                             remedy="Compile what each column computes by itself: local_map(compiled, x).")
+            _refuse_compilation()
         with _untracked():
             return cls.dispatch(func, args, kwargs or {})
 
@@ -78,6 +77,13 @@ class ColumnTensor(Tensor):
 
     def __format__(self, spec: str) -> str:
         return repr(self) if self.columns.dim is not None else format(self.local, spec)
+
+
+@_disable_dynamo  # torch 2.11 cannot trace the raise of such an error
+def _refuse_compilation() -> NoReturn:
+    raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
+                     code="columns-under-compile", where="a tensor between layers",
+                     remedy="Compile what each column computes by itself: local_map(compiled, x).")
 
 
 def mark(x: Tensor, layout: ColumnLayout) -> ColumnTensor:

@@ -124,8 +124,12 @@ class Rotary:
 
 @lru_cache(maxsize=32)
 def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, D / 2], which all layers share. Rounded once, from fp64."""
+    """Cosines and sines [S, D / 2], which all layers share. Rounded once, from fp64; for the meta device none are
+    computed."""
     with torch.inference_mode(False):
+        if device.type == "meta":
+            one = torch.zeros((), dtype=dtype, device="cpu").expand(length, rotary.width // 2)
+            return one.to(device), one.to(device)
         angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rotary.frequencies(length)
         cosine, sine = ((part * rotary.scale).to(dtype).to(device) for part in (angles.cos(), angles.sin()))
         return cosine, sine

@@ -1,0 +1,39 @@
+"""Whether an engine can be called: not when it is closed, or when a call has failed in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ranvier.errors import RanvierError
+
+
+class Lifetime:
+    """Of one engine, from its start on."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.failure: str | None = None
+        """The first error inside of `working`."""
+
+    def check(self, call: str) -> None:
+        """RanvierError where the engine cannot be called. call: of `Engine.check_usable`."""
+        where = call if "." in call else f"Engine.{call}"
+        if self.is_closed:
+            raise RanvierError("is closed" if where != call else "has an engine that is closed", code="engine-closed",
+                               where=where, remedy="Build a new engine.")
+        if self.failure is not None:
+            raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self.failure}",
+                               code="engine-failed", where=where,
+                               remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work in which other ranks take part, or which changes the state step by step: after an error inside, nobody
+        knows what there is."""
+        try:
+            yield
+        except BaseException as error:
+            text = error.what if isinstance(error, RanvierError) else str(error)
+            self.failure = self.failure or f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+            raise
