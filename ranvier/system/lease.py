@@ -22,6 +22,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -329,8 +330,8 @@ class Lease:
         self._held = tuple(held)
         self._lost: OwnershipError | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, args=(heartbeat_seconds,), name="ranvier-lease",
-                                        daemon=True)
+        self._thread = threading.Thread(target=_keep_beating, name="ranvier-lease", daemon=True,
+                                        args=(weakref.ref(self), self._stop, heartbeat_seconds))
         self._thread.start()
 
     @classmethod
@@ -386,10 +387,6 @@ class Lease:
             for one in self._held:
                 one.release()
 
-    def _keep_beating(self, seconds: float) -> None:
-        while self._lost is None and not self._stop.wait(seconds):
-            self._beat()
-
     def _beat(self) -> None:
         for one in self._held:
             try:
@@ -399,6 +396,16 @@ class Lease:
                 return
             except OSError:
                 continue  # a full disk or a file server that does not answer: without heartbeat the lease expires
+
+
+def _keep_beating(lease: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
+    """Send heartbeats until the lease is released, lost, or garbage-collected."""
+    while not stop.wait(seconds):
+        held = lease()
+        if held is None or held._lost is not None:
+            return
+        held._beat()
+        del held
 
 
 @contextmanager
