@@ -1,5 +1,6 @@
 """A folder has one owner: who may take it, who loses it, and that two never have it at once."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -120,6 +121,13 @@ def test_an_owner_elsewhere_is_told_by_its_count_alone(tmp_path):
     began = time.monotonic()
     mine = Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)
     assert generations(mine) == [2] and time.monotonic() - began >= 0.3
+
+
+def test_a_lease_that_nobody_holds_any_more_expires(tmp_path):
+    """As of an engine's checkpoints in a notebook whose cell is run again in another process."""
+    Lease.acquire([tmp_path], owner=elsewhere(1), **FAST)
+    gc.collect()
+    assert generations(Lease.acquire([tmp_path], owner=elsewhere(2), **FAST)) == [2]
 
 
 def test_wall_clocks_decide_nothing(tmp_path, monkeypatch):
