@@ -184,7 +184,7 @@ def _is_traced(index: Any) -> bool:
 
 def _free_given_values(graph: fx.Graph) -> None:
     """Write operators in place on what an earlier block gives out of place, where nothing that may share its memory is
-    used afterwards: neither what it was computed from nor what was computed from it."""
+    used afterwards: neither what it was computed from nor what was computed from that or from it."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         value = node.args[1] if node.target is _in_place else None
@@ -192,7 +192,7 @@ def _free_given_values(graph: fx.Graph) -> None:
             continue
         related = {value}
         for neighbours in (lambda one: one.all_input_nodes, lambda one: [*one.users]):
-            waiting = [value]
+            waiting = [*related]
             while waiting:
                 new = {one for one in neighbours(waiting.pop()) if one is not node} - related
                 related |= new
