@@ -9,6 +9,7 @@ it holds the GIL cannot be detected from within: the time limit of the ranks tha
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable
@@ -65,13 +66,22 @@ class HangDetector:
 
         Time counts from the last wait on.
         """
-        limit, frame = self.limit(action), sys._current_frames().get(thread)
+        limit = self.limit(action)
+        if limit is None:  # most looks: all frames of a process cost a look at all of its threads
+            return
+        collects = gc.isenabled()
+        gc.disable()  # a collection inside could give up the GIL to threads that wait for the lock of all frames
+        try:
+            frame = sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
         if waits(frame):
             self._waited = seconds
         elif seconds < self._waited:  # another action
             self._waited = 0.0
         seconds -= self._waited
-        if limit is None or seconds <= limit:
+        if seconds <= limit:
             return
         longest = self._longest.get(action.partition(" ")[0])
         before = "" if longest is None else f", and none of its kind has taken more than {longest:.2g} s"
