@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
@@ -68,6 +69,8 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_entry(tmp_path, monkeypatch, a
     left, write = [after], os.pwrite
 
     def full(file, data, place):
+        if threading.current_thread().name == "ranvier-lease":  # the heartbeat of another test's folder
+            return write(file, data, place)
         left[0] -= 1
         if left[0] >= 0:
             return write(file, data, place)
