@@ -75,7 +75,7 @@ def _in_place(operation: str, value: Any, other: Any) -> Any:
 
 def _out_of_place(operation: str, value: Any, other: Any) -> Any:
     """`value += other`, and the like, as a new value of the same number format."""
-    found = getattr(operator, operation.removeprefix("i"))(value, other)
+    found = getattr(operator, f"__{operation.removeprefix('i')}__")(value, other)
     return found.to(value.dtype) if isinstance(value, Tensor) else found
 
 

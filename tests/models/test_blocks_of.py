@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from ranvier.block import as_model
 from ranvier.mesh import Mesh
+from ranvier.models import forward_trace
 from ranvier.models.blocks_of import blocks_of
 from ranvier.originals.read_attributes import variables_of
 from ranvier.pipeline.engine import Engine
@@ -589,6 +590,15 @@ def adds_embeddings(m, x):
     tokens, places = m.a(x), m.b(torch.ones_like(x))
     tokens += places
     return tokens
+
+
+@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+                                  "irshift"])
+def test_an_operator_in_place_has_the_value_of_the_one_that_is_not(name):
+    value, other = torch.tensor([5, 6]), torch.tensor([3, 2])
+    found = forward_trace._out_of_place(name, value, other)
+    assert value.tolist() == [5, 6]
+    assert torch.equal(found, getattr(operator, name)(value, other)) and found.dtype is value.dtype
 
 
 def keeps_what_it_adds_to(m, x):
