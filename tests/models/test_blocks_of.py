@@ -4,6 +4,7 @@ import copy
 import enum
 import gc
 import logging
+import operator
 import random
 import sys
 import warnings
