@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -178,13 +179,16 @@ class Board:
         self.calls = 0
         """Number of collective engine calls that this rank has started; see `find_waiting_rank`."""
         self._count = 0
-        self._checks = (0, 0)  # the value of _changes at the last check, and checks since then without a change
+        self._checks = (-1, 0)  # the value of _changes at the last check, and checks since then without a change
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_publishing, name=f"ranvier-board-{rank}", daemon=True)
+        self._thread = threading.Thread(target=_keep_publishing, args=(weakref.ref(self), self._stop, interval_seconds),
+                                        name=f"ranvier-board-{rank}", daemon=True)
         self._thread.start()
         # A thread inside a store call while the interpreter shuts down would crash the process.
         EXIT_THREAD.start()
-        atexit.register(self.close)
+        _OPEN.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     @property
     def action(self) -> str:
@@ -209,15 +213,6 @@ class Board:
             self._compiled_before = compiled
         self._since = now
         self._changes += 1
-
-    def _keep_publishing(self) -> None:
-        try:
-            self._publish()
-            while not self._stop.wait(self._interval):
-                self._check()
-                self._publish()
-        except Exception:  # the store is gone: the run is ending, and its own error is reported elsewhere
-            return
 
     def _check(self) -> None:
         """Count checks, not seconds: time in which this process was stopped must not count as a hang. Nor does time in
@@ -317,7 +312,28 @@ class Board:
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""
-        atexit.unregister(self.close)
+        _OPEN.discard(self)
         self._stop.set()
         self._thread.join(_STORE_SECONDS)
         call_with_timeout(self._publish)
+
+
+_OPEN: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for board in list(_OPEN):
+        board.close()
+
+
+def _keep_publishing(of: weakref.ref[Board], stop: threading.Event, interval_seconds: float) -> None:
+    """Until the board is closed, or belongs to nobody: an engine that a program has lost leaves no thread."""
+    try:
+        while (board := of()) is not None:
+            board._check()
+            board._publish()
+            del board
+            if stop.wait(interval_seconds):
+                return
+    except Exception:  # the store is gone: the run is ending, and its own error is reported elsewhere
+        return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -64,18 +65,12 @@ class HangDetector:
     def check(self, action: str, seconds: float, rank: int, thread: int) -> None:
         """Report a `Hang` if `action`, which has run for `seconds` on the thread with id `thread`, is over its limit.
 
-        Time counts from the last wait on.
+        Time counts from the last wait in the second half of the limit on.
         """
         limit = self.limit(action)
-        if limit is None:  # most looks: all frames of a process cost a look at all of its threads
+        if limit is None or seconds < limit / 2:  # reading frames costs a look at all threads of the process
             return
-        collects = gc.isenabled()
-        gc.disable()  # a collection inside could give up the GIL to threads that wait for the lock of all frames
-        try:
-            frame = sys._current_frames().get(thread)
-        finally:
-            if collects:
-                gc.enable()
+        frame = frames_of_threads().get(thread)
         if waits(frame):
             self._waited = seconds
         elif seconds < self._waited:  # another action
@@ -89,6 +84,23 @@ class HangDetector:
         self._report(Hang(f"{action} runs for {seconds:.0f} s{before}: it hangs {_location(frame)}",
                           code="hang", where=f"rank {rank}",
                           remedy="Look at that line, or raise `--launch.hang-seconds` (0 sets no limit)."))
+
+
+_FRAMES_LOCK = threading.Lock()
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread of this process, by the thread's id."""
+    # Before Python 3.12 a garbage collection inside may give up the GIL to a thread that then waits for the lock of all
+    # frames, for good. Threads take turns, so that none has collections on again while another one reads.
+    with _FRAMES_LOCK:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def waits(frame: FrameType | None) -> bool:

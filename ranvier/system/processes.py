@@ -42,9 +42,13 @@ class Process:
 
     @property
     def _status(self) -> str | None:
-        with suppress(psutil.Error):
+        """None: it has ended. What cannot be seen now, such as for want of file handles, has not."""
+        try:
             return str(self.handle.status()) if self.handle.is_running() else None
-        return None
+        except psutil.NoSuchProcess:
+            return None
+        except (psutil.Error, OSError):
+            return "unknown"
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ranvier.comm.hang import frames_of_threads
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.world import World
@@ -72,6 +72,6 @@ def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: floa
 
 
 def _stacks(threads: list[threading.Thread]) -> str:
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     return "\n".join(f"{thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
                      for thread in threads if thread.ident in frames)

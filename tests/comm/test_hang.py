@@ -60,7 +60,8 @@ def test_what_hangs_is_told_once_with_its_place():
     (error,) = told
     assert isinstance(error, Hang)
     assert re.fullmatch(r"rank 1: forward 1 runs for 5 s, and none of its kind has taken more than 0.25 s: it hangs "
-                        r"in check \(.*hang\.py:\d+\)\. Look at that line, or raise --launch.hang-.*", str(error))
+                        r"in frames_of_threads \(.*hang\.py:\d+\)\. Look at that line, or raise --launch.hang-.*",
+                        str(error))
 
 
 class _Debugger(bdb.Bdb):

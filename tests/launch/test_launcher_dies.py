@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -120,6 +121,19 @@ def test_a_launcher_that_lives_ends_nothing(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     exit_with_launcher(Started(launcher="srun", rank=0, size=2))
     time.sleep(1.2)
+
+
+def test_a_process_that_cannot_be_seen_runs():
+    """This one has no file handle left to read of it: its launcher has not ended for that."""
+    process, (soft, hard) = Process.find(os.getppid()), resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        runs, is_stopped = process.runs, process.is_stopped
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert runs and not is_stopped
 
 
 @LINUX

@@ -1,5 +1,6 @@
 """What a user reads when a rank fails or a message never comes, on in-process ranks."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -327,3 +328,18 @@ def test_no_thread_is_left_when_engines_are_closed():
     before = {thread for thread in threading.enumerate() if thread.name.startswith("ranvier")}
     on_mesh(partial(chain, Plain, nn.Tanh), Mesh(pipe=2), lambda engine: None)
     assert {thread for thread in threading.enumerate() if thread.name.startswith("ranvier")} <= before
+
+
+def test_an_engine_that_a_program_loses_leaves_no_thread():
+    """As in a notebook, where a cell that failed is run again."""
+    lost = []
+
+    def lose(engine):
+        lost.append(engine._connections.board._thread)
+        engine.close = lambda: None
+
+    on_mesh(partial(chain, Plain, nn.Tanh), Mesh(pipe=2), lose)
+    gc.collect()
+    for thread in lost:
+        thread.join(60)
+    assert len(lost) == 2 and not any(thread.is_alive() for thread in lost)
