@@ -36,7 +36,7 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     check_free(out)  # before anything is fetched
     with prose(as_json, quiet):
         recipe = make(local_path(model, print), out, precision=precision)
-        print(f"written to {out}; its settings: {' '.join(flags(recipe))}")
+        print(f"written to {out}, with its settings in run.toml")
         print(f"to continue the training: ranvier train {quote(str(out / 'run.toml'))} --resume {quote(str(out))}")
     if as_json:
         print(json.dumps({"written": str(out), "recipe": str(out / "run.toml"), "flags": list(flags(recipe))}))

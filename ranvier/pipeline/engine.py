@@ -321,7 +321,7 @@ class Engine:
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
-        """This rank's blocks by name, with parameters up to date: plain modules, which may be copied and saved between
+        """This rank's blocks by name, with parameters up to date: plain modules, which may be deep-copied between
         batches (`torch.optim.swa_utils.AveragedModel(engine.blocks[name])`). On rows and columns a copy has the same
         part of each layer and computes with the same ranks."""
         self._values.wait()

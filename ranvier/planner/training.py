@@ -118,7 +118,7 @@ def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predi
     if goal.mtbf_hours is not None:
         failures = failures_of(found.run, cluster, found.memory, goal.mtbf_hours, steps=steps)
         lost = goodput(found.cost.seconds * longer, devices, failures)
-        best_steps = lost.best_steps
+        best_steps = min(lost.best_steps, steps)
         if not goal.keeps_interval:
             interval = best_steps
             lost = goodput(found.cost.seconds * longer, devices, replace(failures, checkpoint_steps=interval))

@@ -127,6 +127,8 @@ def test_days_money_and_power_follow_from_the_step():
     failing = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0))
     assert failing.goodput < 1 and failing.days == pytest.approx(whole.days / failing.goodput)
     assert failing.best_checkpoint_steps == failing.checkpoint_steps >= 1 and whole.checkpoint_steps == 100
+    short = training(found, cluster, Goal(tokens=2 * found.cost.tokens, mtbf_hours=1e6))
+    assert short.best_checkpoint_steps == short.steps == 2, "a run is not shorter than its interval"
     own = training(found, cluster, Goal(tokens=3e11, mtbf_hours=100.0, keeps_interval=True))
     assert own.checkpoint_steps == 100 and own.best_checkpoint_steps == failing.best_checkpoint_steps
     assert own.goodput != failing.goodput and own.days == pytest.approx(whole.days / own.goodput)
