@@ -35,8 +35,9 @@ help:
 train: $(VENV)/train
 	$(BIN)/ranvier train gpt-tiny
 
+# A test that no signal reaches, such as one that waits in C, ends with its process, which shows all threads.
 test: lint
-	$(PYTEST)
+	$(PYTEST) -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
 # With the packages of the site, where they can be installed, the tests build it as well: a warning or a dead link fails.
 test-all: lint
