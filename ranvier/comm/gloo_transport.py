@@ -26,10 +26,11 @@ from torch.distributed import ProcessGroup
 
 from ranvier.comm.edges import Edges, invalid_message, peer_lost
 from ranvier.comm.message import Message, decode, total_bytes
-from ranvier.comm.torch_group import error_cause, started
+from ranvier.comm.torch_group import error_cause
 from ranvier.errors import TransportError
 
 _GOODBYE = b"RNV bye."
+_SMALL_BYTES, _REAP_SECONDS = 1 << 20, 0.01
 _FOREVER = timedelta(days=3650)
 """A wait for a message has no limit: who waits for the transport has one. The process group's is for connecting."""
 
@@ -81,8 +82,9 @@ class GlooTransport:
             self._start_send(destination, part)
 
     def _start_send(self, destination: int, part: Tensor) -> None:
+        assert self._process_group is not None, "a transport of one rank has no destinations"
         try:
-            work = started(dist.isend(part, group_dst=destination, group=self._process_group))
+            work = self._process_group.send([part], destination, 0)
         except RuntimeError as error:
             raise self._fail(peer_lost(self.edges.purpose, destination, error_cause(error))) from error
         self._num_started += 1
@@ -91,7 +93,9 @@ class GlooTransport:
     def _reap(self) -> None:
         """Keep each part alive until it has been sent: Gloo reads it in place. Runs on a thread."""
         while (send := self._sends.get()) is not None:
-            work, destination, _ = send
+            work, destination, part = send
+            if part.numel() <= _SMALL_BYTES and self._sends.empty():
+                time.sleep(_REAP_SECONDS)  # each time that this thread wakes, it takes the GIL from the engine's
             try:
                 work.wait(_FOREVER)
             except RuntimeError as error:
@@ -105,21 +109,22 @@ class GlooTransport:
 
         A message that fills less than half of the buffer is copied, so that it does not keep the whole buffer alive.
         """
-        edges = self.edges
+        edges, group = self.edges, self._process_group
+        assert group is not None, "a transport of one rank has no sources"
         buffer: Tensor | None = None
         try:
             while True:
                 capacity = edges.sources[source]
                 if buffer is None or buffer.numel() != capacity:
                     buffer = torch.empty(capacity, dtype=torch.uint8)
-                started(dist.irecv(buffer, group_src=source, group=self._process_group)).wait(_FOREVER)
-                if bytes(buffer[:len(_GOODBYE)].numpy()) == _GOODBYE:
+                group.recv([buffer], source, 0).wait(_FOREVER)
+                if buffer.numpy().data[:len(_GOODBYE)] == _GOODBYE:
                     return
                 total = total_bytes(buffer)
                 if total > capacity:
                     wire = torch.empty(total, dtype=torch.uint8)
                     wire[:capacity] = buffer
-                    started(dist.irecv(wire[capacity:], group_src=source, group=self._process_group)).wait(_FOREVER)
+                    group.recv([wire[capacity:]], source, 0).wait(_FOREVER)
                     edges.sources[source] = total
                 elif total < capacity // 2:
                     wire = buffer[:total].clone()

@@ -15,6 +15,7 @@ import json
 import struct
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -86,6 +87,7 @@ _PREAMBLE = struct.Struct("<4sBiiiqqII")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"RNV1"
 _ALIGNMENT = 64
+_KINDS = {kind.value: kind for kind in MessageKind}
 _APART = 0x80
 """Added to the kind of a message whose tensors follow by themselves."""
 PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
@@ -154,7 +156,13 @@ def _head(message: Message, mark: int = 0) -> tuple[bytes, tuple[tuple[int, int]
 def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) -> None:
     for tensor, (start, stop) in zip(message.tensors.values(), places, strict=True):
         if stop > start:
-            wire[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            _view(wire, tensor.dtype, start, tensor.shape).copy_(tensor.detach(), non_blocking=True)
+
+
+def _view(wire: Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]) -> Tensor:
+    """A tensor in the memory of `wire`, from byte `start` on, with a version count of its own."""
+    return torch.empty(0, dtype=dtype, device=wire.device).set_(
+        wire.untyped_storage(), (wire.storage_offset() + start) // dtype.itemsize, shape, ())
 
 
 def encode(message: Message) -> Tensor:
@@ -231,10 +239,10 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
         raise ValueError(f"the header of this message states {total} bytes, its description {expected}; it has "
                          f"{body.numel()}")
     try:
-        tensors = {name: body[start:stop].view(_DTYPES[dtype]).view(shape).data
-                   for (name, dtype, shape, _), (start, stop) in zip(fields, places, strict=True)}
-        kind = MessageKind(kind & ~_APART)
-    except (RuntimeError, OverflowError, TypeError) as error:
+        tensors = {name: _view(body, _DTYPES[dtype], start, shape)
+                   for (name, dtype, shape, _), (start, _) in zip(fields, places, strict=True)}
+        kind = _KINDS[kind & ~_APART]
+    except (KeyError, RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
     return Message(kind, step, microbatch, tensors, frozenset([name for name, _, _, wants in fields if wants]),
                    source, sent_ns, stage)

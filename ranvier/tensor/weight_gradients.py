@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ranvier.errors import ModelError
 from ranvier.schedule.schedule import Product
@@ -73,7 +73,9 @@ class WeightGradients:
             root.node.register_prehook(self._begin_pass)  # which goes with the graph: the node is the stage's own
         try:
             if roots:
-                torch.autograd.backward(roots, gradients)
+                # as torch.autograd.backward does, without a second look at shapes
+                _engine_run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True,
+                                     accumulate_grad=True)
         finally:
             fresh, self._fresh, self.defers, self._task = self._fresh, [], False, None
         if not fresh:
