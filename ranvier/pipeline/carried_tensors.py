@@ -139,11 +139,10 @@ _NOTE = "\0"
 """Prefix of a note's name, and separator of its words. No name of a tensor begins so."""
 
 
-def with_notes(state: dict[str, Tensor], notes: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, Tensor]:
+def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device) -> dict[str, Tensor]:
     """The state that leaves a stage, with the notes on its tensors."""
-    if not any(notes.values()):
-        return state
-    return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
+    notes = {SHARED: shared.names_in(state), HOOKED: hooked(state)}
+    return state if not any(notes.values()) else state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
                     for what, names in notes.items() if names}
 
 

@@ -135,7 +135,7 @@ class Connections:
 
     def send(self, destination: int, message: Message) -> None:
         """Start sending; returns at once. What goes to another stage of this rank is there at once."""
-        if destination == self._world.rank:
+        if destination == self.rank:
             self.inbox.deliver(replace(message, source=destination))
         else:
             self.transport.send(destination, message if self.tensor_mesh is None

@@ -70,8 +70,8 @@ class SameTargets:
         for place, leaf in leaves:
             (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_some(leaf))
         nothing = torch.zeros(SAME_TARGETS, dtype=torch.float64, device=leaves[0][1].device)  # a copy would wait for it
-        return torch.cat([self._of_integers([torch.cat(parts) for parts in integers.values()]) if integers
-                          else nothing[:2],
+        return torch.cat([self._of_integers([torch.cat([part.to(torch.int64) for part in parts])
+                                             for parts in integers.values()]) if integers else nothing[:2],
                           self._of_reals([torch.cat(parts) for parts in reals.values()]) if reals else nothing[2:]])
 
     def _of_integers(self, columns: list[Tensor]) -> Tensor:
@@ -117,10 +117,9 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def _some(leaf: Tensor) -> Tensor:
-    """[n], integers in int64: at most about `_MAX_ELEMENTS` of the elements."""
-    flat = leaf.detach().reshape(-1)
-    chosen = flat[::max(1, len(flat) // _MAX_ELEMENTS)]
-    return chosen if leaf.is_floating_point() else chosen.to(torch.int64)
+    """[n]: at most about `_MAX_ELEMENTS` of the elements."""
+    flat, apart = leaf.detach().reshape(-1), leaf.numel() // _MAX_ELEMENTS
+    return flat[::apart] if apart > 1 else flat
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------------

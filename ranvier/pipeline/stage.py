@@ -147,7 +147,8 @@ class Stage:
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
-        self._loss_sum, self._weight_sum = _zero(device), _zero(device)
+        self._loss_sum = _zero(device)
+        self._weight_sum: Tensor | float = 0.0
         self._last_number = -1
         modules = [module for _, _, module in blocks]
         self._layers_of_blocks = [(number, [layer for layer in module.modules() if isinstance(layer, SplitLinear)])
@@ -173,7 +174,7 @@ class Stage:
     @property
     def loss_and_weight(self) -> Tensor:
         """[2] fp64: sums of loss and weight over the forwards since `begin`."""
-        return torch.stack([self._loss_sum, self._weight_sum])
+        return torch.stack([self._loss_sum, self._weight_sum + _zero(self._device)])
 
     def check(self) -> None:
         """ModelError where blocks are in a state in which they cannot train."""
@@ -182,7 +183,7 @@ class Stage:
 
     def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch."""
-        self._loss_sum, self._weight_sum = _zero(self._device), _zero(self._device)
+        self._loss_sum, self._weight_sum = _zero(self._device), 0.0
         self.training, self._last_number = training, num_microbatches - 1
         self._trains = training and any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
@@ -235,7 +236,8 @@ class Stage:
             self._steady.note()
         inputs, notes = carried_tensors.notes_of(inputs)
         keeps_graph = self.training and (bool(requires_grad) or self._trains)
-        leaves, entered = dict[str, Tensor](), dict[str, Tensor]()
+        leaves: dict[str, Tensor] = {}
+        entered: dict[str, Tensor] = {}
         self._weights.forward_bytes = 0
         with torch.set_grad_enabled(keeps_graph), self._surroundings("forward"):
             for name, tensor in inputs.items():
@@ -254,9 +256,7 @@ class Stage:
             else:
                 outputs = named(state, f"block {self.blocks[-1][1]}")
                 outputs = outputs if self._mesh is None else detached_names(outputs)
-                notes = {carried_tensors.SHARED: self._shared.names_in(outputs),
-                         carried_tensors.HOOKED: carried_tensors.hooked(outputs)}
-                outputs = carried_tensors.with_notes(outputs, notes, self._device)
+                outputs = carried_tensors.with_notes(outputs, self._shared, self._device)
         self._shared.check()
         for read in read_attributes_of(module for _, _, module in self.blocks) if number == 0 else ():
             read.check_after_forward()
@@ -264,7 +264,8 @@ class Stage:
             self._steady.check()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
-        sent, roots = dict[str, Tensor](), dict[str, GradientEdge]()
+        sent: dict[str, Tensor] = {}
+        roots: dict[str, GradientEdge] = {}
         for name, tensor in outputs.items():
             sent[name] = one = tensor.detach()
             if self._loss is None and type(one) is not Tensor and (
@@ -293,10 +294,11 @@ class Stage:
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
+        scope = keyed_random.Scope(self._seed, step, samples)
         if self._cache is not None and self.training:  # which may end being used in this very call
             state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
-            part = partial(self._run_some, run, step, samples, number)
+            part = partial(self._run_some, run, scope, number)
             again = recomputed and torch.is_grad_enabled()
             state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
@@ -314,8 +316,8 @@ class Stage:
         """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
-            state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
-                                   self._from_cache(state) if first else state)
+            scope = keyed_random.Scope(self._seed, -step - 1 if other_keys else step, theirs)
+            state = self._run_some(range(first, num_blocks), scope, number, self._from_cache(state) if first else state)
             tensors = named(state, f"block {self.blocks[num_blocks - 1][1]}")
             if self._mesh is None:
                 return carried(tensors)
@@ -333,16 +335,16 @@ class Stage:
         tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
         return carried(with_layouts(tensors, self._mesh))
 
-    def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
+    def _run_some(self, run: range, scope: keyed_random.Scope, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.
 
         In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
         """
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
-                return self._run_some(run, step, samples, number, state)
+                return self._run_some(run, scope, number, state)
         compiled = self._compiled if self.training else None
-        with keyed_random.Scope(self._seed, step, samples) as scope:
+        with scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:
@@ -435,7 +437,7 @@ class Stage:
             self.wanted.take_loss(total, weight)
         total = total if total.dim() == 0 else total.reshape(())
         self._loss_sum += total.detach()
-        self._weight_sum += weight.detach().reshape(()) if isinstance(weight, Tensor) else weight
+        self._weight_sum += weight.detach().reshape(()).double() if isinstance(weight, Tensor) else weight
         return total.to(torch.promote_types(total.dtype, torch.float32))  # a scaled fp16 loss would overflow
 
     # ------------------------------------------------------------------ backward
@@ -451,16 +453,14 @@ class Stage:
             self._left.begin(first=False, backward=True)
         if self._loss is not None:
             gradients = {"": torch.full((), self.loss_factor, dtype=graph.loss_dtype, device=self._device)}
-        names = [name for name in graph.roots if name in gradients]
-        roots = [graph.roots[name] for name in names]
+        arrived = {root: gradients[name] for name, root in graph.roots.items() if name in gradients}
         self._last_backward = last
         if last:
             self._open = list(self._layers_of_blocks)
             self._passed(self.blocks[-1][0] + 1)
-        arrived = [gradients[name] for name in names]
         try:
             with self._surroundings("backward"):
-                products = self._weights.backward_pass(number, roots, arrived, defer, last=last)
+                products = self._weights.backward_pass(number, arrived, arrived.values(), defer, last=last)
                 if last:
                     self._close(self.blocks[0][0])
         except (Exception, SystemExit) as error:

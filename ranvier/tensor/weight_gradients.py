@@ -11,7 +11,7 @@ nothing, and adding straight into the gradient buffer saves the temporary that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,8 +64,8 @@ class WeightGradients:
         self.forward_bytes = 0
         """Bytes that deferring the products of all forward passes since the last reset would keep alive."""
 
-    def backward_pass(self, microbatch: int, roots: Sequence[GradientEdge], gradients: Sequence[Tensor], defer: bool, *,
-                      last: bool = False) -> list[Product]:
+    def backward_pass(self, microbatch: int, roots: Collection[GradientEdge], gradients: Collection[Tensor],
+                      defer: bool, *, last: bool = False) -> list[Product]:
         """Run autograd from `roots` (of `root_of`) with their gradients. With `defer` products wait under (microbatch,
         number); returns their descriptions. last: no other backward of the batch follows."""
         self._fresh, self.defers, self.last = [], defer, last
