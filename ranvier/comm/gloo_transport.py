@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ranvier.comm.edges import Edges, invalid_message, peer_lost
-from ranvier.comm.message import Message, decode, total_bytes
+from ranvier.comm.message import Message, decode, read_head
 from ranvier.comm.torch_group import error_cause
 from ranvier.errors import TransportError
 
@@ -120,7 +120,8 @@ class GlooTransport:
                 group.recv([buffer], source, 0).wait(_FOREVER)
                 if buffer.numpy().data[:len(_GOODBYE)] == _GOODBYE:
                     return
-                total = total_bytes(buffer)
+                head = read_head(buffer)
+                total = head.total
                 if total > capacity:
                     wire = torch.empty(total, dtype=torch.uint8)
                     wire[:capacity] = buffer
@@ -130,7 +131,7 @@ class GlooTransport:
                     wire = buffer[:total].clone()
                 else:
                     wire, buffer = buffer, None
-                self._arrived.put(decode(wire, source))
+                self._arrived.put(decode(wire, source, head=head))
         except ValueError as error:
             self._arrived.put(invalid_message(edges.purpose, source, str(error)))
         except RuntimeError as error:

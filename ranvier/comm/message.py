@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,11 +181,6 @@ def encode_head(message: Message) -> Tensor:
     return torch.frombuffer(bytearray(_head(message, _APART)[0]), dtype=torch.uint8)
 
 
-def tensors_follow(wire: Tensor) -> bool:
-    """Whether `wire`, a message or its first part, was made by `encode_head`. ValueError if it is no message."""
-    return bool(_unpack(wire.numpy().data)[0] & _APART)
-
-
 def pack(message: Message, device: torch.device, wire: Tensor | None = None) -> Tensor:
     """The tensors in one uint8 tensor on `device`, each at its offset in the message.
 
@@ -202,33 +198,48 @@ def checksum(tensor: Tensor) -> Tensor:
     return torch.tensor(zlib.crc32(raw.numpy().data), dtype=torch.int64)
 
 
-def _unpack(raw: memoryview) -> tuple[int, int, int, int, int, int, int, int]:
-    """Kind, step, microbatch, stage, sent_ns, total bytes, description bytes, the description's checksum."""
+class Head(NamedTuple):
+    """The fixed part of a message. total: bytes of the whole message. length: of the description."""
+
+    mark: int
+    step: int
+    microbatch: int
+    stage: int
+    sent_ns: int
+    total: int
+    length: int
+    checksum: int
+
+    @property
+    def tensors_follow(self) -> bool:
+        """Whether the message is one of `encode_head`."""
+        return bool(self.mark & _APART)
+
+
+def read_head(wire: Tensor) -> Head:
+    """Of a message that starts with `wire`. ValueError if the bytes are not a message."""
+    raw = wire.numpy().data
     if len(raw) < PREAMBLE_BYTES:
         raise ValueError(f"these are {len(raw)} bytes, and a message has at least {PREAMBLE_BYTES}")
-    magic, *fields, total, length, checksum = _PREAMBLE.unpack_from(raw)
+    magic, *fields = _PREAMBLE.unpack_from(raw)
+    head = Head(*fields)
     if magic != _MAGIC:
         raise ValueError(f"these bytes are not a message (they start with {magic!r})")
     if zlib.crc32(raw[:_PREAMBLE.size]) != _CHECKSUM.unpack_from(raw, _PREAMBLE.size)[0]:
         raise ValueError("the header of this message was corrupted in transit")
-    if total < PREAMBLE_BYTES + length:
-        raise ValueError(f"the header of this message states {total} bytes, fewer than the header itself")
-    return *fields, total, length, checksum
+    if head.total < PREAMBLE_BYTES + head.length:
+        raise ValueError(f"the header of this message states {head.total} bytes, fewer than the header itself")
+    return head
 
 
-def total_bytes(wire: Tensor) -> int:
-    """Size in bytes of the whole message that starts with `wire`. ValueError if the bytes are not a message."""
-    return _unpack(wire.numpy().data)[5]
-
-
-def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
-    """The message in `wire` from rank `source`. Its tensors are in the memory of `wire`, or of `packed` (see `pack`) if
+def decode(wire: Tensor, source: int, packed: Tensor | None = None, head: Head | None = None) -> Message:
+    """The message in `wire`, with this head, from rank `source`. Its tensors are in the memory of `wire`, or of `packed` (see `pack`) if
     given, each with a version count of its own: one may be changed in place while autograd has saved another.
 
     ValueError if the bytes are not a message.
     """
+    mark, step, microbatch, stage, sent_ns, total, length, checksum = head or read_head(wire)
     raw = wire.numpy().data
-    kind, step, microbatch, stage, sent_ns, total, length, checksum = _unpack(raw)
     body = wire if packed is None else packed
     description = bytes(raw[PREAMBLE_BYTES:PREAMBLE_BYTES + length])
     if zlib.crc32(description) != checksum:
@@ -241,7 +252,7 @@ def decode(wire: Tensor, source: int, packed: Tensor | None = None) -> Message:
     try:
         tensors = {name: _view(body, _DTYPES[dtype], start, shape)
                    for (name, dtype, shape, _), (start, _) in zip(fields, places, strict=True)}
-        kind = _KINDS[kind & ~_APART]
+        kind = _KINDS[mark & ~_APART]
     except (KeyError, RuntimeError, OverflowError, TypeError) as error:
         raise ValueError("the description of this message does not fit its bytes") from error
     return Message(kind, step, microbatch, tensors, frozenset([name for name, _, _, wants in fields if wants]),

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.edges import Edges, invalid_message
-from ranvier.comm.message import Message, decode, encode_head, encoded_bytes, pack, tensors_follow, total_bytes
+from ranvier.comm.message import Message, decode, encode_head, encoded_bytes, pack, read_head
 from ranvier.errors import TransportError
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class _Incoming:
             return decode(whole, self.source)
         wire = self._buffer
         assert wire is not None, "a receive was posted"
-        total = total_bytes(wire)
-        if self._device.type == "cuda" and tensors_follow(wire):
+        head = read_head(wire)
+        total = head.total
+        if self._device.type == "cuda" and head.tensors_follow:
             self._tensors = torch.empty(total, dtype=torch.uint8, device=self._device)
             self._free = _event(self._device)
             return None
@@ -96,9 +97,9 @@ class _Incoming:
             self._whole[:wire.numel()] = wire
             return None
         if total < wire.numel() // 2:
-            return decode(self._empty(total).copy_(wire[:total]), self.source)
+            return decode(self._empty(total).copy_(wire[:total]), self.source, head=head)
         self._buffer = None
-        return decode(wire, self.source)
+        return decode(wire, self.source, head=head)
 
 
 class MPITransport:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from ranvier.comm.edges import invalid_message
-from ranvier.comm.message import Message, MessageKind, decode, encode_head, encoded_bytes, pack, total_bytes
+from ranvier.comm.message import Message, MessageKind, decode, encode_head, encoded_bytes, pack, read_head
 from ranvier.comm.torch_group import started
 from ranvier.errors import TransportError
 
@@ -325,7 +325,7 @@ class NcclTransport:
         else:
             head = message.tensors[_HEAD]
             try:
-                incoming = _Incoming(head=head, total=total_bytes(head))
+                incoming = _Incoming(head=head, total=read_head(head).total)
             except ValueError as error:
                 raise invalid_message(self._host.edges.purpose, message.source, str(error)) from error
         incoming.parts.append(part)

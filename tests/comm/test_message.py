@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.comm import message as wire
-from ranvier.comm.message import Message, MessageKind, decode, encode, encode_head, encoded_bytes, pack, total_bytes
+from ranvier.comm.message import Message, MessageKind, decode, encode, encode_head, encoded_bytes, pack, read_head
 from tests.covering import examples
 from tests.errors import raises
 
@@ -45,7 +45,7 @@ def check(actual: Message, sent: Message) -> None:
 @given(messages())
 def test_round_trip(sent):
     encoded = encode(sent)
-    assert encoded.numel() == encoded_bytes(sent) == total_bytes(encoded[:wire.PREAMBLE_BYTES])
+    assert encoded.numel() == encoded_bytes(sent) == read_head(encoded[:wire.PREAMBLE_BYTES]).total
     assert encoded.numel() >= sent.payload_bytes + wire.PREAMBLE_BYTES
     received = decode(encoded, 3)
     assert received.source == 3 and received.sent_ns > 0
@@ -59,14 +59,14 @@ def test_round_trip(sent):
 @given(messages())
 def test_head_and_tensors_may_travel_apart(sent):
     head, packed = encode_head(sent), pack(sent, torch.device("cpu"))
-    assert total_bytes(head) == packed.numel() == encoded_bytes(sent)
+    assert read_head(head).total == packed.numel() == encoded_bytes(sent)
     check(decode(head, 1, packed), sent)
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(raw):
     data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    for read in (total_bytes, lambda tensor: decode(tensor, 0)):
+    for read in (read_head, lambda tensor: decode(tensor, 0)):
         with pytest.raises(ValueError, match=r"message"):
             read(data)
 
@@ -98,7 +98,7 @@ def test_a_flipped_bit_of_the_head_is_noticed(sent, data):
         decode(damaged, 0)
     if place < wire.PREAMBLE_BYTES:
         with pytest.raises(ValueError, match="message"):
-            total_bytes(damaged)
+            read_head(damaged)
 
 
 def forged(description: object, total: int | None = None, kind: int = 1, length: int | None = None) -> torch.Tensor:
