@@ -233,8 +233,9 @@ def read_head(wire: Tensor) -> Head:
 
 
 def decode(wire: Tensor, source: int, packed: Tensor | None = None, head: Head | None = None) -> Message:
-    """The message in `wire`, with this head, from rank `source`. Its tensors are in the memory of `wire`, or of `packed` (see `pack`) if
-    given, each with a version count of its own: one may be changed in place while autograd has saved another.
+    """The message in `wire`, with this head, from rank `source`. Its tensors are in the memory of `wire`, or of
+    `packed` (see `pack`) if given, each with a version count of its own: one may be changed in place while autograd has
+    saved another.
 
     ValueError if the bytes are not a message.
     """

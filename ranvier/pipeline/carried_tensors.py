@@ -142,7 +142,9 @@ _NOTE = "\0"
 def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device) -> dict[str, Tensor]:
     """The state that leaves a stage, with the notes on its tensors."""
     notes = {SHARED: shared.names_in(state), HOOKED: hooked(state)}
-    return state if not any(notes.values()) else state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
+    if not any(notes.values()):
+        return state
+    return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)
                     for what, names in notes.items() if names}
 
 
