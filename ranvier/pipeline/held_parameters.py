@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
@@ -65,9 +66,8 @@ class HeldParameters:
         self._norms = self._norms_now() if self._replicas > 1 and self._batches <= _BATCHES_BY_VALUE else None
 
     def _norms_now(self) -> list[Tensor]:
-        with torch.no_grad():
-            return [torch.linalg.vector_norm(held, dtype=torch.float64) if type(held) is nn.Parameter
-                    and held.dtype in _WITH_NORM else torch.zeros(()) for held in self._held.values()]
+        return [_norm(held) if type(held) is nn.Parameter and held.dtype in _WITH_NORM else torch.zeros(())
+                for held in self._held.values()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -200,7 +200,9 @@ class HeldParameters:
 
 
 class SteadyParameters:
-    """The parameters of one stage in the first batches: a forward changes no gradient of them, and freezes none.
+    """The parameters and buffers of one stage in the first batches: a forward changes no gradient of a parameter, and
+    freezes none. With other microbatches under way it changes no values that their backwards have kept, as far as torch
+    does not notice that itself, and a backward changes no buffer that forwards change.
 
         call `note` before each forward of a training batch, and `check` when it has ended
     """
@@ -208,14 +210,68 @@ class SteadyParameters:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._named = {one: f"{block}.{name}" for _, block, module in reversed(blocks)
                        for name, one in module.named_parameters()}
+        self._places = [(f"{block}.{path}".removesuffix("."), one) for _, block, module in blocks
+                        for path, one in module.named_modules()]
         self._before: list[tuple[bool, int, int]] = []
         self._gradients: list[Tensor | None] = []
         """So that no other tensor gets the identity of one of them."""
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        """Name -> the buffer before the forward or backward, and its version."""
+        self._forward_changes: set[str] = set()
+        """Names of the buffers that a forward has changed."""
+        self._values: dict[str, tuple[Tensor, int, Tensor]] = {}
+        """Name -> a tensor after the first forward of the batch, its version and its norm."""
+
+    def begin(self) -> None:
+        """The first forward of a batch has run, and others may run before its backward."""
+        tensors = {name: one for one, name in self._named.items() if type(one) is nn.Parameter} | {
+            f"{place}.{name}": one for place, module in self._places if not isinstance(module, _NormBase)
+            for name, one in module._buffers.items() if type(one) is Tensor}
+        self._values = {name: (one, one._version, _norm(one)) for name, one in tensors.items()
+                        if one.dtype in _WITH_NORM and one.layout is torch.strided and not one.is_inference()}
+
+    def check_values(self) -> None:
+        """ModelError where one has other values than at `begin`, and the same version, as after a write through its
+        `data`: other forwards have run while microbatches were under way. Running statistics are kept for no
+        backward."""
+        values, self._values = self._values, {}
+        same = [(name, norm, _norm(one)) for name, (one, version, norm) in values.items() if one._version == version]
+        if not same:
+            return
+        before, now = (torch.stack(norms) for norms in ([norm for _, norm, _ in same], [norm for _, _, norm in same]))
+        changed = ((before != now) & (before == before)).tolist()
+        for (name, *_), has_changed in zip(same, changed, strict=True):
+            if has_changed:
+                raise changed_under_way(name)
+
+    def note_buffers(self) -> None:
+        self._buffers = {f"{place}.{name}": (one, one._version) for place, module in self._places
+                         for name, one in module._buffers.items() if one is not None and not one.is_inference()}
+
+    def check_buffers(self, *, backward: bool) -> None:
+        """Note the buffers that a forward has changed since `note_buffers`; ModelError where a backward has changed one
+        of them."""
+        before = self._buffers
+        self.note_buffers()
+        changed = [name for name, (one, version) in self._buffers.items() if name in before and (
+            before[name][0] is not one or before[name][1] != version)]
+        self._buffers = {}
+        if not backward:
+            self._forward_changes.update(changed)
+        for name in changed if backward else ():
+            if name in self._forward_changes:
+                raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
+                                 "stages run these in another order than a plain loop",
+                                 code="buffer-changed-in-backward", where=f"buffer {name}",
+                                 remedy="Recompute by `--memory.recompute 1` in place of torch.utils.checkpoint, or "
+                                        "leave what changes the buffer out of the checkpoint.")
 
     def note(self) -> None:
         self._before, self._gradients = self._now(), [one.grad for one in self._named]
+        self.note_buffers()
 
     def check(self) -> None:
+        self.check_buffers(backward=False)
         now = self._now()
         self._gradients = []
         if now == self._before:
@@ -232,6 +288,23 @@ class SteadyParameters:
 
     def _now(self) -> list[tuple[bool, int, int]]:
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+    return norm
+
+
+def changed_under_way(name: str | None = None) -> ModelError:
+    """The error for values that a forward has changed although an earlier microbatch may still need them. name: of the
+    tensor through whose `data` it was, which torch does not notice; None where torch has noticed it."""
+    return ModelError("was changed by a forward while earlier microbatches were under way, whose backwards need the "
+                      "values from before", code="changed-under-way",
+                      where=f"tensor {name}" if name else "a tensor that a backward needs",
+                      remedy="Write to it inside torch.no_grad() in place of through its data, so that torch notices "
+                             "where a backward needs it." if name else
+                             "Put a new tensor in its place (self.x = self.x + y), or compute with a clone of it.")
 
 
 def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:

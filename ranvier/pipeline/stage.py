@@ -27,7 +27,7 @@ from ranvier.errors import ModelError, RanvierError
 from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
-from ranvier.pipeline.held_parameters import SteadyParameters
+from ranvier.pipeline.held_parameters import SteadyParameters, changed_under_way
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
@@ -132,6 +132,8 @@ class Stage:
         self._left, self._others = left, others
         self._steady = SteadyParameters(blocks)
         self._looked_at, self._is_watched = 0, False
+        self._overlaps = False
+        """Whether a forward of this batch has run before an earlier microbatch's backward."""
         self.blocks, self._loss, self._seed, self._device = blocks, loss, seed, device
         self._autocast = autocast
         self.training = self._trains = False
@@ -188,7 +190,7 @@ class Stage:
         self._trains = training and any(
             parameter.requires_grad for _, _, module in self.blocks for parameter in module.parameters())
         self.forget_weights()
-        self._is_watched = training and self._looked_at < _WATCHED_BATCHES
+        self._is_watched, self._overlaps = training and self._looked_at < _WATCHED_BATCHES, False
         if training:
             self._looked_at += 1
             for segment in self._recomputed.values():
@@ -234,6 +236,7 @@ class Stage:
             if self._mesh is not None:
                 self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
             self._steady.note()
+        self._overlaps |= bool(self._graphs)
         inputs, notes = carried_tensors.notes_of(inputs)
         keeps_graph = self.training and (bool(requires_grad) or self._trains)
         leaves: dict[str, Tensor] = {}
@@ -262,6 +265,10 @@ class Stage:
             read.check_after_forward()
         if self._is_watched:
             self._steady.check()
+            if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
+                self._steady.begin()
+            elif self._overlaps and number == self._last_number:
+                self._steady.check_values()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent: dict[str, Tensor] = {}
@@ -458,6 +465,9 @@ class Stage:
         if last:
             self._open = list(self._layers_of_blocks)
             self._passed(self.blocks[-1][0] + 1)
+        arrived = [gradients[name] for name in names]
+        if watched := self._is_watched and self._overlaps:
+            self._steady.note_buffers()
         try:
             with self._surroundings("backward"):
                 products = self._weights.backward_pass(number, arrived, arrived.values(), defer, last=last)
@@ -465,9 +475,13 @@ class Stage:
                     self._close(self.blocks[0][0])
         except (Exception, SystemExit) as error:
             _note(error, f"the backward of microbatch {number}")
+            if self._overlaps and "modified by an inplace operation" in str(error):
+                raise changed_under_way() from error
             raise
         finally:
             self._last_backward = False
+        if watched:
+            self._steady.check_buffers(backward=True)
         if self._left is not None:
             self._left.check(last=last, backward=True)
         return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
