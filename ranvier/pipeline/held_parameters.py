@@ -19,15 +19,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
 from ranvier.originals.stand_in_tensors import StandInTensors
 from ranvier.plan.reached_objects import CodeReach
 
-_BATCHES_BY_VALUE = 2
-_WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+BATCHES_BY_VALUE = 2
+WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 class HeldParameters:
@@ -63,10 +62,10 @@ class HeldParameters:
     def begin(self) -> None:
         """A training batch begins, after `adopt`."""
         self._batches += 1
-        self._norms = self._norms_now() if self._replicas > 1 and self._batches <= _BATCHES_BY_VALUE else None
+        self._norms = self._norms_now() if self._replicas > 1 and self._batches <= BATCHES_BY_VALUE else None
 
     def _norms_now(self) -> list[Tensor]:
-        return [_norm(held) if type(held) is nn.Parameter and held.dtype in _WITH_NORM else torch.zeros(())
+        return [norm_of(held) if type(held) is nn.Parameter and held.dtype in WITH_NORM else torch.zeros(())
                 for held in self._held.values()]
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
@@ -201,8 +200,8 @@ class HeldParameters:
 
 class SteadyParameters:
     """The parameters and buffers of one stage in the first batches: a forward changes no gradient of a parameter, and
-    freezes none. With other microbatches under way it changes no values that their backwards have kept, as far as torch
-    does not notice that itself, and a backward changes no buffer that forwards change.
+    freezes none. While others are under way, torch notices whatever it changes, and a backward changes no buffer that
+    forwards change.
 
         call `note` before each forward of a training batch, and `check` when it has ended
     """
@@ -219,30 +218,28 @@ class SteadyParameters:
         """Name -> the buffer before the forward or backward, and its version."""
         self._forward_changes: set[str] = set()
         """Names of the buffers that a forward has changed."""
-        self._values: dict[str, tuple[Tensor, int, Tensor]] = {}
-        """Name -> a tensor after the first forward of the batch, its version and its norm."""
+        self._values: list[tuple[Tensor, int, Tensor]] = []
+        """Tensors after the first forward of the batch, with version and norm."""
 
-    def begin(self) -> None:
-        """The first forward of a batch has run, and others may run before its backward."""
-        tensors = {name: one for one, name in self._named.items() if type(one) is nn.Parameter} | {
-            f"{place}.{name}": one for place, module in self._places if not isinstance(module, _NormBase)
-            for name, one in module._buffers.items() if type(one) is Tensor}
-        self._values = {name: (one, one._version, _norm(one)) for name, one in tensors.items()
-                        if one.dtype in _WITH_NORM and one.layout is torch.strided and not one.is_inference()}
+    def note_values(self) -> None:
+        """The first forward of a batch has run. Running statistics are left out: torch keeps them for a backward that
+        does not read them."""
+        tensors = [one for one in self._named if type(one) is nn.Parameter] + [
+            one for _, module in self._places for name, one in module._buffers.items()
+            if type(one) is Tensor and name not in ("running_mean", "running_var")]
+        self._values = [(one, one._version, norm_of(one)) for one in tensors
+                        if one.dtype in WITH_NORM and one.layout is torch.strided and not one.is_inference()]
 
-    def check_values(self) -> None:
-        """ModelError where one has other values than at `begin`, and the same version, as after a write through its
-        `data`: other forwards have run while microbatches were under way. Running statistics are kept for no
-        backward."""
-        values, self._values = self._values, {}
-        same = [(name, norm, _norm(one)) for name, (one, version, norm) in values.items() if one._version == version]
-        if not same:
-            return
-        before, now = (torch.stack(norms) for norms in ([norm for _, norm, _ in same], [norm for _, _, norm in same]))
-        changed = ((before != now) & (before == before)).tolist()
-        for (name, *_), has_changed in zip(same, changed, strict=True):
-            if has_changed:
-                raise changed_under_way(name)
+    def tell_torch(self) -> None:
+        """Another forward has run before the first one's backward: tensors that it has changed without a new version,
+        as by a write through their `data`, get one. Then torch refuses backwards that need the values from before."""
+        same = [(one, norm, norm_of(one)) for one, version, norm in self._values if one._version == version]
+        self._values = []
+        if same:
+            before, now = torch.stack([norm for _, norm, _ in same]), torch.stack([norm for _, _, norm in same])
+            for (one, *_), has_changed in zip(same, ((before != now) & (before == before)).tolist(), strict=True):
+                if has_changed:
+                    torch.autograd.graph.increment_version(one)
 
     def note_buffers(self) -> None:
         self._buffers = {f"{place}.{name}": (one, one._version) for place, module in self._places
@@ -290,21 +287,10 @@ class SteadyParameters:
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
 
 
-def _norm(tensor: Tensor) -> Tensor:
+def norm_of(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm
-
-
-def changed_under_way(name: str | None = None) -> ModelError:
-    """The error for values that a forward has changed although an earlier microbatch may still need them. name: of the
-    tensor through whose `data` it was, which torch does not notice; None where torch has noticed it."""
-    return ModelError("was changed by a forward while earlier microbatches were under way, whose backwards need the "
-                      "values from before", code="changed-under-way",
-                      where=f"tensor {name}" if name else "a tensor that a backward needs",
-                      remedy="Write to it inside torch.no_grad() in place of through its data, so that torch notices "
-                             "where a backward needs it." if name else
-                             "Put a new tensor in its place (self.x = self.x + y), or compute with a clone of it.")
 
 
 def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:

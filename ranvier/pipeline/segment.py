@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier.block import State, carried, named
 from ranvier.errors import ModelError
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, WITH_NORM, norm_of
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
 
@@ -44,7 +45,8 @@ _Place = tuple[nn.Module, str]
 
 
 class _Moved(NamedTuple):
-    """A parameter that a first run has changed. changes: how often. value: a copy of what it was afterwards."""
+    """A parameter that a first run has changed. changes: how often, by its versions; 0 for a write through its `data`.
+    value: a copy of what it was afterwards."""
 
     parameter: nn.Parameter
     changes: int
@@ -56,18 +58,29 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, moved: Sequence[_Moved]) -> None:
         TorchDispatchMode.__init__(self)
-        self._ready = [(one.parameter, one.parameter._version + one.changes) for one in moved]
+        self._ready = [(one.parameter, one.parameter._version + one.changes) for one in moved if one.changes]
+        self._unwritten = {one.parameter: one.parameter.data_ptr() for one in moved if not one.changes}
         self.early: set[nn.Parameter] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            read = [value for value, argument in zip(args, func._schema.arguments, strict=False)
-                    if argument.alias_info is None or not argument.alias_info.is_write]
+            kinds = [bool(one.alias_info and one.alias_info.is_write) for one in func._schema.arguments]
+            read = [value for value, is_written in zip(args, kinds, strict=False) if not is_written]
+            unready = [parameter for parameter, version in self._ready if parameter._version != version]
+            unready += [parameter for parameter, place in self._unwritten.items() if parameter.data_ptr() == place]
             for tensor in tree_leaves((read, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
-                    self.early.update(parameter for parameter, version in self._ready if parameter._version != version
-                                      and 0 <= tensor.data_ptr() - parameter.data_ptr() < parameter.nbytes)
+                self.early.update(_over(tensor, unready))
+            for tensor, is_written in zip(args, kinds, strict=False):
+                for parameter in _over(tensor, self._unwritten) if is_written else ():
+                    del self._unwritten[parameter]
         return func(*args, **(kwargs or {}))
+
+
+def _over(tensor: object, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters in whose memory a tensor begins."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return []
+    return [one for one in parameters if 0 <= tensor.data_ptr() - one.data_ptr() < one.nbytes]
 
 
 class Segment:
@@ -81,6 +94,9 @@ class Segment:
         """Buffers that a forward changes in place."""
         self._seen: set[_Place] = set()
         """Buffers that a forward has found: the first one shows whether forwards change them."""
+        self._num_batches = -1
+        self._written: set[nn.Parameter] = set()
+        """Parameters that forwards change without a new version."""
         self.begin()
         self.check()
 
@@ -92,6 +108,7 @@ class Segment:
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
+        self._num_batches, self._looked = self._num_batches + 1, False
         self._values: dict[int, Tensor] = {}
         """Identity of a parameter -> its values after the last forward that has changed them."""
         self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
@@ -131,12 +148,17 @@ class Segment:
                     return compute(carried(aliases))
             ran = True
             weights = [parameter._version for parameter in self._parameters]
+            norms = self._norms()
             with self._noted(before), _COMPUTED if kept is None else kept.recorded():
                 result = compute(carried(entering))
             then.forget_unmoved()
             for parameter, version in zip(self._parameters, weights, strict=True):
                 if parameter._version != version and not parameter.is_meta:
                     moved.append(_Moved(parameter, parameter._version - version, self._value_of(parameter)))
+                elif parameter in norms and bool(norms[parameter] == norms[parameter]) and bool(
+                        norm_of(parameter) != norms[parameter]):
+                    moved.append(_Moved(parameter, 0, self._value_of(parameter)))
+                    self._written.add(parameter)
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
@@ -150,6 +172,14 @@ class Segment:
                                  where=self._where,
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
                                         "or set `--memory.recompute none`.")
+
+    def _norms(self) -> dict[nn.Parameter, Tensor]:
+        """Of the parameters that forwards have changed without a new version; in the first forwards of the first
+        batches of all, which show whether forwards do so."""
+        looks = not self._looked and self._num_batches <= BATCHES_BY_VALUE
+        self._looked = True
+        return {one: norm_of(one) for one in (self._parameters if looks else self._written)
+                if type(one) is nn.Parameter and one.dtype in WITH_NORM and not one.is_meta}
 
     def _value_of(self, parameter: nn.Parameter) -> Tensor:
         """A copy, which runs that leave the same value share."""

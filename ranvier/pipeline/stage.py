@@ -27,7 +27,7 @@ from ranvier.errors import ModelError, RanvierError
 from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
-from ranvier.pipeline.held_parameters import SteadyParameters, changed_under_way
+from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.others_parameters import OthersParameters
@@ -266,9 +266,9 @@ class Stage:
         if self._is_watched:
             self._steady.check()
             if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
-                self._steady.begin()
-            elif self._overlaps and number == self._last_number:
-                self._steady.check_values()
+                self._steady.note_values()
+            elif self._overlaps:
+                self._steady.tell_torch()
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent: dict[str, Tensor] = {}
@@ -476,7 +476,7 @@ class Stage:
         except (Exception, SystemExit) as error:
             _note(error, f"the backward of microbatch {number}")
             if self._overlaps and "modified by an inplace operation" in str(error):
-                raise changed_under_way() from error
+                raise _changed_under_way(number) from error
             raise
         finally:
             self._last_backward = False
@@ -520,6 +520,12 @@ def _of_a_class(kind: type, name: str, block: str) -> ModelError:
                       f"what block {block} returns", value=kind.__name__,
                       remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
+
+
+def _changed_under_way(number: int) -> ModelError:
+    return ModelError("needs a tensor that the forward of a later microbatch has changed in place, perhaps a parameter "
+                      "or buffer", code="changed-under-way", where=f"the backward of microbatch {number}",
+                      remedy="Put a new tensor in its place (self.x = self.x + y), or compute with a clone of it.")
 
 
 def _note(error: BaseException, where: str) -> None:
