@@ -388,7 +388,7 @@ class _Last(nn.Module):
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
         inputs = {name.removeprefix(_INPUT): value for name, value in state.items() if name.startswith(_INPUT)}
-        inputs |= {name.removeprefix(_SIZES): value.new_zeros(()).expand(len(value), *value.shape[2:])
+        inputs |= {name.removeprefix(_SIZES): value.new_full((), torch.nan).expand(len(value), *value.shape[2:])
                    for name, value in state.items() if name.startswith(_SIZES)}
         self._state[:] = [hidden]
         try:
@@ -547,10 +547,13 @@ def _compare(model: nn.Module, expected: State, found: State) -> None:
         epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0
         allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.detach().double().abs().max())
         if not float(difference) <= allowed:
+            reads = bool(ours[name].isnan().any() and not wanted.isnan().any())
             raise _refused("blocks-compute-otherwise", model,
                            "computes something else in blocks than as a whole; the largest difference is "
-                           f"{float(difference):.2g}, the largest output {float(wanted.abs().max()):.2g}",
-                           type(model).__name__)
+                           f"{float(difference):.2g}, the largest output {float(wanted.detach().abs().max()):.2g}"
+                           + ("; its head reads a floating-point input, or a module before the layers" if reads else
+                              ""), type(model).__name__,
+                           f"Pass labels as targets, and their loss as loss=. Or w{REMEDY[1:]}" if reads else REMEDY)
 
 
 @contextmanager

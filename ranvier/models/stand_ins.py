@@ -83,9 +83,9 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """Replaces a module that runs before the layers: zeros of the shapes that it returned, with the sizes of the hidden
-    states in the place of the sample's. output: `shapes_of` what it returned. layer: likewise of a layer. samples: of
-    the sample."""
+    """Replaces a module that runs before the layers: tensors of the shapes that it returned, with the sizes of the
+    hidden states in the place of the sample's; NaN, so that no output can depend on them, and zeros for integers.
+    output: `shapes_of` what it returned. layer: likewise of a layer. samples: of the sample."""
 
     def __init__(self, module: nn.Module, name: str, output: object, layer: object, state: list[Tensor],
                  samples: int) -> None:
@@ -100,13 +100,13 @@ class StandIn(Elsewhere):
             raise ModelError("returns a number beside tensors, which the head has from the sample alone",
                              code="number-beside-tensors", where=self._name, value=number, remedy=REMEDY)
 
-        def zeros(leaf: object) -> object:
+        def without_values(leaf: object) -> object:
             if not isinstance(leaf, _Shape):
                 return leaf
-            dtype = hidden.dtype if leaf.dtype.is_floating_point else leaf.dtype
-            return hidden.new_zeros((), dtype=dtype).expand(self._sizes(leaf.shape, hidden.shape))
+            fill, dtype = (torch.nan, hidden.dtype) if leaf.dtype.is_floating_point else (0, leaf.dtype)
+            return hidden.new_full((), fill, dtype=dtype).expand(self._sizes(leaf.shape, hidden.shape))
 
-        return tree_map(zeros, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
+        return tree_map(without_values, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
 
     def _sizes(self, sample: torch.Size, hidden: torch.Size) -> Sequence[int]:
         """Of hidden states; or with other numbers of samples and of tokens, such as positions or biases of pairs."""

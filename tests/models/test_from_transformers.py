@@ -198,7 +198,8 @@ class Between(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
-        self.embed, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.embed, self.norm, self.skip = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False)
+        nn.init.zeros_(self.skip.weight)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x):
@@ -213,6 +214,7 @@ class Between(nn.Module):
             x = layer(x)
             if self.kind == "twice":
                 x = layer(x)
+        x = x + self.skip(first) if self.kind == "skips once trained" else x
         return self.norm(x + first if self.kind == "skips" else x)
 
 
@@ -221,11 +223,23 @@ class Between(nn.Module):
     ("shared", ("module-in-two-blocks",)),
     ("twice", ("layers-not-in-order", 0, 1, 2)),
     ("skips", ("blocks-compute-otherwise",)),
+    ("skips once trained", ("blocks-compute-otherwise",)),
     ("fails", ("model-cannot-run-on-sample",)),
 ])
 def test_what_cannot_be_cut(kind, error):
     with raises(*error):
         from_transformers(Between(kind), torch.randn(2, 3, 4), loss=lambda output, targets: (output.sum(), 1))
+
+
+def test_a_head_that_reads_floating_point_labels():
+    """Also where those of the sample are what any stand-in might have, zeros; whole labels come to the head."""
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, num_labels=1))
+    sample = {"input_ids": torch.arange(10).view(2, 5), "labels": torch.zeros(2)}
+    with raises("blocks-compute-otherwise"):
+        from_transformers(model, sample, loss=lambda loss, targets: (loss, 1), output=lambda found: found.loss)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, num_labels=2))
+    from_transformers(model, sample | {"labels": torch.tensor([0, 1])}, loss=lambda loss, targets: (loss, 1),
+                      output=lambda found: found.loss)
 
 
 def test_plain_modules_with_a_list_of_layers():
