@@ -278,6 +278,11 @@ class Stage:
             if self._loss is None and type(one) is not Tensor and (
                     type(one).__torch_function__ != Tensor.__torch_function__):
                 raise _of_a_class(type(one), name, self.blocks[-1][1])
+            if self._loss is None and (one.layout is not torch.strided or one.is_nested):
+                raise ModelError("is sparse or nested, and messages carry whole tensors", code="sparse-tensor-sent",
+                                 where=_returned(name, self.blocks[-1][1]), value=one.layout,
+                                 remedy="Return its to_dense() or its parts, or cut elsewhere "
+                                        "(Pipeline(boundaries=...)).")
             if tensor.requires_grad:
                 roots[name] = root_of(tensor)
         if kept := bool(roots or leaves):
@@ -513,11 +518,14 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
+def _returned(name: str, block: str) -> str:
+    return f'tensor "{name}" that block {block} returns' if name else f"what block {block} returns"
+
+
 def _of_a_class(kind: type, name: str, block: str) -> ModelError:
     """A message has values, and no class with operations of its own."""
     return ModelError("is of a class of tensors of its own, which the next stage would not know",
-                      code="tensor-subclass-sent", where=f'tensor "{name}" that block {block} returns' if name else
-                      f"what block {block} returns", value=kind.__name__,
+                      code="tensor-subclass-sent", where=_returned(name, block), value=kind.__name__,
                       remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
 

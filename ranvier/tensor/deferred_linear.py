@@ -159,9 +159,10 @@ def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
 
 
 def is_deferrable(module: nn.Linear) -> bool:
-    """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains."""
+    """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains and has
+    elements."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    return weight is not None and weight.requires_grad and are_plain(weight, bias)
+    return weight is not None and weight.requires_grad and weight.numel() > 0 and are_plain(weight, bias)
 
 
 def are_plain(*parameters: Tensor | None) -> bool:

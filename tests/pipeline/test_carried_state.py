@@ -274,6 +274,14 @@ def test_a_dtype_that_messages_do_not_carry():
         run(make, points([[2]]), Mesh(pipe=2))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, lambda y: torch.nested.as_nested_tensor(list(y))])
+def test_a_tensor_without_a_whole_memory(convert):
+    make = of(lambda linear, x: convert(linear(x)), lambda linear, x: linear(x.to_dense()))
+    with raises("sparse-tensor-sent", "b0"):
+        run(make, points([[2]]), Mesh(pipe=2))
+
+
 @pytest.mark.parametrize(("dropped", "error"), [
     ("inputs", ("microbatch-lacks-data", 1)),
     ("targets", ("microbatch-lacks-data", 1)),

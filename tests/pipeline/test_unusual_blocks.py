@@ -53,6 +53,17 @@ class OwnProduct(Plain):
         self.linear.weight = Doubles(self.linear.weight.detach())
 
 
+class NoFeatures(Plain):
+    """Layers without features between two products, as `nn.AdaptiveLogSoftmaxWithLoss` has for rare classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Sequential(nn.Linear(4, 0, bias=False), nn.Linear(0, 4))
+
+    def forward(self, x):
+        return self.none(x) + super().forward(x)
+
+
 class Keyword(Plain):
     def forward(self, x):
         return self.linear(input=x)
@@ -225,15 +236,17 @@ class SparseGradient(Plain):
 
 
 BLOCKS = {block.__name__: block for block in (
-    Twice, BesideItsWeight, Keyword, RowByRow, FourDims, NotContiguous, Expanded, InPlaceAfter, InPlaceAfterMoreDims,
-    InPlaceOnTheInput, OwnProduct, FourTimesLarger, Assigned, WeightHook, BiasHook, SavedElsewhere,
-    DifferentiatesInside, DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention, SparseGradient)} | {
+    Twice, BesideItsWeight, NoFeatures, Keyword, RowByRow, FourDims, NotContiguous, Expanded, InPlaceAfter,
+    InPlaceAfterMoreDims, InPlaceOnTheInput, OwnProduct, FourTimesLarger, Assigned, WeightHook, BiasHook,
+    SavedElsewhere, DifferentiatesInside, DifferentiatesAside, Detached, Unused, Unchanged, Buffered, Attention,
+    SparseGradient)} | {
     "weight norm": partial(WeightNorm, nn.utils.parametrizations.weight_norm),
     "old weight norm": partial(WeightNorm, nn.utils.weight_norm),
     "checkpoint": partial(Checkpointed, False), "reentrant checkpoint": partial(Checkpointed, True)}
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:.*weight_norm.*:FutureWarning",
+                            "ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize(("block", "policy", "mesh"), covering(list(BLOCKS), [
     ("message-driven", Mesh(data=2, pipe=3)), ("message-driven", Mesh()), ("1f1b", Mesh(pipe=2))]), ids=str)
 def test_block(block, mesh, policy):
