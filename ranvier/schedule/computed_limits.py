@@ -19,9 +19,9 @@ What is told of the choice comes from the simulation that chooses, in which more
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, floor, inf, log10, sqrt
 from statistics import fmean
@@ -408,7 +408,7 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
     units = [sum(times[stage].alive_bytes for stage in stages) for stages in held]
     slowest = case.placement.per_rank * max(stage.forward for stage in times)
     made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
-                    jitter=partial(_varied, case.conditions.variation, draw), hop=case.conditions.messages * slowest,
+                    jitter=_varied(case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[waiting * unit for unit, waiting in zip(units, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
@@ -417,7 +417,8 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
                        for place, each in enumerate(times)) / len(held)
     longer = sum(times[stages[action.turn]].longer_by_deferral(action)
                  for stages, actions in zip(held, made.actions, strict=True)
-                 for action, _, _ in actions if action.kind == "W" or action.defer) / len(held)
+                 for action, _, _ in actions if action.kind == "W" or action.defer) / len(held) if any(
+        stage.longer_backward or stage.deferred_factor != 1.0 for stage in times) else 0.0
     fixed = [sum(stage.fixed for stage in case.held(rank)) for rank in range(len(held))]
     at_peak = {stage: (stored, queued / PRODUCTS) for stages, one in zip(held, made.held, strict=True)
                for stage, (stored, queued) in zip(stages, one.at_most_alive, strict=True)}
@@ -431,15 +432,25 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
                                for one, unit in zip(made.held, units, strict=True)))
 
 
-@lru_cache(maxsize=1 << 16)
-def _varied(variation: float, draw: int, rank: int, action: Action) -> float:
-    """The factor on the time of an action: evenly spread, of mean 1, and the same whenever it is asked for."""
+@lru_cache(maxsize=64)
+def _varied(variation: float, draw: int) -> Callable[[int, Action], float] | None:
+    """The factor on the time of an action of a rank: evenly spread, of mean 1, and the same whenever it is asked for;
+    None where times do not vary."""
     if not variation:
-        return 1.0
-    mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product + 15485863 * "FBWC".index(action.kind)
-             + 32452843 * action.turn + 49979687 * draw) * 2654435761 % (1 << 32)
-    mixed = (mixed ^ mixed >> 15) * 2246822519 % (1 << 32)
-    return max(0.05, 1.0 + variation * sqrt(3.0) * ((mixed ^ mixed >> 13) / (1 << 31) - 1.0))
+        return None
+    known: dict[tuple[int, Action], float] = {}
+
+    def factor(rank: int, action: Action) -> float:
+        key = rank, action
+        if key not in known:
+            mixed = (7919 * rank + 104729 * action.microbatch + 1299709 * action.product
+                     + 15485863 * "FBWC".index(action.kind) + 32452843 * action.turn + 49979687 * draw
+                     ) * 2654435761 % (1 << 32)
+            mixed = (mixed ^ mixed >> 15) * 2246822519 % (1 << 32)
+            known[key] = max(0.05, 1.0 + variation * sqrt(3.0) * ((mixed ^ mixed >> 13) / (1 << 31) - 1.0))
+        return known[key]
+
+    return factor
 
 
 _cached_simulation = lru_cache(maxsize=4096)(_simulation)

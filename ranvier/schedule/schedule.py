@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
 
@@ -255,7 +256,7 @@ class Schedule:
                 self._return(microbatch)
                 del self._expects_backward[microbatch]
                 for number, product in enumerate(products):
-                    self.queue[Action("W", microbatch, product=number, turn=self.turn)] = product
+                    self.queue[Action("W", microbatch, False, number, self.turn)] = product
                     self.budget.used += product.alive_bytes
                 if products:
                     self._waiting[microbatch] = len(products)
@@ -276,6 +277,10 @@ class Schedule:
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
+        return self.possible_action() or self.wait_or_done()
+
+    def possible_action(self) -> Action | None:
+        """The action to run now, where there is one."""
         backward = self._backward()
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
@@ -283,14 +288,14 @@ class Schedule:
                       self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
-        return self.wait_or_done() if chosen is None else self.possible(chosen)
+        return None if chosen is None else self._possible(chosen)
 
     def backward(self) -> Action | None:
         """The next return, or the product that has to run before it; None where none has arrived."""
         found = self._backward()
-        return None if found is None else self.possible(found)
+        return None if found is None else self._possible(found)
 
-    def possible(self, chosen: Action) -> Action:
+    def _possible(self, chosen: Action) -> Action:
         """`chosen`, or the product that has to run before it."""
         if chosen.kind == "B" and self.policy.defers and not chosen.defer and self.queue:
             # No room: the oldest products run first, for those of one weight must stay in microbatch order.
@@ -349,8 +354,8 @@ class Schedule:
     def forwards_due_before(self, due: Due) -> int:
         """Number of forwards due before `due` that have not run."""
         rounds, rest = divmod(due[0] - self._first_dues[0], self._period)
-        before = rounds * self._burst + min(rest, self._burst)
-        return max(0, min(before, self.num_microbatches) - self.forwards_done)
+        before = min(rounds * self._burst + min(rest, self._burst), self.num_microbatches)
+        return before - self.forwards_done if before > self.forwards_done else 0
 
     def ready(self) -> list[tuple[Turn, ActionKind, Schedule]]:
         """Its next forward and its next return, where they have arrived, and itself. Whether the return defers is known
@@ -406,16 +411,17 @@ class RankSchedule:
 
     def next_action(self) -> Action | Wait | Done:
         """The action to run now. Asking again without an event in between gives the same answer."""
+        return self.possible_action() or self._wait_or_done()
+
+    def possible_action(self) -> Action | None:
+        """The action to run now, where there is one."""
         if self.max_stored is not None:
-            return self._first_due(self.max_stored) or self._wait_or_done()
+            return self._first_due(self.max_stored)
         if len(self._of_turn) == 1:
-            return self._of_turn[0].next_action()
-        answers = [(one, one.next_action()) for one in reversed(self._of_turn)]
+            return self._of_turn[0].possible_action()
         actions = [((action.kind != "C", _NEVER if action.kind == "W" else one.due(action.kind, action.microbatch)),
-                    action) for one, action in answers if isinstance(action, Action)]
-        if actions:
-            return min(actions, key=_turn)[1]
-        return next((answer for _, answer in answers if isinstance(answer, Wait)), Done())
+                    action) for one in reversed(self._of_turn) if (action := one.possible_action()) is not None]
+        return min(actions, key=_turn)[1] if actions else None
 
     def _first_due(self, max_stored: int) -> Action | None:
         """The ready action that is due first; a forward only if there is memory for it and for all those due before it.
@@ -427,8 +433,7 @@ class RankSchedule:
         if self._blocked == self.budget.version:
             return self._weight()
         stages = self._of_turn
-        ready = [each for one in stages for each in one.ready()]
-        ready.sort(key=_turn)
+        ready = sorted(chain.from_iterable([one.ready() for one in stages]), key=_turn)
         for (_, due), kind, chosen in ready:
             if self._in_order and kind != "C" and any([due > one.next_due() for one in stages]):
                 break
@@ -449,6 +454,7 @@ class RankSchedule:
         return None
 
     def _wait_or_done(self) -> Wait | Done:
+        """The answer when no action is ready."""
         waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]
         awaited = (each for each in waits if each.forward is not None or each.backward is not None)
         return next(awaited, waits[0] if waits else Done())

@@ -94,7 +94,7 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    states: of each rank, each once, in the order in which they came.
+    states: of each rank those in which it holds more than before, each once, in the order in which they came.
     """
 
     seconds: float
@@ -134,7 +134,7 @@ class Simulated:
 def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
              hop: float | Callable[[int, int], float] = 0.0, transfer: float | Callable[[int, int], float] = 0.0,
              cores: int | None = None, defer_bytes: int | Sequence[int] | Literal["auto"] = 0,
-             training: bool = True, jitter: Callable[[int, Action], float] = lambda rank, action: 1.0,
+             training: bool = True, jitter: Callable[[int, Action], float] | None = None,
              placement: StagePlacement | None = None, defer_last: int | None = None, max_stored: int | None = None,
              alternating: bool = False) -> Simulated:
     """One batch through the pipeline.
@@ -196,11 +196,12 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         if cores is not None and len(busy) - busy.count(None) >= cores:
             without_core.append(rank)
             return
-        action = schedules[rank].next_action()
-        if not isinstance(action, Action):
+        action = schedules[rank].possible_action()
+        if action is None:
             return
         stage = held[rank][action.turn]
-        done = now + seconds_of[stage][action.kind, action.defer] * jitter(rank, action)
+        seconds = seconds_of[stage][action.kind, action.defer]
+        done = now + (seconds if jitter is None else seconds * jitter(rank, action))
         busy[rank] = action
         log[rank].append((action, now, done))
         heapq.heappush(events, (done, next(number), stage, "done", action))
@@ -217,13 +218,15 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
                                  deferrable_bytes=stages[stage].alive_bytes if stages[stage].trains else 0)
                 send(now, stage, stage + 1, "forward", action.microbatch)
                 here[place] += 1
+                states[rank][tuple(here)] = None
             case _:
                 products: Sequence[Product] = queued[stage] if action.defer else ()
                 schedule.on_done(action, products=products)
                 send(now, stage, stage - 1, "return", action.microbatch)
                 here[place] -= 1
                 here[place + 1] += len(products)
-        states[rank][tuple(here)] = None
+                if products:
+                    states[rank][tuple(here)] = None
 
     now = 0.0
     for rank in ranks:
@@ -246,6 +249,6 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
         raise AssertionError("the schedule ends with unfinished stages:\n" + "\n".join(
             f"rank {rank}: {actions_text([action for action, _, _ in log[rank]])} then {schedules[rank].next_action()}"
             for rank in stuck))
-    return Simulated(seconds=max((stop for rank in log for _, _, stop in rank), default=0.0),
+    return Simulated(seconds=max((rank[-1][2] for rank in log if rank), default=0.0),
                      actions=tuple(map(tuple, log)), states=tuple(map(tuple, states)), stages=tuple(stages),
                      placement=placement)
