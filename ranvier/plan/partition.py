@@ -131,6 +131,7 @@ def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placemen
 
     most, least, found = max(ranks), squares(ranks, stages), True
     alone: dict[tuple[int, int], tuple[float, int] | None] = {}
+    num_most = ranks.count(most)
     places = range(1, len(starts) - 1)
     near = {place: {rank_of[place - 1], rank_of[place]} for place in places}
     pairs = [(one, other, near[one].isdisjoint(near[other])) for one in places for other in places[one - 1:]]
@@ -139,18 +140,17 @@ def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placemen
         for (one, other, is_independent), (by, also) in product(pairs, tuple(product((-1, 1), (-1, 0, 1)))):
             shifts = (one, by), (other, also)
             if is_independent:
-                for shift in shifts:
-                    if shift not in alone:
-                        alone[shift] = effect(shift)
-                first, second = alone[shifts[0]], alone[shifts[1]]
+                first, second = [alone[shift] if shift in alone else alone.setdefault(shift, effect(shift))
+                                 for shift in shifts]
                 if first is None or second is None or (
-                        first[0] + second[0] > _ROUNDING * least and first[1] + second[1] < ranks.count(most)):
+                        first[0] + second[0] > _ROUNDING * least and first[1] + second[1] < num_most):
                     continue
             if (made := moved(*shifts)) is None:
                 continue
             tried = [made[1].get(rank, work) for rank, work in enumerate(ranks)]
             if (better := (max(tried), squares(tried, made[0]))) < (most, least):
                 (most, least), stages, ranks, found = better, made[0], tried, True
+                num_most = ranks.count(most)
                 starts[one] += by
                 starts[other] += also
                 alone.clear()
