@@ -50,9 +50,13 @@ def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Plac
     if members == 1:
         return worst
     others = [axis for axis in mesh if axis not in axes]
-    nodes = min(_NODES_SEEN, -(-mesh.size // ranks_per_node))
+    nodes, seen = min(_NODES_SEEN, -(-mesh.size // ranks_per_node)), set[tuple[int, int]]()
     for node in range(nodes):
         here = range(node * ranks_per_node, min(mesh.size, (node + 1) * ranks_per_node))
+        alike = here.start % (mesh.pipeline_size * mesh.stage_size), len(here)
+        if alike in seen:  # the same places of another replica
+            continue
+        seen.add(alike)
         groups = Counter(tuple(at[axis] for axis in others) for at in map(mesh.coordinates, here))
         leaving = [count for count in groups.values() if count < members]
         if len(leaving) > worst.together or (len(leaving) == worst.together and leaving

@@ -4,6 +4,7 @@ work. Pure."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
@@ -42,9 +43,14 @@ def sends_parts(columns: Collection[int], others: Collection[int], node: Collect
 def edge_parts(run: ResolvedRun, cluster: Cluster) -> list[int]:
     """For each edge between neighbouring ranks of a pipeline, the number of parts in which its columns send an
     activation."""
-    mesh, per_node = run.mesh, cluster.devices_per_node
     if run.tensor.scheme != "megatron" or run.tensor.shards_sequence or cluster.device.cores is not None:
-        return [1] * (mesh.pipeline_size - 1)
+        return [1] * (run.mesh.pipeline_size - 1)
+    return _parts_between_nodes(run.mesh, cluster.devices_per_node)
+
+
+@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+def _parts_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
+    """`edge_parts` of columns that hold the same activations."""
     size, axes, found = mesh.stage_size, mesh.over(splits_features=True), list[int]()
     groups, offsets = {mesh.group(rank, *axes) for rank in range(size)}, replica_offsets(mesh, per_node)
     for place in range(mesh.pipeline_size - 1):  # ranks of a stage are numbered as those of the first
@@ -72,13 +78,19 @@ def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
     """For each edge between neighbouring ranks of a pipeline, its link, and how many messages share that."""
-    size, per_node, found = mesh.stage_size, cluster.devices_per_node, list[tuple[Link, int]]()
-    for place in range(mesh.pipeline_size - 1):
-        crossing = max(sum(rank // per_node != (rank + size) // per_node
-                           for rank in range(first + place * size, first + (place + 1) * size))
-                       for first in replica_offsets(mesh, per_node))
-        found.append((cluster.between if crossing else cluster.inside, min(max(1, crossing), per_node)))
-    return found
+    per_node = cluster.devices_per_node
+    return [(cluster.between if crossing else cluster.inside, min(max(1, crossing), per_node))
+            for crossing in _messages_between_nodes(mesh, per_node)]
+
+
+@lru_cache(maxsize=1024)
+def _messages_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
+    """For each edge between neighbouring ranks of a pipeline, the number of its messages that leave a node, of the
+    replica that is placed worst."""
+    size, offsets = mesh.stage_size, replica_offsets(mesh, per_node)
+    return [max(sum([rank // per_node != (rank + size) // per_node
+                     for rank in range(first + place * size, first + (place + 1) * size)]) for first in offsets)
+            for place in range(mesh.pipeline_size - 1)]
 
 
 def sent_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[tuple[tuple[int, int], int]]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
 from typing import NamedTuple
@@ -385,6 +385,7 @@ class _StepCost:
         self.size, self.data = mesh.stage_size, mesh.num_replicas
         self.scheme = volume_scheme(step.run.tensor)
         self.stages = [stage.blocks for stage in step.stages]
+        self._starts = list(accumulate(map(len, self.stages), initial=0))
         self.as_published, self.part = as_published, part
         self._agains: dict[int, list[int]] = {}
         self._of_kernels: dict[tuple[int, bool], _Seconds] = {}
@@ -521,8 +522,7 @@ class _StepCost:
 
     def _first(self, stage: int) -> int:
         """The place of the stage's first block that has a backward."""
-        before = sum(len(blocks) for blocks in self.stages[:stage])
-        return min(max(0, self.begins - before), len(self.stages[stage]))
+        return min(max(0, self.begins - self._starts[stage]), len(self.stages[stage]))
 
     def _again(self, stage: int) -> list[int]:
         """Places of the blocks that are recomputed, which frozen ones in front are not."""

@@ -121,7 +121,7 @@ def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
     """The trainable parameters whose update needs whole tensors. ConfigError where a rank holds nothing of one, so that
     it could not take part in its update."""
     rules, found = rules_of(optim), []
-    for parameter in layout.parameters:
+    for parameter in layout.parameters if rules.tensors is not None else ():
         if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
                 parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
             continue

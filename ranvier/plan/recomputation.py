@@ -61,14 +61,14 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
     recompute: the setting. kept, entered: bytes inside each block and of what enters it, for one microbatch; used by
     auto alone. microbatches: how many the stage stores at once.
     """
+    if recompute == "none":
+        return []
     own = layers_of(blocks, layers)
     match recompute:
         case "alternate":
             return own[::2]
         case "selective":
             return [range(place, place + 1) for layer in own for place in layer]
-        case "none":
-            interval = 0
         case "axonn":
             interval = paper_interval(len(layers) or len(blocks), len(own))
         case "auto":

@@ -59,5 +59,6 @@ def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None)
         return Limits(in_flight=placement.num_ranks + frozen,
                       deferred=tuple(int(any(trains[:max(stages)])) for stages in held))
     depth = len(trains)
+    first = next((stage for stage, each in enumerate(trains) if each), depth)
     return Limits(in_flight=depth + sum(not each for each in trains), deferred=tuple(
-        stage + (0 < stage == depth - 1) if any(trains[:stage]) else 0 for stage in range(depth)))
+        stage + (stage == depth - 1) if stage > first else 0 for stage in range(depth)))
