@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,14 +201,13 @@ class Checkpoints:
         pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
         if self._background:
             copies = files.host_copies([piece.tensor for piece in pieces], self._room)
-            pieces = [Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy)
-                      for piece, copy in zip(pieces, copies, strict=True)]
+            pieces = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
         self._count += 1
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
-                   missed_updates=state.missed_updates(self.engine),
-                   optimizer_groups=groups, head=head, when=when, best=best)
+                   missed_updates=state.missed_updates(self.engine), optimizer_groups=groups, head=head, when=when,
+                   best=best)
         if not self._background:
             job.part = self._part(job)
         job.stall_seconds = time.monotonic() - began

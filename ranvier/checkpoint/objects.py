@@ -20,7 +20,6 @@ from torch import Tensor
 from ranvier.checkpoint.saved import Saved
 from ranvier.checkpoint.state import OBJECT, Piece
 from ranvier.errors import CheckpointError
-from ranvier.layout import whole
 from ranvier.mesh import Mesh
 
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -57,15 +56,13 @@ class SavedObjects:
     def pieces(self) -> list[Piece]:
         """The pieces that this rank writes. CheckpointError for a state that is not made of numbers, texts, tensors and
         the like."""
-        pieces = []
+        pieces: list[Piece] = []
         for name, found in self._objects.items():
             tensors: list[Tensor] = []
             text = json.dumps(_encoded(found.state_dict(), tensors, f"objects[{name!r}]")).encode()
             tensors.insert(0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            for number, tensor in enumerate(tensors):
-                shape = tuple(tensor.shape)
-                pieces.append(Piece(kind=OBJECT, name=json.dumps([name, self._mesh, self._rank, number]), shape=shape,
-                                    box=whole(shape), tensor=tensor.detach()))
+            pieces += [Piece.of_whole(OBJECT, json.dumps([name, self._mesh, self._rank, number]), tensor.detach())
+                       for number, tensor in enumerate(tensors)]
         return pieces
 
     def load(self, saved: Saved) -> list[str]:

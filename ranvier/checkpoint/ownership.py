@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any
 
 from ranvier.comm.protocol import Group
 from ranvier.errors import CheckpointError, OwnershipError
 from ranvier.system.lease import Lease
 
 
-class LeaseTimes(TypedDict, total=False):
-    """The times of `Lease.acquire`, in seconds."""
-
-    heartbeat_seconds: float
-    expiry_seconds: float
-    wait_seconds: float
-
-
 def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[str], None] = lambda text: None,
-                    **times: Unpack[LeaseTimes]) -> Lease | None:
+                    **times: Any) -> Lease | None:
     """Acquire `folders` on rank 0 for all `ranks`: its lease, and None on the other ranks.
 
     Collective. If rank 0 cannot acquire them, all ranks raise the error of `Lease.acquire` (OwnershipError or
@@ -34,8 +26,8 @@ def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[st
         while (outcome := ranks.gather_objects(None)[0]) == "wait":
             pass
         if outcome is not None:
-            kind, texts = outcome
-            raise {"owned": OwnershipError}.get(kind, CheckpointError)(**texts)
+            is_owned, texts = outcome
+            raise OwnershipError(**texts) if is_owned else CheckpointError(**texts)
         return None
     reported: list[str] = []
 
@@ -48,8 +40,7 @@ def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[st
     try:
         lease = Lease.acquire(folders, on_wait=on_wait, **times)
     except (OwnershipError, CheckpointError) as error:
-        kind = "owned" if isinstance(error, OwnershipError) else "unwritable"
-        ranks.gather_objects([kind, error.texts])
+        ranks.gather_objects([isinstance(error, OwnershipError), error.texts])
         raise
     ranks.gather_objects(None)
     return lease

@@ -52,6 +52,11 @@ class Piece:
     box: Box
     tensor: Tensor
 
+    @classmethod
+    def of_whole(cls, kind: str, name: str, tensor: Tensor) -> Piece:
+        """All of a tensor."""
+        return cls(kind=kind, name=name, shape=tuple(tensor.shape), box=whole(tuple(tensor.shape)), tensor=tensor)
+
 
 def pieces_to_write(engine: Engine) -> list[Piece]:
     """The pieces that this rank writes: over all ranks, every element of every tensor once. CheckpointError for state
@@ -125,7 +130,7 @@ def _whole_states(engine: Engine) -> Iterator[Piece]:
     """States with a shape of their own, which every rank that updates a part of the parameter has whole."""
     for part in engine.flat_optimizer.slices() if engine.flat_optimizer is not None else ():
         for kind, state in part.whole.items():
-            yield Piece(kind=kind, name=part.parameter, shape=tuple(state.shape), box=whole(state.shape), tensor=state)
+            yield Piece.of_whole(kind, part.parameter, state)
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
@@ -163,7 +168,7 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Ite
         if _has_first_element(own.get(name, ())):
             for kind, state in engine.optimizer.state[engine.updated(parameter)].items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
-                    yield Piece(kind=kind, name=name, shape=(), box=(), tensor=torch.as_tensor(state).detach())
+                    yield Piece.of_whole(kind, name, torch.as_tensor(state).detach())
 
 
 def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
@@ -175,15 +180,14 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
             raise CheckpointError("is not a tensor, so it cannot be saved in a checkpoint", code="state-not-tensor",
                                   where=f"state {name}", value=type(buffer).__name__,
                                   remedy="Keep it in a buffer, or save it yourself.")
-        yield Piece(kind="buffer", name=name, shape=tuple(buffer.shape), box=whole(buffer.shape), tensor=buffer)
+        yield Piece.of_whole("buffer", name, buffer)
 
 
 def _random(engine: Engine) -> Iterator[Piece]:
     """States of torch's generators: a mesh of another shape has no use for them."""
     for device in {"cpu", engine.world.device.type}:
         state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(engine.world.device)
-        yield Piece(kind="random", name=f"{engine.mesh}, rank {engine.world.rank}, {device}",
-                    shape=tuple(state.shape), box=whole(state.shape), tensor=state)
+        yield Piece.of_whole("random", f"{engine.mesh}, rank {engine.world.rank}, {device}", state)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -200,9 +204,9 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
         return CheckpointError(what, code=code, where=where, value=value, remedy=remedy)
 
     for name, shape in wanted.items():
-        if name not in parameters and is_adapter(name) and _is_import_without_adapters(saved):
-            continue  # they keep their initial values
         if name not in parameters and is_adapter(name):
+            if _is_import_without_adapters(saved):
+                continue  # they keep their initial values
             raise unfit("tied-parameter-not-in-checkpoint", "is not in it",
                         "Export the checkpoint, and start with `--model.pretrained` and the exported folder.", name)
         if name not in parameters:
@@ -349,8 +353,7 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
     engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
-                            last_norm=engine.last_norm,
-                            missed_updates=missed_updates(engine))
+                            last_norm=engine.last_norm, missed_updates=missed_updates(engine))
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:

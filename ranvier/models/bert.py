@@ -18,6 +18,8 @@ ends there, nor has the loss a part of it (transformers lets padding take part).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -136,14 +138,6 @@ class SpanHead(nn.Module):
         return logits_BS2.masked_fill(~state["mask"][..., None], torch.finfo(logits_BS2.dtype).min)
 
 
-def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a BERT with the head "classes" or "span". Builders honour `torch.device(...)` contexts, "meta"
-    included; ConfigError as `heads_problem`."""
-    for problem in family.heads_problem(config):
-        raise problem
-    return BERT.model(config, head, dtype=dtype)
-
-
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sequence of model.sequence tokens, padding counted as tokens, forward and backward.
 
@@ -179,3 +173,5 @@ class _BERT:
 
 
 BERT = _BERT()
+bert = partial(family.built, BERT)
+"""The blocks of a BERT with the head "classes" or "span" (`family.built`)."""

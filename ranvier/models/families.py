@@ -61,7 +61,7 @@ def problems(run: Run) -> list[RanvierError]:
     except RanvierError:
         return []
     try:
-        return _model_problems(run) or [*_adapter_problems(run), *_freezing_problems(run)]
+        return _model_problems(run) or _layer_problems(run)
     except RanvierError as problem:
         return [problem]
 
@@ -121,23 +121,13 @@ def _contract_problems(run: Run, model: Model) -> list[RanvierError]:
     return []
 
 
-def _adapter_problems(run: Run) -> list[RanvierError]:
-    """Why the model cannot have the adapters of the section [lora]."""
-    if not run.lora.rank:
-        return []
-    try:
-        model_of(run)
-    except RanvierError as problem:
-        return [problem]
-    return []
-
-
-def _freezing_problems(run: Run) -> list[RanvierError]:
-    """Why layers cannot freeze: the model declares none, or something trains in each."""
-    if run.elastic.freeze == "none":
+def _layer_problems(run: Run) -> list[RanvierError]:
+    """Why layers cannot freeze: the model declares none, or something trains in each. RanvierError where the model
+    cannot have the adapters of the section [lora]."""
+    if run.elastic.freeze == "none" and not run.lora.rank:
         return []
     model = model_of(run)
-    if not model.layers:
+    if run.elastic.freeze != "none" and not model.layers:
         return [ConfigError(f"needs layers, and {family_name(run)} declares none", code="freezing-needs-layers",
                             where="elastic.freeze", value=run.elastic.freeze,
                             remedy="Set `--elastic.freeze none`, or declare them: Model(layers=...).")]

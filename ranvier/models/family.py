@@ -75,13 +75,28 @@ def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierErro
                                "family.")]
 
 
-def heads_problem(settings: Transformer) -> list[ConfigError]:
-    """That the heads do not divide the width, where they do not."""
+def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
+    """That the heads do not divide the width, where they do not. other: another remedy."""
     if settings.hidden % settings.heads == 0:
         return []
     near = next(heads for heads in range(settings.heads, 0, -1) if settings.hidden % heads == 0)
     return [ConfigError(f"does not divide `model.hidden` {settings.hidden}", code="heads-do-not-divide-hidden",
-                        where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`.")]
+                        where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`{other}.")]
+
+
+def built(family: ModelFamily, config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a model of a family. Builders honour `torch.device(...)` contexts, "meta" included. RanvierError
+    for settings that it cannot have."""
+    for problem in family.problems(config, head):
+        raise problem
+    return family.model(config, head, dtype=dtype)
+
+
+def decoder_initial(config: Transformer, name: str) -> Initial:
+    """GPT-2's start of one parameter: projections into the residual stream are smaller by sqrt(2 num_layers)."""
+    if name.endswith((".attention.projection.weight", ".mlp.fc2.weight")):
+        return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5)
+    return initial(config, name)
 
 
 def initial(config: Transformer, name: str) -> Initial:

@@ -154,7 +154,7 @@ class _Tracer(fx.Tracer):
         if expected is None:
             raise fx.proxy.TraceError("depends on a value")
         holds = obj if expected else self.create_proxy("call_function", operator.not_, (obj,), {})
-        self.create_proxy("call_function", torch._assert, (holds, _line(frame)), {})
+        self.create_proxy("call_function", torch._assert, (holds, _line(frame, frame.f_lineno)), {})
         return expected
 
 
@@ -274,9 +274,9 @@ def _running(frame: FrameType) -> str:
     return text[column or 0:].decode(errors="replace").strip()
 
 
-def _line(frame: FrameType) -> str:
-    """The line that `frame` runs, with its place."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
+def _line(frame: FrameType, number: int) -> str:
+    """The line of this number in the file of `frame`, with its place."""
+    file = frame.f_code.co_filename
     return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
 
 
@@ -326,12 +326,8 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
     """The error for code that could not be traced, with its place."""
     own = [frame for frame, _ in traceback.walk_tb(error.__traceback__)
            if not frame.f_globals.get("__name__", "").startswith(("torch.", "ranvier."))]
-    line = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__) if own and frame is own[-1]]
-    where = f"forward of {type(module).__name__}"
-    if line:
-        frame, number = line[-1]
-        file = frame.f_code.co_filename
-        where = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+    lines = [_line(*place) for place in traceback.walk_tb(error.__traceback__) if own and place[0] is own[-1]]
+    where = lines[-1] if lines else f"forward of {type(module).__name__}"
     reason = str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}"
     reason = reason.partition("\n")[0].partition(". ")[0]
     names = {id(one): name for name, one in module.named_modules()}

@@ -14,15 +14,17 @@ declared as one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, State
+from ranvier.block import Model, State
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError, RanvierError
+from ranvier.models import family
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.family import ModelFacts, heads_problem, stacked, text_transformer_in_words, wrong_head
 from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
@@ -116,24 +118,6 @@ class Head(nn.Module):
         return logits_BSV
 
 
-def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a GPT. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as
-    `heads_problem`."""
-    for problem in heads_problem(config):
-        raise problem
-    return GPT.model(config, "tokens", dtype=dtype)
-
-
-def initial(config: Transformer, name: str) -> Initial:
-    """GPT-2's start of one parameter: projections into the residual stream are smaller by sqrt(2 num_layers)."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
-    if name.endswith(".norm.weight"):
-        return Initial("constant", 1.0)
-    into_residual = name.endswith((".attention.projection.weight", ".mlp.fc2.weight"))
-    return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02)
-
-
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sequence, forward and backward; causal attention is counted in full.
 
@@ -149,12 +133,12 @@ class _GPT:
     """The family `gpt`: the head "tokens", inputs ids_BS and targets_BS int64."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("gpt", head, ("tokens",)), *heads_problem(settings)]
+        return [*family.wrong_head("gpt", head, ("tokens",)), *family.heads_problem(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         tied = () if settings.untied else (("embedding.token.weight", "head.projection.weight"),)
-        return stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=NextTokenLoss(settings.vocab),
-                       initial=initial, tied=tied)
+        return family.stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=NextTokenLoss(settings.vocab),
+                              initial=family.decoder_initial, tied=tied)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
@@ -162,8 +146,10 @@ class _GPT:
 
     flops_per_sample = staticmethod(flops_per_sequence)
 
-    def describe(self, settings: Transformer) -> ModelFacts:
-        return ModelFacts(text=text_transformer_in_words("gpt", settings), tokens=settings.sequence)
+    def describe(self, settings: Transformer) -> family.ModelFacts:
+        return family.ModelFacts(text=family.text_transformer_in_words("gpt", settings), tokens=settings.sequence)
 
 
 GPT = _GPT()
+gpt = partial(family.built, GPT, head="tokens")
+"""The blocks of a GPT (`family.built`)."""

@@ -23,9 +23,8 @@ from torch.nn import functional
 from ranvier.block import Initial, Model, State
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
-from ranvier.models import segments
+from ranvier.models import family, segments
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.family import ModelFacts, num_classes, text_transformer_in_words, wrong_head
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import LastTokenLoss, NextTokenLoss
 from ranvier.tensor.split.preference_loss import RewardLoss
@@ -258,15 +257,7 @@ class ScoreHead(nn.Module):
 
 def num_scores(config: Transformer, head: str) -> int:
     """C of a `ScoreHead`: one for the head "score", and one of each class for "classes"."""
-    return 1 if head == "score" else num_classes(config)
-
-
-def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a Llama. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError as
-    `problems`."""
-    for problem in problems(config):
-        raise problem
-    return LLAMA.model(config, "tokens", dtype=dtype)
+    return 1 if head == "score" else family.num_classes(config)
 
 
 def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
@@ -293,13 +284,8 @@ def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
 
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no Llama can have."""
-    found = []
-    if config.head_dim is None and config.hidden % config.heads:
-        near = next(heads for heads in range(config.heads, 0, -1) if config.hidden % heads == 0)
-        found.append(ConfigError(f"does not divide `model.hidden` {config.hidden}", code="heads-do-not-divide-hidden",
-                                 where="model.heads", value=config.heads,
-                                 remedy=f"Set `--model.heads {near}`, or `--model.head-dim`."))
-    elif head_dim(config) % 2:
+    found = family.heads_problem(config, ", or `--model.head-dim`") if config.head_dim is None else []
+    if not found and head_dim(config) % 2:
         found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", code="head-dim-odd",
                                  where="model.head-dim", value=head_dim(config),
                                  remedy=f"Set `--model.head-dim {head_dim(config) + 1}`."))
@@ -319,14 +305,10 @@ def problems(config: Transformer) -> list[ConfigError]:
 
 
 def initial(config: Transformer, name: str) -> Initial:
-    """The start of one parameter, as GPT-2's: projections into the residual stream are smaller by
-    sqrt(2 num_layers)."""
-    if name.endswith(".bias"):
-        return Initial("constant", 0.0)
+    """The start of one parameter: GPT-2's, but for the offset of norms."""
     if name.endswith(("norm.weight", "norm_after.weight")):
         return Initial("constant", 1.0 - config.norm_offset)
-    into_residual = name.endswith((".attention.projection.weight", ".mlp.fc2.weight"))
-    return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5 if into_residual else 0.02)
+    return family.decoder_initial(config, name)
 
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
@@ -344,7 +326,7 @@ class _Llama:
     `LastTokenLoss`; and "score", of pairs of answers, with those of `RewardLoss`."""
 
     def problems(self, settings: Transformer, head: str) -> list[RanvierError]:
-        return [*wrong_head("llama", head, ("tokens", "classes", "score")), *problems(settings)]
+        return [*family.wrong_head("llama", head, ("tokens", "classes", "score")), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         return _model(settings, head, dtype)
@@ -360,12 +342,14 @@ class _Llama:
 
     flops_per_sample = staticmethod(flops_per_sequence)
 
-    def describe(self, settings: Transformer) -> ModelFacts:
+    def describe(self, settings: Transformer) -> family.ModelFacts:
         keys = kv_heads(settings)
-        text = text_transformer_in_words("llama", settings)
+        text = family.text_transformer_in_words("llama", settings)
         if keys != settings.heads:
             text = text.replace(f"{settings.heads} heads", f"{settings.heads} heads, {keys} key-value heads")
-        return ModelFacts(text=text, tokens=settings.sequence)
+        return family.ModelFacts(text=text, tokens=settings.sequence)
 
 
 LLAMA = _Llama()
+llama = partial(family.built, LLAMA, head="tokens")
+"""The blocks of a Llama (`family.built`)."""

@@ -14,6 +14,8 @@ token 0 and the mean of all patches, is one of token 0 here. Attention probabili
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -126,14 +128,6 @@ class Head(nn.Module):
         return logits_BC
 
 
-def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a ViT with a classifier. Builders honour `torch.device(...)` contexts, "meta" included; ConfigError
-    as `problems`."""
-    for problem in problems(config):
-        raise problem
-    return VIT.model(config, "classes", dtype=dtype)
-
-
 def problems(config: Transformer) -> list[ConfigError]:
     """Everything in `config` that no ViT can have."""
     found = family.heads_problem(config)
@@ -181,3 +175,5 @@ class _ViT:
 
 
 VIT = _ViT()
+vit = partial(family.built, VIT, head="classes")
+"""The blocks of a ViT with a classifier (`family.built`)."""

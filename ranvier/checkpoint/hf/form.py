@@ -28,6 +28,7 @@ from ranvier.config.run import Transformer
 from ranvier.errors import CheckpointError, ModelError
 
 _adapter = TypeAdapter(Transformer)
+OTHER_MODEL = "Name another model: other variants of its architecture are not supported."
 CLASSIFIERS = frozenset({"head.classifier.weight", "head.score.weight"})
 """Our parameters with a row for each class."""
 
@@ -152,13 +153,10 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
     for key, (default, allowed) in functions.items():
         value = document.get(key, default)
         if not isinstance(value, (str, int, float, type(None))) or value not in allowed:
-            raise ModelError(f"must be {' or '.join(map(str, allowed))}", code="config-json-value",
-                             where=f"{key} in config.json", value=value,
-                             remedy="Name another model: other variants of its architecture are not supported.")
+            raise wrong_key("config-json-value", key, f"must be {' or '.join(map(str, allowed))}", value, OTHER_MODEL)
     for key in sizes:
         if key not in document:
-            raise ModelError("is missing", code="config-json-missing", where=f"{key} in config.json",
-                             remedy="Fetch config.json again from the model's source.")
+            raise wrong_key("config-json-missing", key, "is missing")
     try:
         # Of JSON, strict reading takes no text or truth value for a number, but a dict for a dataclass.
         config = _adapter.validate_json(json.dumps({**{ours: document[key] for key, ours in sizes.items()}, **more}),
@@ -169,15 +167,19 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
         theirs = {name: key for key, name in sizes.items()} | {"dropout": next(
             (key for key in ("hidden_dropout_prob", "resid_pdrop") if key in document), "dropout"),
             "norm_epsilon": "layer_norm_eps"} | {ours: key for key, ours in sizes.items()}
-        raise ModelError(f"is invalid: {first['msg']}", code="config-json-invalid",
-                         where=f"{theirs.get(ours, ours)} in config.json", value=first["input"],
-                         remedy="Fetch config.json again from the model's source.") from error
+        raise wrong_key("config-json-invalid", theirs.get(ours, ours), f"is invalid: {first['msg']}",
+                        first["input"]) from error
     if config.head_dim is None and config.hidden % config.heads:
         key_of = {ours: key for key, ours in sizes.items()}
-        raise ModelError(f"does not divide {key_of['hidden']} {config.hidden}", code="config-json-heads",
-                         where=f"{key_of['heads']} in config.json", value=config.heads,
-                         remedy="Fetch config.json again from the model's source.")
+        raise wrong_key("config-json-heads", key_of["heads"], f"does not divide {key_of['hidden']} {config.hidden}",
+                        config.heads)
     return config
+
+
+def wrong_key(code: str, key: str, what: str, value: object = None,
+              remedy: str = "Fetch config.json again from the model's source.") -> ModelError:
+    """The error for a key of config.json."""
+    return ModelError(what, code=code, where=f"{key} in config.json", value=value, remedy=remedy)
 
 
 def label_keys(names: Sequence[str]) -> dict[str, object]:
@@ -196,9 +198,9 @@ def num_labels(document: Mapping[str, object]) -> object:
     labels, kind = document.get("id2label"), document.get("problem_type")
     found = len(labels) if isinstance(labels, dict) and labels else document.get("num_labels", 2)
     if kind not in (None, "single_label_classification") and (kind != "regression" or found != 1):
-        raise ModelError("must be single_label_classification, or regression of a single score",
-                         code="problem-type", where="problem_type in config.json", value=kind,
-                         remedy="Take a model that gives each text one class.")
+        raise wrong_key("problem-type", "problem_type",
+                        "must be single_label_classification, or regression of a single score", kind,
+                        "Take a model that gives each text one class.")
     return found
 
 

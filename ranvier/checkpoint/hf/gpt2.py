@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same, transposed
+from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same, transposed, wrong_key
 from ranvier.config.run import Transformer
-from ranvier.errors import ModelError
 
 
 def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
@@ -88,9 +87,8 @@ def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
                            {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1),
                             "untied": not document.get("tie_word_embeddings", True)})
     if document.get("n_inner") not in (None, 4 * config.hidden):
-        raise ModelError(f"must be null or 4 n_embd = {4 * config.hidden}", code="gpt2-inner-size",
-                         where="n_inner in config.json", value=document["n_inner"],
-                         remedy="Name a model whose MLPs are four times as wide as its hidden size.")
+        raise wrong_key("gpt2-inner-size", "n_inner", f"must be null or 4 n_embd = {4 * config.hidden}",
+                        document["n_inner"], "Name a model whose MLPs are four times as wide as its hidden size.")
     return config, left_out(document, config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1})
 
 

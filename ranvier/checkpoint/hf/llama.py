@@ -372,8 +372,7 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def _wrong(code: str, key: str, value: object, what: str) -> ModelError:
-    return ModelError(what, code=code, where=f"{key} in config.json", value=value,
-                      remedy="Name another model: other variants of its architecture are not supported.")
+    return hf.wrong_key(code, key, what, value, hf.OTHER_MODEL)
 
 
 # --- config.json: writing --------------------------------------------------------------------------------------------

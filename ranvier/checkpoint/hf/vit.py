@@ -11,7 +11,6 @@ from functools import partial
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
-from ranvier.errors import ModelError
 from ranvier.models.family import num_classes
 from ranvier.models.vit import CHANNELS, NORM_EPSILON, num_tokens
 
@@ -90,8 +89,7 @@ def _read_vit(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 def _read_dinov2(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     ratio, hidden = document.get("mlp_ratio", 4), document.get("hidden_size")
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1e6:
-        raise ModelError("must be a positive number", code="vit-mlp-ratio", where="mlp_ratio in config.json",
-                         value=ratio, remedy="Fetch config.json again from the model's source.")
+        raise hf.wrong_key("vit-mlp-ratio", "mlp_ratio", "must be a positive number", ratio)
     width = int(hidden * ratio) if isinstance(hidden, int) and 0 < hidden < 1e9 else None
     config = hf.read_settings(document, _SIZES, _FUNCTION | {"use_swiglu_ffn": (False, (False,))}, {
         "family": "vit", "dropout": document.get("hidden_dropout_prob", 0.0),
@@ -102,9 +100,8 @@ def _read_dinov2(document: Mapping[str, object]) -> tuple[Transformer, list[str]
 
 def _check_patches(config: Transformer) -> None:
     if config.image_size % config.patch_size:
-        raise ModelError(f"is not a multiple of patch_size {config.patch_size}", code="vit-image-size",
-                         where="image_size in config.json", value=config.image_size,
-                         remedy="Fetch config.json again from the model's source.")
+        raise hf.wrong_key("vit-image-size", "image_size", f"is not a multiple of patch_size {config.patch_size}",
+                           config.image_size)
 
 
 VIT = hf.Form(title="ViT", family="vit", prefix="vit.", places=places, read=_read_vit, write=write,
