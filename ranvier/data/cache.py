@@ -38,26 +38,16 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True)
-class RunProgress:
-    """The `Progress` of a rank, where several ranks prepare the same file. is_own: whether a process, by its
-    `process_name`, is a rank of the same run."""
-
-    tell: Progress
-    is_own: Callable[[str], bool]
-
-    def __call__(self, line: str) -> None:
-        self.tell(line)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PreparationProgress:
-    """The `Progress` of `ranvier data prepare`. processes: that may work on the data. advance: takes (what is being
-    done, bytes or samples that are done)."""
+    """The `Progress` of who prepares data. processes: that may work on it. advance: takes (what is being done, bytes or
+    samples that are done). is_own: whether a process, by its `process_name`, is a rank of the same run, where several
+    ranks prepare the same file."""
 
     tell: Progress
     processes: int = 1
     advance: Callable[[str, int], None] = lambda what, done: None
+    is_own: Callable[[str], bool] = lambda process: False
 
     def __call__(self, line: str) -> None:
         self.tell(line)
@@ -108,7 +98,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
         raise NotInCache(str(path))
 
     def on_wait(holder: Owner | None) -> None:
-        if not (isinstance(progress, RunProgress) and holder is not None and progress.is_own(name_of(holder))):
+        if not (isinstance(progress, PreparationProgress) and holder is not None and progress.is_own(name_of(holder))):
             progress(f"{_in_words(holder)} is preparing {path.name}: waiting for it")
 
     lock = file_lock(path.with_name(f".{path.name}.lock"), on_wait=on_wait, on_no_locks=lambda: progress(

@@ -12,7 +12,6 @@ up to this turn, as the model sees it when it writes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -105,8 +104,7 @@ class ChatTokenizer:
         self.vocab: int = len(self._inner)
         if isinstance(self._inner.chat_template, str):
             self._beside[_TEMPLATE] = self._inner.chat_template
-        self.fingerprint: str = hashlib.blake2b(repr((self._document, self._inner.chat_template)).encode(),
-                                                digest_size=8).hexdigest()
+        self.fingerprint: str = fingerprint(self._document, self._inner.chat_template)
         self.content: str = fingerprint(self.fingerprint, self._beside)
         """Hash of all that decides the tokens of a conversation, including special tokens that the template names."""
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ranvier.block import State
 from ranvier.config.run import Preference
-from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets, sample_lengths
+from ranvier.data.subset import Subset
+from ranvier.data.task import Dataset, Targets
 from ranvier.data.token_samples import PackedSamples, TokenSamples
 from ranvier.tensor.split.loss import token_losses
 from ranvier.tensor.split.preference_loss import answer_sums, checked_targets, last_scores, rewards
@@ -64,28 +65,20 @@ class ScoredPairs(PreferencePairs):
         return found if self._margins is None else found | {"margin": torch.from_numpy(self._margins[samples])}
 
 
-class WithReference:
+class WithReference(Subset):
     """Pairs with log p of both answers under a reference, which are known once the run has computed them.
 
     targets: those of `pairs`, and then {"reference": [b, 2] float64}: chosen, rejected.
     """
 
     def __init__(self, pairs: Dataset) -> None:
-        self._pairs = pairs
+        super().__init__(pairs, np.arange(len(pairs)))
         self.reference: np.ndarray | None = None
         """[len(self), 2] float64; set once, before the first step."""
-        self.sample_lengths = sample_lengths(pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
-        """length: as `PreferencePairs.inputs` takes it."""
-        return padded_inputs(self._pairs, samples, epochs, length)
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
         """length: as `PreferencePairs.inputs` takes it."""
-        found = padded_targets(self._pairs, samples, length)
+        found = super().targets(samples, length)
         assert isinstance(found, dict)
         return found if self.reference is None else found | {"reference": torch.from_numpy(self.reference[samples])}
 

@@ -10,7 +10,7 @@ Of each kind the questions with the smallest hashes are taken, so the set is the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
 
@@ -34,14 +34,10 @@ _Pair = tuple[str, str]
 
 def open_quiz() -> Table:
     """The set as a table with the column `messages`: 2,038 conversations of one question and its answer."""
-    pairs = _pairs()
-
-    def rows(wanted: Sequence[str]) -> Iterator[Row]:
-        for number, (question, answer) in enumerate(pairs):
-            yield Row(f"{NAME} row {number}", {"messages": [{"role": "user", "content": question},
-                                                            {"role": "assistant", "content": answer}]})
-
-    return Table(name=NAME, columns=("messages",), fingerprint=fingerprint(NAME, pairs), rows=rows)
+    pairs = sorted((pair for kind in _kinds() for pair in kind), key=_hash)  # in which the kinds are mixed
+    talks = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+             for question, answer in pairs]
+    return _table(("messages",), [(talk,) for talk in talks], fingerprint(NAME, pairs))
 
 
 def open_quiz_pairs() -> Table:
@@ -49,17 +45,12 @@ def open_quiz_pairs() -> Table:
     the same kind."""
     triples = sorted(((question, right, kind[(place + 1) % len(kind)][1]) for kind in _kinds()
                       for place, (question, right) in enumerate(kind)), key=lambda triple: _hash(triple[:2]))
-
-    def rows(wanted: Sequence[str]) -> Iterator[Row]:
-        for number, triple in enumerate(triples):
-            yield Row(f"{NAME} row {number}", dict(zip(("prompt", "chosen", "rejected"), triple, strict=True)))
-
-    return Table(name=NAME, columns=("prompt", "chosen", "rejected"), fingerprint=fingerprint(NAME, triples), rows=rows)
+    return _table(("prompt", "chosen", "rejected"), triples, fingerprint(NAME, triples))
 
 
-def _pairs() -> list[_Pair]:
-    """(question, answer), in an order in which the kinds are mixed."""
-    return sorted((pair for kind in _kinds() for pair in kind), key=_hash)
+def _table(columns: tuple[str, ...], found: Sequence[tuple[object, ...]], same: str) -> Table:
+    rows = [Row(f"{NAME} row {number}", dict(zip(columns, one, strict=True))) for number, one in enumerate(found)]
+    return Table(name=NAME, columns=columns, fingerprint=same, rows=lambda wanted: iter(rows))
 
 
 def _kinds() -> list[list[_Pair]]:

@@ -60,13 +60,11 @@ class Sampler:
 
     def _order(self, epoch: int) -> np.ndarray:
         """The sequence numbers of an epoch in their order."""
+        order = np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
         if self.seed is None:
-            return np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
-        if len(self._shares) == 1:
-            order = self._shares[0].first + self._of_share(self._shares[0], epoch)
-        else:
-            found = np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
-            order = found[permutation(len(found), "mixture", self.seed, epoch)]
+            return order
+        if len(self._shares) > 1:
+            order = order[permutation(len(order), "mixture", self.seed, epoch)]
         return order if self._lengths is None else grouped(order, self._lengths[order], self.seed, epoch)
 
     def _of_share(self, share: Share, epoch: int) -> np.ndarray:

@@ -91,10 +91,7 @@ class ShardedLoader:
                             remedy="Give a sampler of whole numbers.")
         flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
         numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
-        edges = [0]
-        for size in sizes:
-            edges.append(edges[-1] + size)
-        return (numbers[start:stop] for start, stop in pairwise(edges))
+        return (numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0)))
 
     def _share(self, batch: Sequence[int]) -> list[int]:
         """This replica's share of a batch: replicas' shares follow each other, and differ by one sample at most."""
@@ -119,6 +116,6 @@ class ShardedLoader:
             raise DataError("gives batches that are not (inputs, targets) pairs", code="loader-not-pairs",
                             where="shard_loader(loader)", value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
-        edges = [0, *accumulate(map(len, self._parts(share)))]
+        edges = accumulate(map(len, self._parts(share)), initial=0)
         return cut_batch(loaded[0], loaded[1], torch.tensor(self._loaded(share), dtype=torch.int64),
                          [slice(start, stop) for start, stop in pairwise(edges)])

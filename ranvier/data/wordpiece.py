@@ -5,7 +5,6 @@ The vocabulary is that of a pretrained model's folder, or is trained on the text
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from ranvier.data.cache import fingerprint
 from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json, read_bytes
@@ -52,8 +52,7 @@ class WordPiece(TextTokenizer):
         inner.post_processor = processors.BertProcessing(("[SEP]", self.sep), ("[CLS]", self.cls))
         inner.encode_special_tokens = True
         self._inner = inner
-        settings = (list(vocab), lowercase, strip_accents, chinese)
-        self.fingerprint = hashlib.blake2b(repr(settings).encode(), digest_size=8).hexdigest()
+        self.fingerprint = fingerprint(list(vocab), lowercase, strip_accents, chinese)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token numbers of each text, without [CLS] and [SEP]; on all cores."""

@@ -22,7 +22,7 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.task_form import form_of
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
-from ranvier.data.cache import RunProgress, cache_folder, process_name
+from ranvier.data.cache import PreparationProgress, cache_folder, process_name
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.prepare import prepare
 from ranvier.data.task import AnyTokenizer, Prepared, TokenizerWithFiles
@@ -54,7 +54,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
         return f"ranvier/prepares/{process}"
 
     world.store.set(key(process_name()), "")
-    tell = RunProgress(line, lambda process: world.store.check([key(process)]))
+    tell = PreparationProgress(tell=line, is_own=lambda process: world.store.check([key(process)]))
     pretrained = None
     if run.model.family == "transformers":  # whose blocks come with their weights
         run = resolve(settled(run))

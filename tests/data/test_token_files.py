@@ -13,7 +13,7 @@ import pytest
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.arrays import open_tokens, write_tokens
-from ranvier.data.cache import RunProgress, one_writer, published
+from ranvier.data.cache import PreparationProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
 from tests.errors import check, raises
@@ -239,7 +239,7 @@ def test_a_wait_is_told_only_for_a_stranger(tmp_path, own):
         holder.stdin.close()  # its end of input is an error, and with it the lock is gone
         return own
 
-    with one_writer(tmp_path / "train", RunProgress(lines.append, is_own)):
+    with one_writer(tmp_path / "train", PreparationProgress(tell=lines.append, is_own=is_own)):
         pass
     holder.wait(20)
     holder.stdout.close()
