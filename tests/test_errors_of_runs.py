@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.checkpoint import checkpoints, new_folder, state
+from ranvier.checkpoint import checkpoints, files, state
 from ranvier.checkpoint.hf import tokenizer_files
 from ranvier.checkpoint.hf.from_pretrained import with_sizes
 from ranvier.checkpoint.hf.logits import Comparison
@@ -144,7 +144,7 @@ def test_a_vocabulary_that_adapters_would_not_train():
 
 def test_folders_that_cannot_be(tmp_path):
     with raises("output-unreadable", where=f"{tmp_path}/{'x' * 5000}"):
-        new_folder.check_free(tmp_path / ("x" * 5000))
+        files.check_free(tmp_path / ("x" * 5000))
     (tmp_path / "generation_config.json").write_text("[1")
     (tmp_path / "out").mkdir()
     with raises("generation-config-not-json", where=str(tmp_path / "generation_config.json")):

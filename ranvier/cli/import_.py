@@ -28,9 +28,9 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     file, OWNER/NAME of the Hugging Face hub, or a name that --model.pretrained takes. At the end the logits of OUT are
     compared with those of MODEL; `ranvier train OUT/run.toml --resume OUT` continues the training.
     """
+    from ranvier.checkpoint.files import check_free
     from ranvier.checkpoint.hf.import_model import flags
     from ranvier.checkpoint.hf.import_model import import_model as make
-    from ranvier.checkpoint.new_folder import check_free
     from ranvier.data.offline.pretrained_models import local_path
 
     check_free(out)  # before anything is fetched

@@ -145,11 +145,18 @@ def _has_folders(path: Path) -> bool:
 
 def look_at_folders(path: Path, setting: str) -> None:
     """Check that a folder has folders of classes, without looking for images. DataError."""
-    place = next((path / name for name in ("train", "val", "validation", "test") if _has_folders(path / name)), path)
+    place = path / "train" if _has_folders(path / "train") else _held_out_folder(path) or path
     if path.is_dir() and not _has_folders(place):
-        what = "has fewer than two folders, one for each class" if setting == "train" else "has no folders of images"
-        raise DataError(what, code="images-unreadable", where=f"data.{setting} {path}",
-                        remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
+        raise _unfit("images-unreadable", _TOO_FEW[setting], f"data.{setting} {path}")
+
+
+_TOO_FEW = {"train": "has fewer than two folders, one for each class", "eval": "has no folders of images"}
+
+
+def _unfit(code: str, what: str, where: str, value: object = None) -> DataError:
+    """The error for a folder that is none of images by class."""
+    return DataError(what, code=code, where=where, value=value,
+                     remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
 
 
 def _held_out_folder(path: Path) -> Path | None:
@@ -159,7 +166,7 @@ def _held_out_folder(path: Path) -> Path | None:
 def _held(path: Path, train: Images, progress: Progress) -> Images:
     """The held-out folder, with the numbers of classes of the training part."""
     path = _held_out_folder(path) or path
-    held = _folder(path, "eval", progress, least=1)
+    held = _folder(path, "eval", progress)
     unknown = [name for name in held.classes if name not in train.classes]
     if unknown:
         raise DataError("has classes that are not in the training data", code="unknown-image-classes",
@@ -169,26 +176,22 @@ def _held(path: Path, train: Images, progress: Progress) -> Images:
     return replace(held, classes=train.classes, labels=number[held.labels])
 
 
-def _folder(path: Path, setting: str, progress: Progress, least: int = 2) -> Images:
+def _folder(path: Path, setting: str, progress: Progress) -> Images:
     """One folder of image files for each class, in alphabetical order."""
     where = f"data.{setting} {path}"
-    remedy = f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)})."
     try:
         classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
         found = [(file, label) for label, name in enumerate(classes) for file in sorted(_walk(path / name))]
         stats = [file.stat() for file, _ in found]
     except OSError as error:
-        raise DataError("cannot be read", code="image-folder-unreadable", where=where, value=str(error),
-                        remedy=remedy) from error
+        raise _unfit("image-folder-unreadable", "cannot be read", where, str(error)) from error
     names = tuple(file.relative_to(path).as_posix() for file, _ in found)
     labels = np.array([label for _, label in found], dtype=np.int64)
     empty = sorted(set(range(len(classes))) - set(labels.tolist()))
-    if len(classes) < least:
-        raise DataError("has fewer than two folders, one for each class" if least == 2 else "has no folders of images",
-                        code="image-folder-without-classes", where=where, value=classes, remedy=remedy)
+    if len(classes) < (2 if setting == "train" else 1):
+        raise _unfit("image-folder-without-classes", _TOO_FEW[setting], where, classes)
     if empty:
-        raise DataError("has a folder without images", code="image-folder-empty", where=where, value=classes[empty[0]],
-                        remedy=remedy)
+        raise _unfit("image-folder-empty", "has a folder without images", where, classes[empty[0]])
     progress(f"{path}: {len(names):,} images of {len(classes)} classes")
     return Images(classes=tuple(classes), names=names, labels=labels,
                   fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
@@ -235,26 +238,6 @@ _CIFAR100 = "uoft-cs/cifar100"
 
 _Part = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """Images [N, 32, 32, 3] uint8 and the numbers of their classes [N] int64."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cifar:
-    """A dataset. fingerprint: of its content, known without reading it; read: (training, held out, names of
-    classes)."""
-
-    name: str
-    fingerprint: str
-    read: Callable[[], tuple[_Part, _Part, tuple[str, ...]]]
-
-
-def open_cifar(name: str, cache: Path, progress: Progress) -> Cifar | None:
-    """The dataset cifar10 or cifar100; None for any other name."""
-    if name == "cifar10":
-        return Cifar(name=name, fingerprint=fingerprint("cifar10", CIFAR10.sha256),
-                     read=lambda: _cifar10(fetch(CIFAR10, cache, progress)))
-    if name == "cifar100":
-        return Cifar(name=name, fingerprint=fingerprint("hub", _CIFAR100), read=lambda: _cifar100(progress))
-    return None
 
 
 def _cifar10(path: Path) -> tuple[_Part, _Part, tuple[str, ...]]:
@@ -368,8 +351,8 @@ class ImageClassification(Task):
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
-        cifar = open_cifar(training_name(run.data), cache_folder(run), progress)
-        train, held, classes, same = _cifar(run, cifar, progress) if cifar else _files(run, progress)
+        is_cifar = run.data.train in _CIFAR
+        train, held, classes, same = _cifar(run, progress) if is_cifar else _files(run, progress)
         augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
         transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
                                 None if augment == "none" else (run.seed, repeats))
@@ -392,18 +375,23 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 """Training part, held-out part, names of classes, fingerprint."""
 
 
-def _cifar(run: Run, cifar: Cifar, progress: Progress) -> Parts:
+_CIFAR = {"cifar10": ("cifar10", CIFAR10.sha256), "cifar100": ("hub", _CIFAR100)}
+"""Name -> facts that tell its content apart, known without reading it."""
+
+
+def _cifar(run: Run, progress: Progress) -> Parts:
+    name, cache = training_name(run.data), cache_folder(run)
     if run.data.eval is not None:
-        raise DataError(f"is not used: {cifar.name} has its own held-out part", code="eval-with-cifar",
+        raise DataError(f"is not used: {name} has its own held-out part", code="eval-with-cifar",
                         where="data.eval", value=run.data.eval, remedy="Leave `--data.eval` out.")
 
     def make() -> None:
-        progress(f"reading {cifar.name}")
-        train, held, classes = cifar.read()
-        for name, (images, labels) in (("eval", held), ("train", train)):
-            write_arrays(folder / name, {"images": images, "labels": labels}, {"classes": list(classes)})
+        progress(f"reading {name}")
+        train, held, classes = _cifar10(fetch(CIFAR10, cache, progress)) if name == "cifar10" else _cifar100(progress)
+        for part, (images, labels) in (("eval", held), ("train", train)):
+            write_arrays(folder / part, {"images": images, "labels": labels}, {"classes": list(classes)})
 
-    folder = cache_folder(run) / "images" / cifar.fingerprint
+    folder = cache / "images" / fingerprint(*_CIFAR[name])
     train, held = made_once(folder, make, progress)
     used = taken(run, [_stored(train, run, _augment(run)), _stored(held, run, None)])
     return used[0], used[1], tuple(train.names("classes")), (train.digest, held.digest)

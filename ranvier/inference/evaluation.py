@@ -16,7 +16,7 @@ from ranvier.block import State
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import ResolvedRun
 from ranvier.data.loader import Loader
-from ranvier.data.preference_pairs import answer_log_p
+from ranvier.data.preference import answer_log_p
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Scoring, sample_lengths
 from ranvier.data.token_samples import TokenSamples

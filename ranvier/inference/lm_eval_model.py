@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from ranvier.errors import ConfigError
 from ranvier.inference.evaluation import encode_pair, windows
-from ranvier.inference.shared_engine import SharedEngine
+from ranvier.inference.lm_eval_tasks import SharedEngine
 
 _MAX_TOKENS = 256
 """Tokens of a generated text where the task does not say; as in the package's own models."""

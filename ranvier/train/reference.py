@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ranvier.comm.protocol import Group
-from ranvier.data.preference_pairs import WithReference
+from ranvier.data.preference import WithReference
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError, RanvierError
 from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, log_p_of_pairs

@@ -15,7 +15,7 @@ import torch
 from hf_folders import SMALL, edit_manifest, parameters, write_checkpoint, write_model
 from safetensors.torch import load_file, save_file
 
-from ranvier.checkpoint import new_folder
+from ranvier.checkpoint import files
 from ranvier.checkpoint.files import retain
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.checkpoint.hf import logits, pretrained
@@ -306,7 +306,7 @@ def test_out_must_be_free(tmp_path, monkeypatch, way):
         refused(tmp_path, [way, source, out], "output-exists")
     refused(tmp_path, [way, source, file / "out"], "output-not-writable")
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda path: usage(1000))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(1000))
     refused(tmp_path, [way, source, tmp_path / "out"], "disk-too-small", "1,000")
     monkeypatch.undo()
     monkeypatch.setattr(logits, "available_memory_bytes", lambda: 0)

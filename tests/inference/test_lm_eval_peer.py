@@ -11,7 +11,7 @@ import torch
 from ranvier.config.run import TensorParallel
 from ranvier.data.tokenizer import load
 from ranvier.inference.evaluation import encode_pair, loglikelihoods
-from ranvier.inference.shared_engine import SharedEngine
+from ranvier.inference.lm_eval_tasks import SharedEngine
 from ranvier.inference.trained import build_language_engine, open_model
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks

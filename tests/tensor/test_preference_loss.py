@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from ranvier.config.run import Preference
-from ranvier.data.preference_pairs import PreferencePairs, PreferenceScoring, WithReference
+from ranvier.data.preference import PreferencePairs, PreferenceScoring, WithReference
 from ranvier.data.token_samples import TokenSamples
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch

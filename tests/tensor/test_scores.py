@@ -17,7 +17,7 @@ from ranvier.config.run import Transformer
 from ranvier.data.arrays import Arrays
 from ranvier.data.class_numbers import Accuracy
 from ranvier.data.classification import LabelledAtEnd
-from ranvier.data.preference_pairs import PreferenceScoring, ScoredPairs
+from ranvier.data.preference import PreferenceScoring, ScoredPairs
 from ranvier.data.token_samples import TokenSamples
 from ranvier.mesh import Mesh
 from ranvier.models.families import family_named

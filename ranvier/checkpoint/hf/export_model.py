@@ -17,6 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits, tokenizer_files
 from ranvier.checkpoint.hf.forms import check_head, form_of
@@ -24,7 +25,6 @@ from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.checkpoint.manifest import SavedTensor
-from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved, find
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ranvier import __version__
 from ranvier.checkpoint import files
+from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
@@ -30,7 +31,6 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_equal, compare_source, value_of
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
-from ranvier.checkpoint.new_folder import check_free, new_folder
 from ranvier.checkpoint.saved import Saved
 from ranvier.config import read
 from ranvier.config.run import Data
