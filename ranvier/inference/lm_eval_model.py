@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lm_eval
 from lm_eval.api.model import TemplateLM
@@ -15,7 +15,10 @@ from lm_eval.tasks import TaskManager
 
 from ranvier.errors import ConfigError
 from ranvier.inference.evaluation import encode_pair, windows
-from ranvier.inference.lm_eval_tasks import SharedEngine
+
+if TYPE_CHECKING:
+    from ranvier.inference.lm_eval_tasks import SharedEngine
+
 
 _MAX_TOKENS = 256
 """Tokens of a generated text where the task does not say; as in the package's own models."""

@@ -66,20 +66,11 @@ class Embedding(nn.Module):
         return {"hidden": self.dropout(self.norm(x_BSH)), "mask": mask_BS | is_first_S}
 
 
-class Attention(nn.Module):
-    """Self-attention of every token to all that are no padding, with its residual and norm.
-
-    `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
-    """
+class Attention(family.FusedAttention):
+    """Self-attention of every token to all that are no padding, with its residual and norm."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = config.hidden // config.heads
-        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
-                                 parts=("query", "key", "value"), dtype=dtype)
-        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
-                                        dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, None, ("query", "key", "value"))
         self.norm = _norm(config, dtype)
 
     def forward(self, state: State) -> State:
@@ -89,21 +80,16 @@ class Attention(nn.Module):
 
     def _attended(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
         """Attention within the heads that this column has."""
-        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
-        q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
+        q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
         return y_BNSD.transpose(1, 2).flatten(2)
 
 
-class MLP(nn.Module):
+class MLP(family.TwoLayerMLP):
     """The two-layer perceptron with its residual and norm; exact GELU."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        width = config.intermediate or 4 * config.hidden
-        self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
-        self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, None, family.inner_width(config))
         self.norm = _norm(config, dtype)
 
     def forward(self, state: State) -> State:
@@ -145,7 +131,7 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     three times; with `recomputed` four times, since every layer's forward runs twice. Heads are left out: they are of
     one token, or two features wide.
     """
-    s, h, f = config.sequence, config.hidden, config.intermediate or 4 * config.hidden
+    s, h, f = config.sequence, config.hidden, family.inner_width(config)
     return (4 if recomputed else 3) * config.num_layers * (8 * s * h * h + 4 * s * h * f + 4 * s * s * h)
 
 

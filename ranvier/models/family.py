@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ranvier.block import Initial, Model, State, repeated
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
+from ranvier.tensor import layers as tensor
 
 Targets = Tensor | dict[str, Tensor]
 FAMILY_ATTRIBUTES = ("problems()", "model()", "sample()", "flops_per_sample()", "describe()")
@@ -104,6 +105,45 @@ def initial(config: Transformer, name: str) -> Initial:
     if name.endswith(".bias"):
         return Initial("constant", 0.0)
     return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
+
+
+class FusedAttention(nn.Module):
+    """The layers of attention whose `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a
+    range of heads is one slice. norm: the first one; None where it follows. parts: of `qkv`, for adapters."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype, norm: nn.Module | None, parts: tuple[str, ...] = ()
+                 ) -> None:
+        super().__init__()
+        self.head_dim = config.hidden // config.heads
+        if norm is not None:
+            self.norm = norm
+        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, parts=parts,
+                                 dtype=dtype)
+        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
+                                        dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+    def heads(self, qkv_BSF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, N, S, D] each, of the heads that this column has."""
+        q_BSND, k_BSND, v_BSND = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
+        return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSND.transpose(1, 2)
+
+
+class TwoLayerMLP(nn.Module):
+    """The layers of a perceptron with this inner width. norm: as of `FusedAttention`."""
+
+    def __init__(self, config: Transformer, dtype: torch.dtype, norm: nn.Module | None, width: int) -> None:
+        super().__init__()
+        if norm is not None:
+            self.norm = norm
+        self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
+        self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
+        self.dropout = tensor.Dropout(config.dropout)
+
+
+def inner_width(config: Transformer) -> int:
+    """F."""
+    return config.intermediate or 4 * config.hidden
 
 
 def stacked(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],

@@ -56,20 +56,11 @@ class Embedding(nn.Module):
         return x_BSH if segments_BS is None else {"hidden": x_BSH, "segments": segments_BS}
 
 
-class Attention(nn.Module):
-    """Causal self-attention with its norm and residual.
-
-    `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
-    """
+class Attention(family.FusedAttention):
+    """Causal self-attention with its norm and residual."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = config.hidden // config.heads
-        self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
-        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads, dtype=dtype)
-        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
-                                        dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, tensor.LayerNorm(config.hidden, dtype=dtype))
         self.cache = DecodingCache()
 
     def forward(self, state: State) -> State:
@@ -79,8 +70,7 @@ class Attention(nn.Module):
 
     def _attended(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
         """Attention within the heads that this column has."""
-        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
-        q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
+        q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
         mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
         y_BNSD = functional.scaled_dot_product_attention(
@@ -88,15 +78,11 @@ class Attention(nn.Module):
         return y_BNSD.transpose(1, 2).flatten(2)
 
 
-class MLP(nn.Module):
+class MLP(family.TwoLayerMLP):
     """The two-layer perceptron with its norm and residual; GELU by its tanh approximation, as GPT-2."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.norm = tensor.LayerNorm(config.hidden, dtype=dtype)
-        self.fc1 = tensor.Linear(config.hidden, 4 * config.hidden, stationary="output", dtype=dtype)
-        self.fc2 = tensor.Linear(4 * config.hidden, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, tensor.LayerNorm(config.hidden, dtype=dtype), 4 * config.hidden)
 
     def forward(self, state: State) -> State:
         x_BSH, _ = hidden_and_segments(state)

@@ -43,11 +43,6 @@ def head_dim(config: Transformer) -> int:
     return config.head_dim or config.hidden // config.heads
 
 
-def inner_width(config: Transformer) -> int:
-    """F."""
-    return config.intermediate or 4 * config.hidden
-
-
 def window_of(config: Transformer, layer: int) -> int | None:
     """Tokens that a token of this layer attends to; None for all before it."""
     is_full = (bool(config.full_every) and (layer + 1) % config.full_every == 0) or layer in config.full_layers
@@ -211,7 +206,7 @@ class MLP(Sublayer):
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
-        width, bias = inner_width(config), config.bias == "all"
+        width, bias = family.inner_width(config), config.bias == "all"
         self.activation = config.activation
         self.fc1 = tensor.SharedInputLinear(config.hidden, {"gate": width, "up": width}, bias=bias, dtype=dtype)
         self.fc2 = tensor.Linear(width, config.hidden, bias=bias, stationary="input", reuse_input=True, dtype=dtype)
@@ -316,7 +311,7 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     attention, which is counted in full where it is causal or has a window. recomputed: with the forward of every layer
     twice; the head's runs once."""
     s, h, width = config.sequence, config.hidden, head_dim(config)
-    weights = h * width * (2 * config.heads + 2 * kv_heads(config)) + 3 * h * inner_width(config)
+    weights = h * width * (2 * config.heads + 2 * kv_heads(config)) + 3 * h * family.inner_width(config)
     layer = 2 * s * weights + 4 * s * s * config.heads * width
     return float((4 if recomputed else 3) * config.num_layers * layer + 6 * s * h * config.vocab)
 

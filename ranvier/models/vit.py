@@ -69,21 +69,11 @@ class Embedding(nn.Module):
         return x_BSH
 
 
-class Attention(nn.Module):
-    """Self-attention of every token to all, with its norm and residual.
-
-    `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a range of heads is one slice.
-    """
+class Attention(family.FusedAttention):
+    """Self-attention of every token to all, with its norm and residual."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.head_dim = config.hidden // config.heads
-        self.norm = _norm(config, dtype)
-        self.qkv = tensor.Linear(config.hidden, 3 * config.hidden, stationary="output", units=config.heads,
-                                 parts=("query", "key", "value"), dtype=dtype)
-        self.projection = tensor.Linear(config.hidden, config.hidden, stationary="input", units=config.heads,
-                                        dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, _norm(config, dtype), ("query", "key", "value"))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)))
@@ -92,22 +82,16 @@ class Attention(nn.Module):
 
     def _attended(self, qkv_BSF: Tensor) -> Tensor:
         """Attention within the heads that this column has."""
-        qkv_BSN3D = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim))
-        q_BNSD, k_BNSD, v_BNSD = (part.transpose(1, 2) for part in qkv_BSN3D.unbind(3))
+        q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
         return y_BNSD.transpose(1, 2).flatten(2)
 
 
-class MLP(nn.Module):
+class MLP(family.TwoLayerMLP):
     """The two-layer perceptron with its norm and residual; exact GELU."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
-        super().__init__()
-        width = config.intermediate or 4 * config.hidden
-        self.norm = _norm(config, dtype)
-        self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
-        self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
-        self.dropout = tensor.Dropout(config.dropout)
+        super().__init__(config, dtype, _norm(config, dtype), family.inner_width(config))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)), approximate="none")
@@ -146,7 +130,7 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     three times, or with `recomputed` four times, since every layer's forward runs twice; and the projection of patches,
     whose inputs need no gradient, twice. The head, which is of one token, is left out.
     """
-    s, h, f = num_tokens(config), config.hidden, config.intermediate or 4 * config.hidden
+    s, h, f = num_tokens(config), config.hidden, family.inner_width(config)
     layer = 8 * s * h * h + 4 * s * h * f + 4 * s * s * h
     patches = 2 * (s - 1) * CHANNELS * config.patch_size ** 2 * h
     return (4 if recomputed else 3) * config.num_layers * layer + 2 * patches

@@ -14,7 +14,7 @@ import pytest
 
 from ranvier.cli import check
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data import named_files, tables
+from ranvier.data import tables
 from ranvier.data.corpus import open_corpus
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.sentences import Columns, open_part, table_sentences
@@ -128,8 +128,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     problem = check.check(Run(data=Data(corpus=str(path), text_column="body"))).problems[0]
     assert "needs the package `pyarrow`, which is not installed" in str(problem) and "ranvier[hub]" in str(problem)
-    for module in (tables, named_files):
-        monkeypatch.setattr(module, "has_package", lambda name: False)
+    monkeypatch.setattr(tables, "has_package", lambda name: False)
     found = check.check(Run(data=Data(corpus="some/set"))).problems[0]
     assert "the package `datasets` is not installed" in str(found)
     found = problems(Run(data=Data(task="classification", train="some/set")))[0]

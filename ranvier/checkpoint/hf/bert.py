@@ -11,18 +11,17 @@ from collections.abc import Mapping
 from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
 from ranvier.models.bert import NORM_EPSILON, NUM_TYPES
-from ranvier.models.family import num_classes
+from ranvier.models.family import inner_width, num_classes
 
 
 def places(config: Transformer, head: str) -> dict[str, hf.TensorMapping]:
     """Our parameters, in our order, and where they are."""
-    hidden, width = config.hidden, config.intermediate or 4 * config.hidden
+    hidden, width = config.hidden, inner_width(config)
     found = {"embedding.token.weight": hf.same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),
              "embedding.position.weight": hf.same("bert.embeddings.position_embeddings.weight", config.sequence,
                                                   hidden),
              "embedding.token_type.weight": hf.same("bert.embeddings.token_type_embeddings.weight", NUM_TYPES, hidden),
-             "embedding.norm.weight": hf.same("bert.embeddings.LayerNorm.weight", hidden),
-             "embedding.norm.bias": hf.same("bert.embeddings.LayerNorm.bias", hidden)}
+             **hf.linear("embedding.norm", "bert.embeddings.LayerNorm", hidden)}
     for layer in range(config.num_layers):
         there = f"bert.encoder.layer.{layer}"
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
@@ -38,13 +37,9 @@ def places(config: Transformer, head: str) -> dict[str, hf.TensorMapping]:
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
     if head == "span":
-        return found | {"head.span.weight": hf.same("qa_outputs.weight", 2, hidden),
-                        "head.span.bias": hf.same("qa_outputs.bias", 2)}
-    classes = num_classes(config)
-    return found | {"head.pooler.weight": hf.same("bert.pooler.dense.weight", hidden, hidden),
-                    "head.pooler.bias": hf.same("bert.pooler.dense.bias", hidden),
-                    "head.classifier.weight": hf.same("classifier.weight", classes, hidden),
-                    "head.classifier.bias": hf.same("classifier.bias", classes)}
+        return found | hf.linear("head.span", "qa_outputs", 2, hidden)
+    return found | hf.linear("head.pooler", "bert.pooler.dense", hidden, hidden) | hf.linear(
+        "head.classifier", "classifier", num_classes(config), hidden)
 
 
 _SIZES = {"vocab_size": "vocab", "max_position_embeddings": "sequence", "hidden_size": "hidden",
@@ -63,7 +58,7 @@ def write(config: Transformer, head: str) -> dict[str, object]:
         "model_type": "bert", "architectures": [_CLASSES[head]], "vocab_size": config.vocab,
         "max_position_embeddings": config.sequence, "hidden_size": config.hidden,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
-        "intermediate_size": config.intermediate or 4 * config.hidden, "hidden_act": "gelu", "type_vocab_size": 2,
+        "intermediate_size": inner_width(config), "hidden_act": "gelu", "type_vocab_size": 2,
         "layer_norm_eps": config.norm_epsilon or NORM_EPSILON, "position_embedding_type": "absolute",
         "hidden_dropout_prob": config.dropout, "attention_probs_dropout_prob": 0.0, "classifier_dropout": None,
         "pad_token_id": 0, **hf.numbered_labels(num_classes(config) if head == "classes" else 2),

@@ -109,6 +109,12 @@ def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> Tensor
                          part=lambda tensor: [tensor.reshape(shape_there)])
 
 
+def linear(ours: str, there: str, *shape: int, bias: bool = True) -> dict[str, TensorMapping]:
+    """A weight, and a bias where there is one; likewise of a norm."""
+    found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
+    return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
+
+
 def transposed(name: str, *shape: int) -> TensorMapping:
     """A matrix that is transposed there."""
     return TensorMapping(names=(name,), shapes=(shape[::-1],), shape=shape,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, read_settings, same, transposed, wrong_key
+from ranvier.checkpoint.hf.form import Form, TensorMapping, left_out, linear, read_settings, same, transposed, wrong_key
 from ranvier.config.run import Transformer
 
 
@@ -22,15 +22,15 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     for layer in range(config.num_layers):
         there = f"transformer.h.{layer}"
         of_layer = {
-            **_norm("attention.norm", f"{there}.ln_1", hidden),
+            **linear("attention.norm", f"{there}.ln_1", hidden),
             "attention.qkv.weight": _qkv(f"{there}.attn.c_attn.weight", config.heads, 3 * hidden, hidden),
             "attention.qkv.bias": _qkv(f"{there}.attn.c_attn.bias", config.heads, 3 * hidden),
-            **_linear("attention.projection", f"{there}.attn.c_proj", hidden, hidden),
-            **_norm("mlp.norm", f"{there}.ln_2", hidden),
-            **_linear("mlp.fc1", f"{there}.mlp.c_fc", 4 * hidden, hidden),
-            **_linear("mlp.fc2", f"{there}.mlp.c_proj", hidden, 4 * hidden)}
+            **_conv1d("attention.projection", f"{there}.attn.c_proj", hidden, hidden),
+            **linear("mlp.norm", f"{there}.ln_2", hidden),
+            **_conv1d("mlp.fc1", f"{there}.mlp.c_fc", 4 * hidden, hidden),
+            **_conv1d("mlp.fc2", f"{there}.mlp.c_proj", hidden, 4 * hidden)}
         found |= {f"layer{layer}.{name}": place for name, place in of_layer.items()}
-    found |= _norm("head.norm", "transformer.ln_f", hidden)
+    found |= linear("head.norm", "transformer.ln_f", hidden)
     return found | ({"head.projection.weight": same("lm_head.weight", config.vocab, hidden)} if config.untied else {})
 
 
@@ -39,11 +39,7 @@ def tied(config: Transformer) -> Mapping[str, str]:
     return {} if config.untied else {"head.projection.weight": "embedding.token.weight"}
 
 
-def _norm(ours: str, there: str, hidden: int) -> dict[str, TensorMapping]:
-    return {f"{ours}.{kind}": same(f"{there}.{kind}", hidden) for kind in ("weight", "bias")}
-
-
-def _linear(ours: str, there: str, *shape: int) -> dict[str, TensorMapping]:
+def _conv1d(ours: str, there: str, *shape: int) -> dict[str, TensorMapping]:
     return {f"{ours}.weight": transposed(f"{there}.weight", *shape), f"{ours}.bias": same(f"{there}.bias", shape[0])}
 
 

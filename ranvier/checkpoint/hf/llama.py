@@ -29,12 +29,15 @@ from torch import Tensor
 from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
-from ranvier.models.llama import NORM_EPSILON, head_dim, inner_width, kv_heads, num_scores, window_of
+from ranvier.models.family import inner_width
+from ranvier.models.llama import NORM_EPSILON, head_dim, kv_heads, num_scores, window_of
 
 MOST_LAYERS = 10_000
 LONGEST_SEQUENCE = 2048
 """Longest sequence in the settings that are read: models have positions for far more than a training sequence usually
 has."""
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+"""Factors of Granite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,50 +48,44 @@ class _Kind:
     model_type: str
     title: str
     model_class: str
-    defaults: Mapping[str, object]
+    defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     is_fused: bool = False
 
 
+_DEFAULTS = {"rms_norm_eps": 1e-6}
+"""Defaults that a kind has unless it has others."""
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
+_GEMMA_FIXED = {"norm_offset": 1, "embedding_scale": "sqrt-hidden"}
+_GEMMA_WINDOW = {**_GEMMA, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
+                 "query_pre_attn_scalar": 256}
 _KINDS = {kind.model_type: kind for kind in (
-    _Kind(model_type="llama", title="Llama's language model", model_class="LlamaForCausalLM",
-          defaults={"rms_norm_eps": 1e-6}),
-    _Kind(model_type="mistral", title="Mistral's language model", model_class="MistralForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}),
-    _Kind(model_type="phi3", title="Phi-3's language model", model_class="Phi3ForCausalLM",
-          defaults={"rms_norm_eps": 1e-5, "sliding_window": None}, is_fused=True),
-    _Kind(model_type="qwen2", title="Qwen 2's language model", model_class="Qwen2ForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096}, fixed={"bias": "qkv"}),
-    _Kind(model_type="qwen3", title="Qwen 3's language model", model_class="Qwen3ForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096, "head_dim": 128}, fixed={"qk_norm": "head"}),
-    _Kind(model_type="olmo2", title="OLMo 2's language model", model_class="Olmo2ForCausalLM",
-          defaults={"rms_norm_eps": 1e-5}, fixed={"norms": "after", "qk_norm": "all"}),
-    _Kind(model_type="gemma", title="Gemma's language model", model_class="GemmaForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256,
-                    "hidden_act": "gelu_pytorch_tanh"},
-          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden"}),
-    _Kind(model_type="gemma2", title="Gemma 2's language model", model_class="Gemma2ForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096,
-                    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-                    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden", "norms": "both"},
-          activation_key="hidden_activation"),
-    _Kind(model_type="gemma3_text", title="Gemma 3's language model", model_class="Gemma3ForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096,
-                    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1e6,
-                    "rope_local_base_freq": 1e4},
-          fixed={"norm_offset": 1, "embedding_scale": "sqrt-hidden", "norms": "both", "qk_norm": "head"},
-          activation_key="hidden_activation"),
-    _Kind(model_type="olmo3", title="OLMo 3's language model", model_class="Olmo3ForCausalLM",
+    _Kind(model_type="llama", title="Llama", model_class="LlamaForCausalLM"),
+    _Kind(model_type="mistral", title="Mistral", model_class="MistralForCausalLM", defaults={"sliding_window": 4096}),
+    _Kind(model_type="phi3", title="Phi-3", model_class="Phi3ForCausalLM", is_fused=True,
+          defaults={"rms_norm_eps": 1e-5, "sliding_window": None}),
+    _Kind(model_type="qwen2", title="Qwen 2", model_class="Qwen2ForCausalLM", defaults={"sliding_window": 4096},
+          fixed={"bias": "qkv"}),
+    _Kind(model_type="qwen3", title="Qwen 3", model_class="Qwen3ForCausalLM",
+          defaults={"sliding_window": 4096, "head_dim": 128}, fixed={"qk_norm": "head"}),
+    _Kind(model_type="olmo2", title="OLMo 2", model_class="Olmo2ForCausalLM", defaults={"rms_norm_eps": 1e-5},
+          fixed={"norms": "after", "qk_norm": "all"}),
+    _Kind(model_type="gemma", title="Gemma", model_class="GemmaForCausalLM",
+          defaults={**_GEMMA, "hidden_act": "gelu_pytorch_tanh"}, fixed=_GEMMA_FIXED),
+    _Kind(model_type="gemma2", title="Gemma 2", model_class="Gemma2ForCausalLM",
+          defaults={**_GEMMA_WINDOW, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+          fixed={**_GEMMA_FIXED, "norms": "both"}, activation_key="hidden_activation"),
+    _Kind(model_type="gemma3_text", title="Gemma 3", model_class="Gemma3ForCausalLM",
+          defaults={**_GEMMA_WINDOW, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+          fixed={**_GEMMA_FIXED, "norms": "both", "qk_norm": "head"}, activation_key="hidden_activation"),
+    _Kind(model_type="olmo3", title="OLMo 3", model_class="Olmo3ForCausalLM",
           defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5},
           fixed={"norms": "after", "qk_norm": "all"}),
-    _Kind(model_type="smollm3", title="SmolLM 3's language model", model_class="SmolLM3ForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "sliding_window": None, "rope_theta": 2e6,
-                    "num_key_value_heads": 4}),
-    _Kind(model_type="granite", title="Granite's language model", model_class="GraniteForCausalLM",
-          defaults={"rms_norm_eps": 1e-6, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-                    "attention_multiplier": 1.0, "logits_scaling": 1.0}))}
+    _Kind(model_type="smollm3", title="SmolLM 3", model_class="SmolLM3ForCausalLM",
+          defaults={"tie_word_embeddings": True, "sliding_window": None, "rope_theta": 2e6, "num_key_value_heads": 4}),
+    _Kind(model_type="granite", title="Granite", model_class="GraniteForCausalLM",
+          defaults=dict.fromkeys(_MULTIPLIERS, 1.0)))}
 
 
 def _class_of(kind: _Kind) -> Mapping[str, str]:
@@ -132,9 +129,9 @@ def _of_layer(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
              if ours.startswith("attention")}
     biased = config.bias != "none"
     for ours, name, features in (("query", "q_proj", queries), ("key", "k_proj", keys), ("value", "v_proj", keys)):
-        found |= _linear(f"attention.qkv.{ours}", f"{attention}.{name}", features, hidden, bias=biased)
-    found |= _linear("attention.projection", f"{attention}.o_proj", hidden, queries,
-                     bias=config.bias in ("attention", "all"))
+        found |= hf.linear(f"attention.qkv.{ours}", f"{attention}.{name}", features, hidden, bias=biased)
+    found |= hf.linear("attention.projection", f"{attention}.o_proj", hidden, queries,
+                       bias=config.bias in ("attention", "all"))
     if config.qk_norm != "none":
         each = config.qk_norm == "head"
         found |= {"attention.query_norm.weight": hf.same(f"{attention}.q_norm.weight", width if each else queries),
@@ -143,7 +140,7 @@ def _of_layer(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
               if ours.startswith("mlp")}
     for ours, name, features, into in (("fc1.gate", "gate_proj", inner, hidden), ("fc1.up", "up_proj", inner, hidden),
                                        ("fc2", "down_proj", hidden, inner)):
-        found |= _linear(f"mlp.{ours}", f"{mlp}.{name}", features, into, bias=config.bias == "all")
+        found |= hf.linear(f"mlp.{ours}", f"{mlp}.{name}", features, into, bias=config.bias == "all")
     return found
 
 
@@ -189,11 +186,6 @@ def _not_written(tensor: Tensor) -> Sequence[Tensor]:
     raise AssertionError("the form is import only")
 
 
-def _linear(ours: str, there: str, *shape: int, bias: bool) -> dict[str, hf.TensorMapping]:
-    found = {f"{ours}.weight": hf.same(f"{there}.weight", *shape)}
-    return found | ({f"{ours}.bias": hf.same(f"{there}.bias", shape[0])} if bias else {})
-
-
 def tied(config: Transformer) -> Mapping[str, str]:
     """The head's projection, where it is the token embedding."""
     return {"head.projection.weight": "embedding.token.weight"} if config.tied else {}
@@ -215,7 +207,7 @@ _DROPS = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """The settings in config.json, and notes on what they leave out. ModelError if it is of a model that computes
     something else than ours."""
-    document = {**kind.defaults, **document}
+    document = {**_DEFAULTS, **kind.defaults, **document}
     activation = document.get(kind.activation_key, "silu")
     if kind.model_type == "gemma" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
@@ -245,7 +237,7 @@ def _bias(document: Mapping[str, object]) -> str:
 def _factors(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     """Factors and caps."""
     if kind.model_type == "granite":
-        for key in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        for key in _MULTIPLIERS:
             value = document[key]
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
                 raise _wrong("granite-multiplier", key, value, "must be a positive number")
@@ -422,8 +414,8 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
     for name in COMPUTED:
         wanted, found = (_with_defaults(one, name) for one in (config, again))
         if wanted != found:
-            raise ModelError(f"has no form in {kind.title}, which has {found}", code="no-form-in-hugging-face",
-                             where=f"model.{name.replace('_', '-')}", value=wanted,
+            raise ModelError(f"has no form in {kind.title}'s language model, which has {found}",
+                             code="no-form-in-hugging-face", where=f"model.{name.replace('_', '-')}", value=wanted,
                              remedy="Only what an architecture of transformers computes can be exported.")
     return document
 
@@ -509,9 +501,9 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
 
 
 LLAMA_FORMS: Mapping[str, hf.Form] = {name: hf.Form(
-    title=kind.title, family="llama", prefix="model.", places=_fused_places if kind.is_fused else places,
+    title=f"{kind.title}'s language model", family="llama", prefix="model.",
+    places=_fused_places if kind.is_fused else places, per_layer=6 if kind.is_fused else 9,
     read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
-    per_layer=6 if kind.is_fused else 9,
     class_of=_class_of(kind), tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
 """model_type -> form. aside: frequencies, which old files have among the parameters."""

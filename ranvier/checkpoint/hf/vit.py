@@ -11,7 +11,7 @@ from functools import partial
 
 from ranvier.checkpoint.hf import form as hf
 from ranvier.config.run import Transformer
-from ranvier.models.family import num_classes
+from ranvier.models.family import inner_width, num_classes
 from ranvier.models.vit import CHANNELS, NORM_EPSILON, num_tokens
 
 _VIT = {"norm1": "layernorm_before", "norm2": "layernorm_after", "fc1": "intermediate.dense", "fc2": "output.dense"}
@@ -20,7 +20,7 @@ _DINOV2 = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2
 
 def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, hf.TensorMapping]:
     """Our parameters, in our order, and where they are. dinov2: under its names, and without a classifier."""
-    hidden, width, patch = config.hidden, config.intermediate or 4 * config.hidden, config.patch_size
+    hidden, width, patch = config.hidden, inner_width(config), config.patch_size
     base, called = ("dinov2", _DINOV2) if dinov2 else ("vit", _VIT)
     projection = f"{base}.embeddings.patch_embeddings.projection"
     tokens = num_tokens(config)
@@ -48,12 +48,8 @@ def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) 
                 if dinov2 else hf.same(fc2, hidden, *wide),
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
-    found |= {f"head.norm.{kind}": hf.same(f"{base}.layernorm.{kind}", hidden) for kind in ("weight", "bias")}
-    if dinov2:
-        return found
-    classes = num_classes(config)
-    return found | {"head.classifier.weight": hf.same("classifier.weight", classes, hidden),
-                    "head.classifier.bias": hf.same("classifier.bias", classes)}
+    found |= hf.linear("head.norm", f"{base}.layernorm", hidden)
+    return found if dinov2 else found | hf.linear("head.classifier", "classifier", num_classes(config), hidden)
 
 
 _SIZES = {"hidden_size": "hidden", "num_hidden_layers": "num_layers", "num_attention_heads": "heads",
@@ -67,7 +63,7 @@ def write(config: Transformer, head: str = "classes") -> dict[str, object]:
     return {
         "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": config.hidden,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
-        "intermediate_size": config.intermediate or 4 * config.hidden, "hidden_act": "gelu", "qkv_bias": True,
+        "intermediate_size": inner_width(config), "hidden_act": "gelu", "qkv_bias": True,
         "layer_norm_eps": config.norm_epsilon or NORM_EPSILON, "image_size": config.image_size,
         "patch_size": config.patch_size, "num_channels": CHANNELS, "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": 0.0, **hf.numbered_labels(num_classes(config)),
