@@ -16,12 +16,11 @@ from math import inf
 from statistics import pvariance
 
 from ranvier.cost.collectives import ring_seconds
-from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.elastic.rules import BlockFacts
 from ranvier.mesh import StagePlacement
 from ranvier.plan.partition import partition_for
 from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.partition import cut
-from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import StageTimes, simulate
 
@@ -98,23 +97,21 @@ class CandidateStage:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """Facts that decide the cut of one mesh. Per-block tuples are in the model's order; times are of one sample on one
-    rank that computes alone; with row x col > 1, a rank's share of a sample."""
+    """Facts that decide the cut of one mesh."""
 
+    facts: BlockFacts
+    """Times and sizes of the blocks; seconds of the optimizer's step on a rank that has its share of their states."""
     num_replicas: int
-    pipeline_size: int
-    """Ranks of a pipeline."""
+    placement: StagePlacement
+    """Stages of each rank of a pipeline. With several, memory is not considered here: a rank's stages share it."""
     samples: int
     """Samples of one step, over all replicas."""
-    forward_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...]
-    """With recomputation, where there is any; of blocks that train."""
-    output_bytes: tuple[int, ...]
-    """Bytes that leave each block, per sample."""
-    gradient_bytes: tuple[int, ...]
-    """Bytes that each block's gradients send when replicas average them."""
-    update_seconds: tuple[float, ...] | None = None
-    """Seconds of each block's optimizer step; None leaves it out."""
+    microbatches: int
+    """Per replica; fewer where it has fewer samples."""
+    policy: Policy
+    """The value of `pipeline.policy`."""
+    in_flight: int | None = None
+    """The value of `pipeline.in-flight`; None is auto."""
     weight_share: float = 0.5
     """The part of a backward that the schedule may defer: the weights' gradients."""
     frozen: int = 0
@@ -126,36 +123,15 @@ class Situation:
     """Bytes that a rank of a stage needs; None ignores memory."""
     limit_bytes: int | None = None
     """Most bytes that a rank may need."""
-    cores: float | None = None
-    """Cores that all these ranks share, in units of what one rank computes with; None gives each its own."""
-    bandwidth: float = inf
-    """Bytes per second between two ranks."""
-    latency_seconds: float = 0.0
-    """Seconds of latency of one message."""
-    microbatches: tuple[int, ...] = ()
-    """Counts per replica to choose from; () takes those of `microbatch_counts`."""
-    policy: Policy | None = None
-    """The value of `pipeline.policy`; None is message-driven."""
-    in_flight: int | None = None
-    """The value of `pipeline.in-flight`; None is auto."""
-    placement: StagePlacement | None = None
-    """Stages of each rank; None is one each. With several, memory is not considered here: a rank's stages share it."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.forward_seconds), len(self.backward_seconds), len(self.output_bytes),
-                   len(self.gradient_bytes), len(self.update_seconds or self.forward_seconds)}
-        assert lengths == {self.num_blocks} and 0 <= self.cached <= self.frozen <= self.num_blocks
-        assert self.stages.num_ranks == self.pipeline_size and (self.memory_bytes is None or self.stages.per_rank == 1)
+        assert 0 <= self.cached <= self.frozen <= self.num_blocks
+        assert self.memory_bytes is None or self.placement.per_rank == 1
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the model."""
-        return len(self.forward_seconds)
-
-    @property
-    def stages(self) -> StagePlacement:
-        """Stages of each rank."""
-        return self.placement or StagePlacement(num_ranks=self.pipeline_size)
+        return len(self.facts.forward_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +140,6 @@ class Cut:
 
     boundaries: tuple[int, ...] = ()
     """First block of each stage after the first."""
-    microbatches: int = 0
-    """Per replica."""
     seconds: float | None = None
     """Predicted, of one step; None where there is no cut."""
     reason: str
@@ -175,34 +149,31 @@ class Cut:
 
 
 def best_cut(situation: Situation) -> Cut:
-    """The best cut of the mesh, with the best number of microbatches.
+    """The best cut of the mesh.
 
     A simulation takes about 20 us for each stage and microbatch: for all meshes of 8 ranks and 27 blocks 0.2 s, of 16
     ranks 1 s, and of 64 ranks with 98 blocks 17 s.
     """
-    data, pipe, samples = situation.num_replicas, situation.pipeline_size, situation.samples
+    data, samples, num_stages = situation.num_replicas, situation.samples, situation.placement.num_stages
     if data > samples:
         return Cut(reason=f"{data} replicas are more than the {samples} samples of a step")
-    num_stages = situation.stages.num_stages
     if num_stages > situation.num_blocks - max(situation.cached, 1) + 1:
         behind = f", {situation.cached} of them cached on the first stage" if situation.cached > 1 else ""
         return Cut(reason=f"{num_stages} stages are more than {situation.num_blocks} blocks can make{behind}")
-    share = -(-samples // data)
-    counts = situation.microbatches or microbatch_counts(pipe, share)
-    candidates = [_Candidate(situation, share, min(count, share)) for count in counts]
-    best, candidate = min(((candidate.cut(), candidate) for candidate in candidates), key=lambda pair: (
-        pair[1].time(pair[0]), pair[0].microbatches * (1 if pair[0].seconds is not None else -1)))
+    candidate = _Candidate(situation)
+    best = candidate.cut()
     return candidate.improved(best) if best.seconds is not None else best
 
 
 class _Candidate:
-    """A mesh with one number of microbatches."""
+    """What the cuts of one mesh have in common."""
 
-    def __init__(self, situation: Situation, share: int, count: int) -> None:
-        self.situation, self.num_ranks = situation, situation.pipeline_size
-        self.held = [situation.stages.stages_of(rank) for rank in range(situation.pipeline_size)]
-        self.num_stages = situation.stages.num_stages
-        self.size = -(-share // count)
+    def __init__(self, situation: Situation) -> None:
+        self.situation, self.facts, placement = situation, situation.facts, situation.placement
+        self.num_ranks, self.num_stages = placement.num_ranks, placement.num_stages
+        self.held = [placement.stages_of(rank) for rank in range(self.num_ranks)]
+        share = -(-situation.samples // situation.num_replicas)
+        self.size = -(-share // min(situation.microbatches, share))
         self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
         self.last_size = share - (self.count - 1) * self.size
         self.times = self._block_times(self.size)
@@ -223,7 +194,7 @@ class _Candidate:
             lean = cut(self.situation.num_blocks, self.num_ranks, lambda *stage: inf if self._excess(*stage) > 0
                        else self._cost(*stage))
             if self._too_much(lean) is not None:
-                return Cut(boundaries=boundaries, microbatches=self.count, reason=too_much, too_large=True)
+                return Cut(boundaries=boundaries, reason=too_much, too_large=True)
             boundaries = lean
         return self._predict(boundaries)
 
@@ -232,7 +203,7 @@ class _Candidate:
         together, as one."""
         together = max(self.situation.cached, 1)
         costs = [self.sums[together], *(sum(times) for times in self.times[together:])]
-        return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.stages))
+        return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.placement))
 
     def improved(self, best: Cut) -> Cut:
         """`best`, with boundaries moved by one block as long as that makes the predicted step shorter.
@@ -259,8 +230,8 @@ class _Candidate:
     def _block_times(self, size: int) -> list[tuple[float, float]]:
         """(forward, backward) of each block for a microbatch of `size` samples."""
         given = self.situation
-        return [(0.0 if block < given.cached else given.forward_seconds[block] * size,
-                 0.0 if block < given.frozen else given.backward_seconds[block] * size)
+        return [(0.0 if block < given.cached else self.facts.forward_seconds[block] * size,
+                 0.0 if block < given.frozen else self.facts.backward_seconds[block] * size)
                 for block in range(given.num_blocks)]
 
     def _cost(self, stage: int, start: int, stop: int) -> float:
@@ -301,9 +272,9 @@ class _Candidate:
         shares = [small.microbatch_seconds / large.microbatch_seconds if large.microbatch_seconds else 1.0
                   for small, large in zip(last, whole, strict=True)]
         hops = self._hops(boundaries)
-        simulated = simulate(whole, self.count, given.policy or MessageDriven(), given.in_flight or rule_limits(
-            [stage.trains for stage in whole], given.stages).in_flight,
-            hop=lambda source, destination: hops[source, destination], defer_bytes="auto", placement=given.stages,
+        simulated = simulate(whole, self.count, given.policy, given.in_flight or rule_limits(
+            [stage.trains for stage in whole], given.placement).in_flight,
+            hop=lambda source, destination: hops[source, destination], defer_bytes="auto", placement=given.placement,
             jitter=lambda rank, action:
             shares[self.held[rank][action.turn]] if action.microbatch == self.count - 1 else 1.0)
         stops = [actions[-1][2] for actions in simulated.actions]
@@ -315,10 +286,10 @@ class _Candidate:
         what = "stage" if self.num_stages == self.num_ranks else "rank"
         reason = (f"{what} {times.index(max(times))} is the slowest with {max(times):.3g} s a microbatch, stages wait "
                   f"{simulated.bubble_fraction:.0%} of the time, {max(after):.3g} s follow the last backward")
-        bound = self._work() / given.cores if given.cores else 0.0
+        bound = self._work() / self.facts.cores if self.facts.cores else 0.0
         if bound > seconds:
-            seconds, reason = bound, f"the work of all ranks keeps {given.cores:g} cores busy"
-        return Cut(boundaries=boundaries, microbatches=self.count, seconds=seconds, reason=reason)
+            seconds, reason = bound, f"the work of all ranks keeps {self.facts.cores:g} cores busy"
+        return Cut(boundaries=boundaries, seconds=seconds, reason=reason)
 
     def _stage_times(self, times: Sequence[tuple[float, float]], start: int, stop: int) -> StageTimes:
         backward, share = sum(backward for _, backward in times[start:stop]), self.situation.weight_share
@@ -328,26 +299,25 @@ class _Candidate:
     def _hops(self, boundaries: tuple[int, ...]) -> dict[tuple[int, int], float]:
         """Seconds of a message between two ranks; of several kinds the slowest. A return is a bare credit where nothing
         trains on the stage that it goes to, nor before it."""
-        given, found = self.situation, dict[tuple[int, int], float]()
+        given, facts, found = self.situation, self.facts, dict[tuple[int, int], float]()
         for stage, edge in enumerate(boundaries):
-            here, there = given.stages.rank_of(stage), given.stages.rank_of(stage + 1)
-            carried = given.latency_seconds + given.output_bytes[edge - 1] * self.size / given.bandwidth
-            returned = given.latency_seconds if edge <= given.frozen else carried
+            here, there = given.placement.rank_of(stage), given.placement.rank_of(stage + 1)
+            carried = facts.latency_seconds + facts.output_bytes[edge - 1] * self.size / facts.bandwidth
+            returned = facts.latency_seconds if edge <= given.frozen else carried
             found[here, there] = max(carried, found.get((here, there), 0.0))
             found[there, here] = max(returned, found.get((there, here), 0.0))
         return found
 
     def _averaging(self, blocks: Sequence[int]) -> float:
         """Seconds of a ring all-reduce of these blocks' gradients, as if nothing hid it."""
-        size = sum(self.situation.gradient_bytes[block] for block in blocks)
+        size = sum(self.facts.parameter_bytes[block] for block in blocks)
         if self.situation.num_replicas == 1 or not size:
             return 0.0
-        return ring_seconds(size, self.situation.num_replicas, lambda piece: self.situation.latency_seconds + piece
-                            / self.situation.bandwidth)
+        return ring_seconds(size, self.situation.num_replicas, lambda piece: self.facts.latency_seconds + piece
+                            / self.facts.bandwidth)
 
     def _update(self, blocks: Sequence[int]) -> float:
-        seconds = self.situation.update_seconds
-        return sum(seconds[block] for block in blocks) if seconds else 0.0
+        return sum(self.facts.update_seconds[block] for block in blocks)
 
     def _work(self) -> float:
         """Seconds that one rank alone would compute for a step."""

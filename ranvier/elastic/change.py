@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ranvier.config.other_mesh import resized
 from ranvier.config.resolve import ResolvedRun
@@ -49,17 +51,13 @@ class Change:
         found, why = first_that_fits(there, problem, lambda run, why: why is None)
         return own if found == there else replace(own, schedule=schedule_settings(found)), why
 
-    def document(self) -> dict[str, object]:
-        """The change for JSON; `read` is the inverse."""
-        return asdict(self)
-
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Change:
-        """A change from what `document` returned, also after a passage through JSON."""
-        boundaries = document["boundaries"]
-        layers = {name: FrozenLayers(document[name]["prefix"], tuple(document[name]["above"]))
-                  for name in ("frozen", "old_frozen")}
-        return cls(**{**document, **layers, "boundaries": None if boundaries is None else tuple(boundaries)})
+        """The inverse of `asdict`, also after a passage through JSON."""
+        return _FORM.validate_python(document)
+
+
+_FORM = TypeAdapter(Change)
 
 
 @dataclass(frozen=True, kw_only=True)

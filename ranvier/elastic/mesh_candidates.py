@@ -115,15 +115,10 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
         needed = memory.needed(schedules(replace(there, batch=replace(there.batch, microbatch_size=size),
                                                  pipeline=replace(there.pipeline, boundaries=None)))[-1])
     cut = best_cut(Situation(
-        num_replicas=data, pipeline_size=pipe, samples=samples, forward_seconds=facts.forward_seconds,
-        backward_seconds=facts.backward_seconds,
-        update_seconds=tuple(seconds / holders for seconds in facts.update_seconds),
-        output_bytes=facts.output_bytes, gradient_bytes=facts.parameter_bytes, frozen=frozen,
-        cached=min(cached, frozen), cores=facts.cores, bandwidth=facts.bandwidth,
-        latency_seconds=facts.latency_seconds, microbatches=(count,),
-        policy=policy_named(run.pipeline.policy), in_flight=None if in_flight == "auto" else in_flight,
-        placement=placement,
-        memory_bytes=needed,
+        facts=replace(facts, update_seconds=tuple(seconds / holders for seconds in facts.update_seconds)),
+        num_replicas=data, placement=placement, samples=samples, microbatches=count, frozen=frozen,
+        cached=min(cached, frozen), policy=policy_named(run.pipeline.policy),
+        in_flight=None if in_flight == "auto" else in_flight, memory_bytes=needed,
         limit_bytes=None if memory is None else memory.limit_bytes))
     return MeshCandidate(mesh=mesh, boundaries=cut.boundaries, samples=samples, seconds=cut.seconds,
                          fits=cut.seconds is not None, reason=cut.reason, too_large=cut.too_large)

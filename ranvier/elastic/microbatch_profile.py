@@ -76,8 +76,8 @@ class MicrobatchProfile:
         if found is not None:
             return found
         tried = self._trials(pipe, data, frozen)
-        known = [count for count in candidates if count in tried]
-        return min(known, key=lambda count: tried[count]) if known else candidates[0]
+        return min((count for count in candidates if count in tried), key=lambda count: tried[count],
+                   default=candidates[0])
 
     def found(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
         """The fastest count of the finished search; None as long as none is finished."""
@@ -92,13 +92,9 @@ class MicrobatchProfile:
         if not isfinite(seconds):
             return self
         here = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)
-        others = []
-        for trial in self.trials:
-            if replace(trial, seconds=seconds) == here:
-                here = replace(here, seconds=min(seconds, trial.seconds))
-            else:
-                others.append(trial)
-        return MicrobatchProfile((*others, here))
+        same = [trial for trial in self.trials if replace(trial, seconds=seconds) == here]
+        fastest = min([*same, here], key=lambda trial: trial.seconds)
+        return MicrobatchProfile((*(trial for trial in self.trials if trial not in same), fastest))
 
     def _trials(self, pipe: int, data: int, frozen: int) -> dict[int, float]:
         """Count -> seconds."""

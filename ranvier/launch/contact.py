@@ -23,7 +23,7 @@ from ranvier.errors import LaunchError, RanvierError
 from ranvier.launch.stores import connect_store
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.lease import is_abandoned
-from ranvier.system.untrusted_file import open_regular_file, parse_json
+from ranvier.system.untrusted_file import parse_json, read_bytes
 from ranvier.world import JoinPoint
 
 NAME = "join.json"
@@ -62,8 +62,11 @@ def read_contact(run_dir: Path) -> JoinPoint:
     """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
     check_under_way(run_dir)
     try:
-        with open_regular_file(run_dir / NAME, own=True) as file:
-            content = file.read(_MOST_BYTES)
+        found: Any = parse_json(read_bytes(run_dir / NAME, _MOST_BYTES, own=True))
+        version, contact = found["version"], JoinPoint(address=str(found["address"]), port=int(found["port"]),
+                                                     secret=str(found["secret"]))
+        if not contact.secret:
+            raise ValueError("no secret")
     except FileNotFoundError:
         raise RanvierError(f"takes no ranks: it has no {NAME}", code="run-takes-no-ranks", where=f"run {run_dir}",
                            remedy="Start it with `--launch.join-address`, with torch as the transport and under plain "
@@ -71,12 +74,6 @@ def read_contact(run_dir: Path) -> JoinPoint:
     except OSError as error:
         raise RanvierError(f"cannot be read: {error.strerror or error}", code="contact-unreadable",
                            where=str(run_dir / NAME), remedy="Join as the user whose run it is.") from error
-    try:
-        found: Any = parse_json(content)
-        version, contact = found["version"], JoinPoint(address=str(found["address"]), port=int(found["port"]),
-                                                     secret=str(found["secret"]))
-        if not contact.secret:
-            raise ValueError("no secret")
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise RanvierError("is damaged", code="contact-damaged", where=str(run_dir / NAME), value=type(error).__name__,
                            remedy="Stop the run, and start it again with `--resume auto`.") from error

@@ -47,10 +47,6 @@ class Call:
     members: list[str] = field(default_factory=list)
     num_losses: int = 0
 
-    def document(self) -> dict[str, object]:
-        """The call for JSON; `Call(**document)` is the inverse."""
-        return asdict(self)
-
     @property
     def all_members(self) -> tuple[str, ...]:
         """The names of all ranks, once the newcomers are."""
@@ -74,7 +70,7 @@ def member_name(wish: str, number: int) -> str:
 
 def call_newcomers(world: World, call: Call) -> str | None:
     """On rank 0: call them; None once all have answered, otherwise why they are refused."""
-    world.store.set(f"{_KEYS}{call.wish}/call", json.dumps(call.document()))
+    world.store.set(f"{_KEYS}{call.wish}/call", json.dumps(asdict(call)))
     answers = _answers(world.store, call, "here", call.answer_seconds)
     missing = call.size - call.first - len(answers)
     return f"{missing} of {call.size - call.first} ranks that wanted to join do not answer" if missing else None

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -27,7 +27,7 @@ def signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
-class StopRequest:
+class StopRequest(AbstractContextManager["StopRequest"]):
     """Whether this rank was asked to stop, by one of `signals` or by `request`. A context manager that calls `close`.
 
     Python handles signals on the main thread only; on another one (ranks that are threads) only `request` works. A
@@ -77,9 +77,6 @@ class StopRequest:
             more = "; another Ctrl-C ends it at once" if number == signal.SIGINT else ""
             with suppress(OSError):  # it may be a pipe whose reader Ctrl-C has ended, too
                 os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step{more}\n".encode())
-
-    def __enter__(self) -> StopRequest:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:

@@ -167,8 +167,7 @@ class Gradients:
         frozen = {spec.name for spec in self._specs if not spec.parameter.requires_grad}
         self._frozen = self._frozen & frozen if keep else frozen
         self._handed_on = {}
-        self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
-                          if spec.parameter.grad is not None}
+        self._versions = self._versions_now()
         for table in self._tables.values():
             table.begin()
         for chunk in self.chunks:
@@ -179,8 +178,11 @@ class Gradients:
     def note_left(self) -> None:
         """A batch or a step is over: gradients are of no use, and whatever is added to them from here on is not of this
         engine."""
-        self._left = {spec.name: spec.parameter.grad._version for spec in self._specs
-                      if spec.parameter.grad is not None}
+        self._left = self._versions_now()
+
+    def _versions_now(self) -> dict[str, int]:
+        """The version counts of the gradients that there are."""
+        return {spec.name: spec.parameter.grad._version for spec in self._specs if spec.parameter.grad is not None}
 
     def warn_of_lost(self) -> None:
         """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
@@ -289,13 +291,9 @@ class Gradients:
     def late(self) -> list[str]:
         """The parameters to whose gradients something was added in a backward after they were handed on, so that it is
         in no sum: a block has computed with a parameter of a later block without having it."""
-        found = []
-        for spec in self._specs:
-            if spec.name in self._handed_on:
-                grad = spec.parameter.grad
-                if (None if grad is None else grad._version) != self._handed_on[spec.name]:
-                    found.append(spec.name)
-        return found
+        now = self._versions_now()
+        return [spec.name for spec in self._specs if spec.name in self._handed_on
+                and now.get(spec.name) != self._handed_on[spec.name]]
 
     def _tables_in(self, chunk: Chunk) -> list[TouchedRows]:
         """The tables with elements in a complete chunk of which only some rows need to be summed. Collective for the
@@ -411,8 +409,7 @@ class Gradients:
     def note_values(self) -> None:
         """Gradients are whole, for a step that is to be taken; see `were_zeroed`."""
         self.unapplied = True
-        self._versions = {spec.name: spec.parameter.grad._version for spec in self._specs
-                          if spec.parameter.grad is not None}
+        self._versions = self._versions_now()
 
     def were_zeroed(self) -> bool:
         """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter
 
 from ranvier.comm.board import Board, call_with_timeout, read_actions
 from ranvier.comm.edges import invalid_message
@@ -55,7 +56,10 @@ class ChangeMesh:
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ChangeMesh:
         """The inverse of `asdict`, also after a passage through JSON."""
-        return cls(**{**document, "change": Change.read(document["change"]), "state": RunState(**document["state"])})
+        return _CHANGE.validate_python(document)
+
+
+_CHANGE = TypeAdapter(ChangeMesh)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ class Elasticity:
             decision = self.controller.decide(
                 self.state, self._measured_facts(runtime, step, progress, measured, similarities), resize)
             self._report(step, decision.notes)
-            found = {"change": decision.change and decision.change.document(), "state": decision.state.document()}
+            found = {"change": decision.change and asdict(decision.change), "state": decision.state.document()}
         found = runtime.ranks.gather_objects(found)[0]
         self.state = ElasticState.read(found["state"])
         return found["change"] and Change.read(found["change"])

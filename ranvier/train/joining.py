@@ -100,12 +100,13 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.everyone, self.commands = _connections(world)
-        """A group of all ranks of the world; from rank 0 to idle ranks."""
+        self.connect()
 
     def connect(self) -> None:
-        """Begin with the ranks that the world has now."""
-        self.everyone, self.commands = _connections(self.world)
+        """Begin with the ranks that the world has now: a group of all of them, and commands from rank 0 to idle
+        ranks."""
+        self.everyone: Group = self.world.backend.group("everyone", [tuple(range(self.world.size))])
+        self.commands = CommandChannel(self.world)
 
     def share_cores(self, threads: int | Literal["auto"]) -> None:
         """The ranks of each machine divide its cores, now that their number is another one. threads: as the run says.
@@ -115,7 +116,7 @@ class Membership:
             torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
 
     def call(self, request: MeshRequest, timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
-        """Rank 0 calls the ranks that want to join: what they are called to (`Call.document`), and why they are
+        """Rank 0 calls the ranks that want to join: what they are called to (`asdict` of the call), and why they are
         refused, if they are. Not collective. timeout_seconds: the run's limit of collectives."""
         world, wish = self.world, str(request.wish)
         problem = why_not(world, request)
@@ -129,7 +130,7 @@ class Membership:
         problem = call_newcomers(world, call)
         if problem is not None:
             give_verdict(world.store, wish, problem)
-        return call.document(), problem
+        return asdict(call), problem
 
     def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
         """Take the ranks of `call` into the world, or say why not. threads: as the run says."""
@@ -139,10 +140,6 @@ class Membership:
             self.connect()
             self.share_cores(threads)
         return problem
-
-
-def _connections(world: World) -> tuple[Group, CommandChannel]:
-    return world.backend.group("everyone", [tuple(range(world.size))]), CommandChannel(world)
 
 
 # --- a process that joins ---------------------------------------------------------------------------------------------

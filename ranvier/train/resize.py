@@ -26,7 +26,7 @@ from ranvier.launch.contact import check_under_way, has_ended
 from ranvier.launch.joining import give_verdict
 from ranvier.mesh import AXES, REQUIRED_AXES
 from ranvier.system.atomic_file import write_atomically
-from ranvier.system.untrusted_file import open_regular_file, parse_json
+from ranvier.system.untrusted_file import parse_json, read_bytes
 from ranvier.train.events import NoteEvent
 from ranvier.train.logs import read_events
 from ranvier.world import World
@@ -134,16 +134,13 @@ def take_oldest(folder: Path) -> MeshRequest | None:
 
 
 def _read(path: Path, wish: str | None) -> MeshRequest:
+    found: object = None
     try:
-        with open_regular_file(path, own=True) as file:
-            content = file.read(_MOST_BYTES + 1)
+        with suppress(ValueError):
+            found = parse_json(read_bytes(path, _MOST_BYTES, own=True))
     except OSError as error:
         return MeshRequest(sizes=dict.fromkeys(REQUIRED_AXES), wish=wish,
                            problem=f"cannot be read: {error.strerror or error}")
-    found: object = None
-    if len(content) <= _MOST_BYTES:
-        with suppress(ValueError):
-            found = parse_json(content)
     told = found if isinstance(found, dict) else {}
     said = told.get("wish")
     sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -128,7 +128,7 @@ class Course:
         assert len({note.text for note in decision.notes}) == len(decision.notes)
         if change is None:
             return
-        assert Change.read(json.loads(json.dumps(change.document()))) == change and change.old_frozen == self.frozen
+        assert Change.read(json.loads(json.dumps(asdict(change)))) == change and change.old_frozen == self.frozen
         there = change.applied(self.first)
         assert there.mesh.size <= self.num_ranks
         assert max(lowest, self.untrained) <= change.frozen.prefix <= LAYERS

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
@@ -325,7 +325,7 @@ def test_the_rank_of_a_newcomer_that_has_died():
     store = HashStore()
     assert joining.rank_of_newcomer(store, "aa", 1) is None
     call = Call(wish="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)
-    store.set("ranvier/join/aa/call", json.dumps(call.document()))
+    store.set("ranvier/join/aa/call", json.dumps(asdict(call)))
     assert joining.rank_of_newcomer(store, "aa", 1) is None
     later = threading.Timer(0.02, joining.give_verdict, (store, "aa", None))
     later.start()
@@ -409,4 +409,4 @@ def test_each_newcomer_claims_a_device_of_its_own():
 def test_limits_leave_time_for_ranks_that_are_through():
     call = Call(wish="aa", first=1, size=2, local_size=1, timeout_seconds=6.0)
     assert call.answer_seconds + call.connect_seconds < call.timeout_seconds
-    assert Call(**json.loads(json.dumps(call.document()))) == call
+    assert Call(**json.loads(json.dumps(asdict(call)))) == call
