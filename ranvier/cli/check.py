@@ -67,10 +67,9 @@ class Report:
 
     def document(self) -> dict[str, object]:
         """The report for JSON."""
-        rows = self.stages.rows if self.stages else ()
         return {"problems": [as_dict(problem) for problem in self.problems],
                 "warnings": [as_dict(warning) for warning in self.warnings],
-                "stages": [asdict(row) for row in rows],
+                "stages": [asdict(row) for row in self.stages.rows] if self.stages else [],
                 "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
                             "host": dict(entry.host), "device_bytes": entry.device_bytes,
                             "host_bytes": entry.host_bytes} for entry in self.memory],

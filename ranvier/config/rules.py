@@ -37,10 +37,7 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
     yield from recompute_problems(run.memory, run.mesh, compile=run.model.compile, float8=run.model.float8)
     yield from parameter_groups.problems(run.optim)
     yield from resume_problems(run)
-    if run.comm.transport == "torch" and run.comm.collectives == "mpi":
-        yield ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
-                          value=run.comm.collectives,
-                          remedy="Set `--comm.transport mpi`, or leave `comm.collectives auto`.")
+    yield from collectives_problems(run.comm.transport, run.comm.collectives)
     if run.launch.join_address is not None and run.comm.transport == "mpi":
         yield ConfigError("needs `comm.transport torch`: MPI's ranks are those that were started",
                           code="join-needs-torch", where="launch.join-address", value=run.launch.join_address,
@@ -291,6 +288,14 @@ def idle_beside_torch_optimizer(optim: Optim) -> list[str]:
 
 
 # --- how a run starts ------------------------------------------------------------------------------------------------
+
+
+def collectives_problems(transport: str, collectives: str) -> Iterator[ConfigError]:
+    """Collectives over MPI where messages travel otherwise."""
+    if transport == "torch" and collectives == "mpi":
+        yield ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
+                          value=collectives,
+                          remedy="Set `--comm.transport mpi`, or leave `comm.collectives auto`.")
 
 
 def resume_problems(run: ResolvedRun) -> Iterator[ConfigError]:

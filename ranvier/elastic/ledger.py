@@ -62,9 +62,6 @@ class Decision:
     text: str
     entry: Entry
 
-    def __bool__(self) -> bool:
-        return self.pays
-
 
 @dataclass(frozen=True)
 class Ledger:

@@ -65,9 +65,8 @@ def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | N
     """
     started = _detect(environ, setting)
     if started is not None and started.rank >= started.size:
-        raise ConfigError(f"is not possible: {started}", code="launcher-contradicts", where="launch.launcher",
-                          value=setting,
-                          remedy=f"Start the command with {started.launcher} itself, or set `--launch.launcher`.")
+        raise _refusal("launcher-contradicts", f"is not possible: {started}", setting,
+                       f"Start the command with {started.launcher} itself, or set `--launch.launcher`.")
     secret = environ.get(SECRET)
     if started is not None and secret is not None and not secret.strip():
         raise ConfigError("is empty, so that values of the ranks' store would not be signed", code="secret-empty",
@@ -86,9 +85,8 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
     if setting != "auto":
         started = found[setting](environ)
         if started is None:
-            raise ConfigError(f"{setting} did not start this process: {_SIGNS[setting]} is not set",
-                              code="launcher-absent", where="launch.launcher", value=setting,
-                              remedy=f"Start the command with {setting}, or set `--launch.launcher local`.")
+            raise _refusal("launcher-absent", f"{setting} did not start this process: {_SIGNS[setting]} is not set",
+                           setting, f"Start the command with {setting}, or set `--launch.launcher local`.")
         return started
     mpiexec, srun = _mpiexec(environ), _srun(environ)
     known, exported = srun or mpiexec, (environ.get("RANK"), environ.get("WORLD_SIZE"))
@@ -102,11 +100,14 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         srun, mpiexec = replace(srun, mpi=True), None
     all_found = [started for started in (torchrun, mpiexec, srun) if started]
     if len(all_found) > 1:
-        raise ConfigError("is ambiguous: " + ", but ".join(map(str, all_found)), code="launcher-ambiguous",
-                          where="launch.launcher", value="auto",
-                          remedy="Set `--launch.launcher` to the one that started the ranks: "
-                                 + " or ".join(started.launcher for started in all_found) + ".")
+        raise _refusal("launcher-ambiguous", "is ambiguous: " + ", but ".join(map(str, all_found)), "auto",
+                       "Set `--launch.launcher` to the one that started the ranks: "
+                       + " or ".join(started.launcher for started in all_found) + ".")
     return all_found[0] if all_found else None
+
+
+def _refusal(code: str, what: str, value: str | None, remedy: str) -> ConfigError:
+    return ConfigError(what, code=code, where="launch.launcher", value=value, remedy=remedy)
 
 
 _AGENT = "TORCHELASTIC_RUN_ID"
@@ -134,9 +135,8 @@ def _local(environ: Mapping[str, str]) -> Started | None:
     if mpi:
         inner = _mpiexec(environ)
         if inner is None or inner.size != size:
-            raise ConfigError(f"mpiexec should have started {size} ranks, but {inner or 'its variables are missing'}",
-                              code="mpiexec-rank-count", where="launch.launcher", value="local",
-                              remedy="Set `--comm.transport torch`.")
+            raise _refusal("mpiexec-rank-count", f"mpiexec should have started {size} ranks, but "
+                           f"{inner or 'its variables are missing'}", "local", "Set `--comm.transport torch`.")
         rank = inner.rank
     else:
         rank = _number(environ, "RANVIER_LOCAL_RANK", "our own supervisor")
@@ -162,9 +162,9 @@ def _mpiexec(environ: Mapping[str, str]) -> Started | None:
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")))
     if mpich and open_mpi and (mpich.rank, mpich.size) != (open_mpi.rank, open_mpi.size):
-        raise ConfigError(f"is ambiguous: MPICH's variables say rank {mpich.rank} of {mpich.size}, but Open MPI's say "
-                          f"rank {open_mpi.rank} of {open_mpi.size}", code="mpi-ambiguous", where="launch.launcher",
-                          value="mpiexec", remedy="Start the command with one mpiexec, outside any other.")
+        raise _refusal("mpi-ambiguous", f"is ambiguous: MPICH's variables say rank {mpich.rank} of {mpich.size}, but "
+                       f"Open MPI's say rank {open_mpi.rank} of {open_mpi.size}", "mpiexec",
+                       "Start the command with one mpiexec, outside any other.")
     return mpich or open_mpi
 
 
@@ -210,10 +210,9 @@ def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if not environ.get(name):
-        raise ConfigError(f"{name} is missing, although other variables of {launcher} are set",
-                          code="launcher-variable-missing", where="launch.launcher",
-                          remedy=f"Start the command with {launcher} itself, set {name} as well, or ignore the "
-                                 "variables with `--launch.launcher local`.")
+        raise _refusal("launcher-variable-missing", f"{name} is missing, although other variables of {launcher} are "
+                       "set", None, f"Start the command with {launcher} itself, set {name} as well, or ignore the "
+                       "variables with `--launch.launcher local`.")
     return environ[name]
 
 
@@ -222,9 +221,8 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
         return default
     text = _text(environ, name, launcher)
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} of {launcher} is not a whole number", code="launcher-variable-not-number",
-                          where="launch.launcher", value=text,
-                          remedy=f"Start the command with {launcher} itself, or set `--launch.launcher`.")
+        raise _refusal("launcher-variable-not-number", f"{name} of {launcher} is not a whole number", text,
+                       f"Start the command with {launcher} itself, or set `--launch.launcher`.")
     return int(text)
 
 

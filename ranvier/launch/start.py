@@ -29,6 +29,7 @@ from ranvier.comm.protocol import Backend
 from ranvier.comm.signed_store import SharedStore, clone_store
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.python_names import naming_arguments
+from ranvier.config.rules import collectives_problems
 from ranvier.config.run import Comm, Launch
 from ranvier.errors import ConfigError, LaunchError, RanvierError
 from ranvier.launch import failures as failure
@@ -283,10 +284,9 @@ def choose_collectives(setting: str, transport: str, device: str) -> Choice:
 
     ConfigError if MPI is requested and messages do not travel over it.
     """
+    for problem in collectives_problems(transport, setting):
+        raise problem
     if transport == "torch":
-        if setting == "mpi":
-            raise ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
-                              value=setting, remedy="Set `--comm.transport mpi`, or leave `comm.collectives auto`.")
         return Choice(value="torch", reason="as the transport")
     if setting != "auto":
         return Choice(value=setting, reason="as set")

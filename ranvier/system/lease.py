@@ -134,13 +134,17 @@ def owner_in(content: bytes) -> Owner | None:
         return None
 
 
+def _newest_owner(folder: Path) -> Owner | None:
+    """The owner named in the newest lease of `folder`; None where none can be read."""
+    with suppress(OSError, IndexError):
+        return owner_in(_read(_path(folder, _generations(folder)[-1])))
+    return None
+
+
 def is_abandoned(folder: Path) -> bool:
     """Whether the newest owner of `folder` is known to be gone: it has released it, or was a process of this machine.
     False where nothing is known: no lease, an owner elsewhere."""
-    try:
-        owner = owner_in(_read(_path(folder, _generations(folder)[-1])))
-    except (OSError, IndexError):
-        return False
+    owner = _newest_owner(folder)
     if owner is None or owner.released:
         return owner is not None
     return bool(owner.machine) and owner.machine == _this_machine() and owner.has_exited(process_state(owner.pid))
@@ -247,10 +251,7 @@ class _Held:
             os.close(handle)
 
     def _lost(self) -> OwnershipError:
-        new = None
-        with suppress(OSError, IndexError):
-            newest = _generations(self.folder)[-1]
-            new = owner_in(_read(_path(self.folder, newest)))
+        new = _newest_owner(self.folder)
         cause = f"{new} has taken it over" if new is not None and new.token != self.owner.token else \
             f"{self.path.name} is gone from it, or the folder itself"
         return OwnershipError(f"no longer belongs to this run (generation {self.generation}): {cause}",
@@ -304,19 +305,16 @@ def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambd
                 continue
             watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
             while (newest := max(_generations(folder), default=0)) and (
-                    _is_owned_here(folder, newest, this) and not watch.gone(newest)):
+                    _is_owned_here(folder, this) and not watch.gone(newest)):
                 if not told:
                     tell(watch.describe())
                 told = True
                 time.sleep(_POLL_SECONDS)
 
 
-def _is_owned_here(folder: Path, generation: int, this: Owner) -> bool:
-    """Whether this lease names a process of this machine."""
-    try:
-        owner = owner_in(_read(_path(folder, generation)))
-    except OSError:
-        return False
+def _is_owned_here(folder: Path, this: Owner) -> bool:
+    """Whether the newest lease names a process of this machine."""
+    owner = _newest_owner(folder)
     return owner is not None and bool(owner.machine) and owner.machine == this.machine
 
 

@@ -181,16 +181,12 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
     """
     figure = new_figure(9, 5)
     axes = figure.subplots()
-    clean(axes)
-    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-    axes.set_axisbelow(True)
+    _prepare(axes, f"loss (nats per {unit.removesuffix('s')})")
     points = [(step, loss) for step, loss in losses.items() if math.isfinite(loss)]
     steps, values = [step for step, _ in points], [loss for _, loss in points]
     if len(points) >= 40:
         axes.plot(steps, values, color=COLOURS["weight"], linewidth=0.9, alpha=0.8, label="training, each step")
-        window = max(5, len(points) // 25)
-        axes.plot(steps, smoothed(values, window), color=COLOURS["forward"], linewidth=2,
-                  label=f"training, mean of {2 * (window // 2) + 1} steps")
+        _plot_smoothed(axes, steps, values, "training, mean of {} steps")
     else:
         axes.plot(steps, values, color=COLOURS["forward"], linewidth=2, marker="o", markersize=3, label="training")
     if eval_losses:
@@ -200,12 +196,26 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
         axes.annotate(f"{eval_losses[last]:.3f}", (last, eval_losses[last]), xytext=(0, 8), ha="right",
                       textcoords="offset points", fontsize=9, color=INK)
     axes.set_xlabel("step", fontsize=10, color=INK)
-    axes.set_ylabel(f"loss (nats per {unit.removesuffix('s')})", fontsize=10, color=INK)
     axes.set_title(title, fontsize=12, color=INK, loc="left")
     axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=9)
     with writing(path):
         figure.savefig(path)
+
+
+def _prepare(axes: Axes, label: str) -> None:
+    """Lines across behind the curves, and the name of what they show."""
+    clean(axes)
+    axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_ylabel(label, fontsize=10, color=INK)
+
+
+def _plot_smoothed(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
+    """The running mean over a 25th of the steps. label: with a place for their number."""
+    window = max(5, len(steps) // 25)
+    axes.plot(steps, smoothed(values, window), color=COLOURS["forward"], linewidth=2,
+              label=label.format(2 * (window // 2) + 1))
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -220,33 +230,26 @@ def draw_course(path: Path, history: History, title: str) -> None:
     last = max(speeds_by_step, default=1)
     figure = new_figure(10, 8.5 if history.accuracies else 7)
     panels = figure.subplots(4 if history.accuracies else 3, 1, sharex=True)
-    for axes in panels:
-        clean(axes)
-        axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
-        axes.set_axisbelow(True)
+    labels = ("frozen layers", "mesh", f"{history.unit} per second", "accuracy in %, held-out")
+    for axes, label in zip(panels, labels, strict=False):
+        _prepare(axes, label)
         for step in list(history.meshes)[1:]:
             axes.axvline(step + 0.5, color=FAINT, linewidth=0.8, linestyle=":")
     _stairs(panels[0], history.frozen, last, COLOURS["forward"], "")
-    panels[0].set_ylabel("frozen layers", fontsize=10, color=INK)
     _stairs(panels[1], {step: mesh[0] for step, mesh in history.meshes.items()}, last, COLOURS["forward"], "stages")
     _stairs(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"], "replicas")
-    panels[1].set_ylabel("mesh", fontsize=10, color=INK)
     panels[1].legend(frameon=False, fontsize=9, ncols=2)
     for axes in panels[:2]:
         axes.set_ylim(bottom=0)
         axes.yaxis.get_major_locator().set_params(integer=True)
     steps, speeds = list(speeds_by_step), list(speeds_by_step.values())
     panels[2].plot(steps, speeds, color=COLOURS["weight"], linewidth=0.9, label="each step")
-    window = max(5, len(steps) // 25)
-    panels[2].plot(steps, smoothed(speeds, window), color=COLOURS["forward"], linewidth=2,
-                   label=f"mean of {2 * (window // 2) + 1}")
-    panels[2].set_ylabel(f"{history.unit} per second", fontsize=10, color=INK)
+    _plot_smoothed(panels[2], steps, speeds, "mean of {}")
     panels[2].set_ylim(bottom=0)
     panels[2].legend(frameon=False, fontsize=9, ncols=2)
     if history.accuracies:
         panels[3].plot(list(history.accuracies), [100 * score for score in history.accuracies.values()], marker="o",
                        markersize=5, linewidth=1.5, color=COLOURS["optimizer"], markeredgecolor="white")
-        panels[3].set_ylabel("accuracy in %, held-out", fontsize=10, color=INK)
     panels[-1].set_xlabel("step", fontsize=10, color=INK)
     panels[0].set_title(f"{title}: how the run transformed itself", fontsize=12, color=INK, loc="left")
     panels[0].margins(x=0.02)

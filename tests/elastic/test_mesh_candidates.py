@@ -178,7 +178,7 @@ def asked(monkeypatch, now, first=None, **options):
     situations = {}
 
     def spy(situation):
-        situations[situation.num_replicas, situation.pipeline_size] = situation
+        situations[situation.num_replicas, situation.placement.num_ranks] = situation
         return best_cut(situation)
 
     work = measured_blocks(now, rows(now.run.mesh))
@@ -209,10 +209,10 @@ def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
         lambda place: 0))
     situations, _ = asked(monkeypatch, now, profile=begun, memory=memory)
     assert {mesh: each.microbatches for mesh, each in situations.items()} == {
-        (2, 2): (counts[-1],), (1, 4): (8,), (4, 1): (2,)} and counts[-1] != 4
+        (2, 2): counts[-1], (1, 4): 8, (4, 1): 2} and counts[-1] != 4
     assert dict(given) == {2: -(-16 // counts[-1]), 4: 4, 1: 4}
     assert {mesh: each.microbatches for mesh, each in asked(monkeypatch, now)[0].items()} == {
-        (2, 2): (4,), (1, 4): (8,), (4, 1): (2,)}
+        (2, 2): 4, (1, 4): 8, (4, 1): 2}
     here = runtime(Mesh(data=2, pipe=2))
     with_profile = measured_blocks(here, rows(here.run.mesh), profile)
     assert with_profile.seconds != measured_blocks(here, rows(here.run.mesh)).seconds
