@@ -120,12 +120,11 @@ def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     if task in ("preference", "reward"):
         yield ConfigError(f"puts two answers into one sequence, {depends}", code="pairs-with-dynamic-rope",
                           where="data.task", value=task, remedy=f"{remedy}.")
-    elif run.data.packing:
+    elif run.data.packing or (task in ("chat", "classification") and run.data.padding == "longest"):
+        setting, value, way = ("data.packing", True, "leave `--data.packing` out") if run.data.packing else (
+            "data.padding", "longest", "`--data.padding maximum`")
         yield ConfigError(f"gives samples other lengths than their own, {depends}", code="dynamic-rope-length",
-                          where="data.packing", value=True, remedy=f"{remedy}, or leave `--data.packing` out.")
-    elif task in ("chat", "classification") and run.data.padding == "longest":
-        yield ConfigError(f"gives samples other lengths than their own, {depends}", code="dynamic-rope-length",
-                          where="data.padding", value="longest", remedy=f"{remedy}, or `--data.padding maximum`.")
+                          where=setting, value=value, remedy=f"{remedy}, or {way}.")
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:

@@ -368,9 +368,7 @@ class Gradients:
 
     def _place(self, spec: GradientSpec) -> Tensor:
         """The part of the buffer that holds a parameter's gradient, flat."""
-        start, stop = self.places[spec.parameter]
-        offset = self.chunks[self._chunks_of[spec.parameter].start].offset
-        return self.flat[start + offset:stop + offset]
+        return self.of(self.chunks[self._chunks_of[spec.parameter].start], *self.places[spec.parameter])
 
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain

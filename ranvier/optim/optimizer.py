@@ -97,7 +97,9 @@ class FlatOptimizer:
         # All parameters that are updated here, in their order in the buffer.
         self._groups = sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
                       key=lambda item: (item[1].start, item[1].stop))
-        self._here = self._with_elements_here()
+        self._here = {spec.name for chunk, share in zip(self._chunks, shares, strict=True) for spec in chunk.specs
+                      if _overlap(gradients.places[spec.parameter], share)}
+        """The parameters of which this rank updates elements: with sharded states not all that it holds."""
         places = state_places(gradients, self._rules, self.buckets)
         for name in places.sizes:
             check_state_name(name, optim.algorithm)
@@ -287,18 +289,6 @@ class FlatOptimizer:
         self._missed, self._missed_now = dict(missed_updates), set()
         self._note_versions()
 
-    def _with_elements_here(self) -> set[str]:
-        """The parameters of which this rank updates elements: with sharded states not all that it holds."""
-        found = set()
-        for chunk in self._chunks:
-            start, stop = chunk.share if self.sharded else (chunk.start, chunk.stop)
-            for spec in chunk.specs:
-                if spec.name not in found:
-                    first, last = self._gradients.places[spec.parameter]
-                    if max(first, start) < min(last, stop):
-                        found.add(spec.name)
-        return found
-
     def _segment(self, spec: GradientSpec) -> Segment:
         """The segment of a parameter: its place, and how it is updated."""
         start, stop = self._gradients.places[spec.parameter]
@@ -310,6 +300,10 @@ class FlatOptimizer:
         """Segments that are updated now, as `Gradients.left_alone` has it."""
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
                 for spec, segment in self._groups if spec.parameter not in left_alone]
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,24 +60,6 @@ class Judged:
     bad: str | None = None
     overflow: bool = False
 
-    def found(self) -> Judged:
-        """As of `Verdict`."""
-        return self
-
-
-class Verdict:
-    """Judgement of a step by a norm that is on a device. `judge` is called once, when somebody asks."""
-
-    def __init__(self, norm: Tensor, judge: Callable[[float], Judged]) -> None:
-        self._norm, self._judge = HostCopy(norm), judge
-        self._found: Judged | None = None
-
-    def found(self) -> Judged:
-        """Waits for the norm."""
-        if self._found is None:
-            self._found = self._judge(float(self._norm.read()))
-        return self._found
-
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStatus:
@@ -86,25 +68,26 @@ class GradientStatus:
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
     factor: what turns the buffer's gradients into those of the mean loss.
     may_update: whether parameters may be updated, for all that the host knows.
-    verdict: the judgement of the step; a `Verdict` while the norm is still on the device, and then `may_update` is
-        true.
+    verdict: gives the judgement of the step. is_undecided: whether it waits for a norm that is still on the device;
+        `may_update` is true then.
     """
 
     squared_norm: Tensor
     work: Work
     factor: float
     may_update: bool
-    verdict: Judged | Verdict = Judged()
+    verdict: Callable[[], Judged] = Judged
+    is_undecided: bool = False
 
     @property
     def bad(self) -> str | None:
         """Why the step is a bad one, where a guard looks; None: it is not. May wait for the reduction."""
-        return self.verdict.found().bad
+        return self.verdict().bad
 
     @property
     def overflow(self) -> bool:
         """Whether a gradient was not finite in fp16. May wait for the reduction."""
-        return self.verdict.found().overflow
+        return self.verdict().overflow
 
     @property
     def updates(self) -> bool:
@@ -220,7 +203,7 @@ class Updater:
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
             if dtype is torch.float16 else None
-        self._undecided: Verdict | None = None
+        self._undecided: Callable[[], Judged] | None = None
         self._guard, self._bad_loss = bad_steps, bad_loss
         self._earlier_weight = earlier_weight
         self._kept: Tensor | None = None
@@ -257,7 +240,7 @@ class Updater:
         """The verdict that is still on the device is read; it was there before the device began the update."""
         undecided, self._undecided = self._undecided, None
         if undecided is not None:
-            undecided.found()
+            undecided()
 
     @property
     def loss_factor(self) -> float:
@@ -406,13 +389,14 @@ class Updater:
         guard = self.bad_steps  # which has judged the step before
         bad = guard.by_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
-            return replace(status, may_update=bad is None, verdict=Judged(bad=bad))
+            return replace(status, may_update=bad is None, verdict=partial(Judged, bad=bad))
         judge = partial(_judge_norm, self._guard, self._scale, self._kept_status)
         if self.flat is not None and self.flat.on_device:
-            self._undecided = Verdict(status.norm_on_device, judge)
-            return replace(status, verdict=self._undecided)
+            norm = HostCopy(status.norm_on_device)
+            self._undecided = cache(lambda: judge(float(norm.read())))  # once: it counts good steps, too
+            return replace(status, verdict=self._undecided, is_undecided=True)
         found = judge(status.norm)
-        return replace(status, may_update=found.bad is None and not found.overflow, verdict=found)
+        return replace(status, may_update=found.bad is None and not found.overflow, verdict=lambda: found)
 
     def _apply(self, status: GradientStatus, factor: float) -> None:
         """Update all parameters from their reduced gradients times `factor`, clipped, if the status allows it."""
@@ -421,7 +405,7 @@ class Updater:
         started = time.monotonic_ns()
         if self.flat is not None:
             skip, undecided = None, None
-            if isinstance(status.verdict, Verdict):
+            if status.is_undecided:
                 skip, undecided = (~status.norm_on_device.isfinite()).float(), lambda: status.updates
             scale = self._clipped(factor, status)
             self.flat.begin(self.learning_rate, skip=skip, undecided=undecided)

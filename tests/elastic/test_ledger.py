@@ -46,15 +46,15 @@ def test_a_prediction_is_the_measured_time_scaled_as_the_model_is():
 def test_the_line_of_a_log():
     ledger = Ledger().with_entry(entry()).with_measured(cost=0.6)
     yes = asked(ledger)
-    assert yes and yes.text == ("pipe 4 x data 1 -> pipe 2 x data 2 would gain 12.4 s over 80 steps and cost "
+    assert yes.pays and yes.text == ("pipe 4 x data 1 -> pipe 2 x data 2 would gain 12.4 s over 80 steps and cost "
                                 "about 0.6 s")
     assert yes.entry == Entry(step=420, **MESHES, moved_bytes=0, seconds_before=0.5,
                               seconds_after=yes.entry.seconds_after, remaining_steps=80, expected_cost=0.6)
     no = asked(ledger, remaining_steps=1)
-    assert not no and no.text == ("pipe 4 x data 1 -> pipe 2 x data 2 would gain 0.2 s over 1 step and cost "
+    assert not no.pays and no.text == ("pipe 4 x data 1 -> pipe 2 x data 2 would gain 0.2 s over 1 step and cost "
                                   "about 0.6 s")
     worse = asked(ledger, model_after=0.8)
-    assert not worse and "would lose 40.0 s over 80 steps and cost" in worse.text
+    assert not worse.pays and "would lose 40.0 s over 80 steps and cost" in worse.text
 
 
 @pytest.mark.parametrize("settings", [
