@@ -7,7 +7,7 @@ known (a step's numbers are known one step later), then one EndEvent; a run that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,22 +208,19 @@ class Trackers:
 
     def event(self, event: Event) -> None:
         """Hand the event to each tracker. The first exception of each is a warning: the run goes on."""
-        for number, tracker in enumerate(self._trackers):
-            try:
-                tracker.event(event)
-            except Exception as error:
-                self._warn(number, error, "the start" if isinstance(event, StartEvent) else f"step {event.step}")
+        self._each(lambda tracker: tracker.event(event),
+                   "the start" if isinstance(event, StartEvent) else f"step {event.step}")
 
     def close(self) -> None:
         """Close all; likewise."""
+        self._each(lambda tracker: tracker.close(), "the end of the run")
+
+    def _each(self, call: Callable[[Tracker], None], when: str) -> None:
         for number, tracker in enumerate(self._trackers):
             try:
-                tracker.close()
+                call(tracker)
             except Exception as error:
-                self._warn(number, error, "the end of the run")
-
-    def _warn(self, number: int, error: Exception, when: str) -> None:
-        if number not in self._failed:
-            self._failed.add(number)
-            warnings.warn(f"{type(self._trackers[number]).__name__} has failed at {when}; the run goes on without "
-                          f"what it lacks: {type(error).__name__}: {error}", stacklevel=3)
+                if number not in self._failed:
+                    self._failed.add(number)
+                    warnings.warn(f"{type(tracker).__name__} has failed at {when}; the run goes on without what it "
+                                  f"lacks: {type(error).__name__}: {error}", stacklevel=3)
