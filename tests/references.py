@@ -8,11 +8,9 @@ import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-import ranvier
+from tests.sources import ROOT, nodes
 
-ROOT = Path(ranvier.__file__).parent
 _SAME = {"io": "", "_io": "", "builtins": "", "posix": "os", "torch.multiprocessing": "multiprocessing",
          "concurrent.futures.process": "concurrent.futures", "torch.distributed.distributed_c10d": "torch.distributed",
          "torch._C._distributed_c10d": "torch.distributed", "numpy.lib.npyio": "numpy", "safetensors.torch":
@@ -32,16 +30,18 @@ class Reference:
 @cache
 def references_of_files() -> dict[str, list[Reference]]:
     """Of every file of the package, by its path in it."""
-    return {path.relative_to(ROOT).as_posix(): list(references(path.read_text()))
-            for path in sorted(ROOT.rglob("*.py")) if "__pycache__" not in path.parts}
+    return {path.relative_to(ROOT).as_posix(): list(_references(inside)) for path, inside in nodes().items()}
 
 
 def references(code: str) -> Iterator[Reference]:
     """All of a module, those of type annotations aside."""
-    nodes = list(ast.walk(ast.parse(code)))
-    names, skipped = _imported(nodes), {id(inner) for outer in _annotations(nodes) for inner in ast.walk(outer)}
-    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
-    for node in nodes:
+    return _references(list(ast.walk(ast.parse(code))))
+
+
+def _references(inside: list[ast.AST]) -> Iterator[Reference]:
+    names, skipped = _imported(inside), {id(inner) for outer in _annotations(inside) for inner in ast.walk(outer)}
+    called = {id(node.func): node for node in inside if isinstance(node, ast.Call)}
+    for node in inside:
         if id(node) in skipped or isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
             continue
         if isinstance(node, ast.ImportFrom):
@@ -54,8 +54,8 @@ def references(code: str) -> Iterator[Reference]:
             yield Reference(f".{attribute}", called.get(id(node)))
 
 
-def _annotations(nodes: list[ast.AST]) -> Iterator[ast.AST]:
-    for node in nodes:
+def _annotations(inside: list[ast.AST]) -> Iterator[ast.AST]:
+    for node in inside:
         for field in ("annotation", "returns"):
             if (found := getattr(node, field, None)) is not None:
                 yield found

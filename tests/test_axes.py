@@ -6,7 +6,6 @@ launch's public arguments. Elsewhere a file that names one is counted here.
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +30,8 @@ from ranvier.plan.make import make
 from ranvier.planner.candidates import variants
 from ranvier.planner.search import search
 from ranvier.testing.ranks import run_ranks
+from tests.sources import ROOT, nodes
 
-ROOT = Path(ranvier.__file__).parent
 NAMED_THERE = ("mesh.py", "tensor/", "config/", "cli/", "launch/start.py", "launch/run_function.py")
 MOST_FILES = 16
 """Files elsewhere that name an axis, at most."""
@@ -44,11 +43,11 @@ _NAMES = {"group", "groups", "placed", "replace"}
 """Functions whose positional arguments are axes."""
 
 
-def names_an_axis(tree):
+def names_an_axis(inside):
     """Lines of a file in which an attribute, a string or a keyword names an axis."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in inside if isinstance(node, ast.Expr)}
     found = set()
-    for node in ast.walk(tree):
+    for node in inside:
         if isinstance(node, ast.Attribute) and node.attr in AXES:
             receiver = ast.unparse(node.value)
             if (node.attr in AXES[1:] and receiver != "os") or (node.attr == AXES[0] and _ON_A_MESH.search(receiver)):
@@ -78,9 +77,9 @@ def names_an_axis(tree):
 def files_that_name_an_axis():
     """By their path in the package, with the lines."""
     found = {}
-    for path in sorted(ROOT.rglob("*.py")):
+    for path, inside in nodes().items():
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(NAMED_THERE) and (lines := names_an_axis(ast.parse(path.read_text()))):
+        if not name.startswith(NAMED_THERE) and (lines := names_an_axis(inside)):
             found[name] = lines
     return found
 
@@ -101,7 +100,7 @@ mesh.groups("data"), run["data"]
 axis == "col"
 axis != "data", kind == "data"
 '''
-    assert names_an_axis(ast.parse(source)) == [3, 4, 5, 6, 7, 8, 9]
+    assert names_an_axis(list(ast.walk(ast.parse(source)))) == [3, 4, 5, 6, 7, 8, 9]
 
 
 # --- an axis at run time ---------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from ranvier.tensor.weight_gradients import WeightGradients, root_of
 from ranvier.train.metrics import Meter, PeakRate
 from ranvier.world import World
 from tests.ordered_collectives import LoneBackend, LoneStore
+from tests.sources import nodes
 from tests.stream_order import DEVICE, ROOT, OrderedCuda
 from tests.tensor import test_families_gradients as families
 from tests.tensor.split_parity import SCHEMES, tiny_gpt
@@ -419,9 +420,9 @@ def waits_in(names):
     return {name: found[name][0] for name in sorted(found, key=seconds.__getitem__)}  # the fastest first
 
 
-def waits_of(path):
+def waits_of(inside):
     """The lines of a file on which something is waited for without a limit of time."""
-    return {node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    return {node.lineno for node in inside if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute) and node.func.attr == "wait" and not node.args}
 
 
@@ -430,8 +431,8 @@ def text_of(file, line):
 
 
 def all_waits():
-    return {(str(path.relative_to(ROOT)), line) for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))
-            for line in waits_of(path)}
+    return {(str(path.relative_to(ROOT)), line) for path, inside in nodes().items()
+            if path.relative_to(ROOT).parts[0] in ROOMS for line in waits_of(inside)}
 
 
 QUICK = ("convolved", "host", "in the backward, bf16", "compared", "fp16", "averaged buffers", "in parts", "deferred",

@@ -9,23 +9,13 @@ from pathlib import Path
 
 import click
 
-import ranvier
 from ranvier.cli.main import command
 from ranvier.config.python_names import PythonNames
 from ranvier.config.read import settings
 from ranvier.errors import NamedSetting, RanvierError, parse
+from tests.sources import ROOT, nodes
 
-ROOT, TESTS = Path(ranvier.__file__).parent, Path(__file__).parent
-
-
-@cache
-def trees():
-    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
-
-@cache
-def nodes():
-    return {path: list(ast.walk(tree)) for path, tree in trees().items()}
+TESTS = Path(__file__).parent
 
 
 @cache

@@ -4,13 +4,11 @@ import ast
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import ranvier
+from tests.sources import ROOT, nodes
 
-ROOT = Path(ranvier.__file__).parent
 FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subprocess", "threading", "random",
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
@@ -37,15 +35,10 @@ def sources(*names):
 
 
 @cache
-def tree(path):
-    return ast.parse(path.read_text())
-
-
-@cache
 def imported(path):
     """Every module that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes()[path]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -61,7 +54,7 @@ def within(name, packages):
 def test_pure_modules_import_neither_clocks_nor_io():
     wrong = []
     for path in sources(*PURE):
-        calls = {node.func.id for node in ast.walk(tree(path))
+        calls = {node.func.id for node in nodes()[path]
                  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         names = {name for name in imported(path) if within(name, FORBIDDEN)}
         names |= calls & {"open", "print", "input", "__import__", "eval", "exec"}
@@ -101,14 +94,14 @@ def test_models_know_neither_the_pipeline_nor_communication():
 def test_only_the_command_imports_the_training_loop():
     """Beside the public names, and the conformance of trackers, which are told the loop's events."""
     allowed = {*sources("cli"), ROOT / "testing" / "trackers.py", *sources("train"), ROOT / "__init__.py"}
-    for path in sorted(set(ROOT.rglob("*.py")) - allowed):
+    for path in sorted(nodes().keys() - allowed):
         wrong = {name for name in imported(path) if within(name, ("ranvier.train",))}
         assert not wrong, f"{path.relative_to(ROOT)}: {wrong}"
 
 
 def test_only_the_command_imports_the_command():
     allowed = {*sources("cli"), ROOT / "__main__.py"}
-    for path in sorted(set(ROOT.rglob("*.py")) - allowed):
+    for path in sorted(nodes().keys() - allowed):
         assert not [name for name in imported(path) if within(name, ("ranvier.cli",))], path.relative_to(ROOT)
 
 
@@ -138,6 +131,5 @@ def test_communication_knows_nothing_of_training():
 
 def test_every_file_says_why_it_exists_and_keeps_no_state():
     """A docstring, and no `global` statement."""
-    trees = {str(path.relative_to(ROOT)): tree(path) for path in sorted(ROOT.rglob("*.py"))}
-    assert [path for path, read in trees.items() if read.body and not ast.get_docstring(read)] == []
-    assert [path for path, read in trees.items() if any(isinstance(node, ast.Global) for node in ast.walk(read))] == []
+    assert [path for path, (tree, *_) in nodes().items() if tree.body and not ast.get_docstring(tree)] == []
+    assert [path for path, found in nodes().items() if any(isinstance(node, ast.Global) for node in found)] == []

@@ -6,13 +6,11 @@ Imports inside functions and under TYPE_CHECKING count, too: a type that is name
 import ast
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-import ranvier
+from tests.sources import ROOT, nodes
 
-ROOT = Path(ranvier.__file__).parent
 ROOMS = ("errors", "mesh", "keyed_random", "layout", "sent_values", "block", "originals", "system", "config",
          "precision", "schedule", "cost", "comm", "world", "launch", "tensor", "optim", "plan", "pictures", "pipeline",
          "models", "data", "checkpoint", "inference", "elastic", "planner", "train", "testing", "cli")
@@ -25,7 +23,7 @@ LOOSE = {"__init__", "__main__", "block", "errors", "keyed_random", "layout", "m
 def modules():
     """Every file of the package by its module's name without `ranvier.`; a package goes by its own name."""
     found = {}
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in nodes():
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     found.pop("")
@@ -34,17 +32,15 @@ def modules():
 
 
 @cache
-def tree(name):
-    return ast.parse(modules()[name].read_text())
-
-
-@cache
 def imported(name, *, for_types=True):
     """The modules of the package that a file imports, anywhere in it. for_types: under TYPE_CHECKING, too."""
-    names, body = set(), tree(name).body
-    if not for_types:
-        body = [node for node in body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
-    for node in (found for top in body for found in ast.walk(top)):
+    names, inside = set(), nodes()[modules()[name]]
+    skipped = set() if for_types else {
+        id(node) for top in inside[0].body if isinstance(top, ast.If) and "TYPE_CHECKING" in ast.dump(top.test)
+        for node in ast.walk(top)}
+    for node in inside:
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -16,6 +16,7 @@ import pytest
 
 import ranvier
 from ranvier.config import effects, read
+from tests.sources import nodes
 from website import links, notebooks, reference, schedule_picture
 
 ROOT = Path(__file__).parents[1]
@@ -102,10 +103,8 @@ def test_an_error_names_the_setting_that_a_page_has_for_a_flag_of_another_system
 def texts_of_the_code() -> list[str]:
     """Every text of the package, with a mark for each value in it; what is in one expression is one text."""
     found = []
-    for path in (ROOT / "ranvier").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp)):
-                found.append(_text(node))
+    for inside in nodes().values():
+        found += [_text(node) for node in inside if isinstance(node, (ast.JoinedStr, ast.Constant, ast.BinOp))]
     return list({text for text in found if len(text) > 5})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,8 @@ from ranvier.inference.evaluation import encode_pair
 from ranvier.inference.prompts import TextPrompts
 from ranvier.train.setup import held_out_line
 from tests.checkpoint.test_hf_llama import published_tokenizer
+from tests.sources import ROOT, nodes
 
-ROOT = Path(__file__).parents[1] / "ranvier"
 WORDS = ("bos_token", "post_processor", "prefix_token", "add_special_tokens", "eot_token_id")
 ALLOWED = {
     "data/tokenizer.py": (*WORDS, "[.end]"),
@@ -35,13 +34,12 @@ ALLOWED = {
 """File -> words of text starts that it may use."""
 
 
-def words_of_starts(code, *, appends=False):
+def words_of_starts(inside, *, appends=False):
     """The words of text starts that a module uses. appends: a list may be of the separator alone."""
-    nodes = list(ast.walk(ast.parse(code)))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    names = {getattr(node, name, None) for node in nodes for name in ("attr", "id", "arg", "name")}
+    texts = {node.value for node in inside if isinstance(node, ast.Constant)}
+    names = {getattr(node, name, None) for node in inside for name in ("attr", "id", "arg", "name")}
     used = {word for word in WORDS for text in texts | names if isinstance(text, str) and word in text}
-    for node in nodes:
+    for node in inside:
         if isinstance(node, (ast.List, ast.Tuple)) and node.elts:  # a context that is made of the separator
             first, is_spread = node.elts[0], isinstance(node.elts[0], ast.Starred)
             name = getattr(first.value if is_spread else first, "attr", None)
@@ -53,9 +51,9 @@ def words_of_starts(code, *, appends=False):
 
 def test_no_second_place_decides_how_texts_start():
     found = {}
-    for path in ROOT.rglob("*.py"):
+    for path, inside in nodes().items():
         name = str(path.relative_to(ROOT))
-        used = words_of_starts(path.read_text(), appends=name == "data/lm.py")  # which appends it to documents
+        used = words_of_starts(inside, appends=name == "data/lm.py")  # which appends it to documents
         if more := used - set(ALLOWED.get(name, ())):
             found[name] = more
     assert not found, "ranvier.data.tokenizer.Tokenizer decides with which tokens a text starts"
@@ -67,7 +65,7 @@ def test_no_second_place_decides_how_texts_start():
     "ids = [*tokenizer.start, *tokenizer.encode(text)]",
     "tokenizer(text, add_special_tokens=True)", "document['post_processor']", "from x import prefix_token_id as first"])
 def test_a_second_place_is_noticed(code):
-    assert words_of_starts(code)
+    assert words_of_starts(list(ast.walk(ast.parse(code))))
 
 
 def folder_with(path, *, start="<|begin_of_text|>", **settings):
