@@ -33,6 +33,14 @@ def one_thread():
 
 
 @pytest.fixture(scope="module", autouse=True)
+def new_objects():
+    """What earlier files have left, such as torch's compiler, is looked at by no garbage collection and no search for
+    tensors of this file. In a process that has run many files these took half of the time of such tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def short_measurements(request):
     """Drawing takes longer than training: runs leave pictures in files that are marked so. A run on CPUs multiplies
     matrices for a tenth of a second on each rank to find their rate: here once."""
