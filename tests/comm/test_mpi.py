@@ -91,6 +91,7 @@ def raise_on_one(world: World) -> None:
 
 
 @mpi
+@pytest.mark.slow
 def test_a_failed_rank_ends_all():
     started = time.monotonic()
     with pytest.raises(RanksFailed, match="ZeroDivisionError: mine") as failure:

@@ -29,8 +29,11 @@ BETWEEN = pytest.mark.parametrize("between", [SHELL, pytest.param([], marks=pyte
 @LINUX
 @BETWEEN
 def test_torchruns_agent_is_killed(start_ranks, between):
-    each = start_ranks(*torchrun("--no-python", *between, sys.executable, SCRIPT, "hang", "torch"))
+    """The ranks have chosen the launcher's transport before."""
+    each = start_ranks(*torchrun("--no-python", *between, sys.executable, SCRIPT, "hang", "auto"))
     each.wait_for_ranks()
+    assert re.findall(r"^rank \d pid \d+ (\w+ \w+)", each.text, re.MULTILINE) == ["torchrun torch"] * 2
+    assert each.text.count("transport torch: torchrun started the ranks") == 1
     each.process.kill()
     each.assert_ranks_end()
     assert re.search(r"^ranvier: rank \d ends: (torchrun's agent is gone \(process \d+\)|the store that "
@@ -42,8 +45,9 @@ def test_torchruns_agent_is_killed(start_ranks, between):
 @NO_MPI
 @BETWEEN
 def test_mpiexecs_proxy_is_killed(start_ranks, between):
-    each = start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "mpi")
+    each = start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "auto")
     each.wait_for_ranks()
+    assert re.findall(r"^rank \d pid \d+ (\w+ \w+)", each.text, re.MULTILINE) == ["mpiexec mpi"] * 2
     above = each.ranks[0].handle.parents()
     proxy = above[1] if between else above[0]
     assert proxy.ppid() == each.process.pid

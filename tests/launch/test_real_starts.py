@@ -153,6 +153,7 @@ def torchrun(num_ranks, *command):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *command]
 
 
+@pytest.mark.slow
 def test_torchrun(start):
     code, out, _ = start(*torchrun(2, SCRIPT, "succeed", "auto")).finish()
     assert code == 0
@@ -182,7 +183,7 @@ def test_settings_that_torchrun_cannot_serve_are_told_once(start, num_ranks, tra
 @pytest.mark.mpi
 @pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
 @pytest.mark.parametrize(("transport", "backend"), [
-    ("auto", "mpi"), pytest.param("torch", "torch", marks=pytest.mark.slow)])
+    pytest.param("auto", "mpi", marks=pytest.mark.slow), pytest.param("torch", "torch", marks=pytest.mark.slow)])
 def test_mpiexec(start, transport, backend):
     code, out, err = start(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "succeed", transport).finish()
     assert (code, err) == (0, "")
