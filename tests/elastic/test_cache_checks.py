@@ -159,7 +159,7 @@ def test_a_run_leaves_no_entries(tmp_path, sentences):
     with Cached(folder, token="another") as other:
         other.right(0)
     kept = set(folder.iterdir())
-    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), elastic=replace(
+    run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), train=Train(steps=14), elastic=replace(
         BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_dir=folder))
     results, _ = run_all(run)
     assert read_rows(results) > 0 and set(folder.iterdir()) == kept

@@ -67,6 +67,8 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
     assert results[0]["frozen_layers"] == 4 and results[0]["transitions"] == 2
     assert [entry["step"] for entry in results[0]["ledger"]] == [5, 14]
     assert all(entry["measured_cost"] > 0 and entry["measured_after"] > 0 for entry in results[0]["ledger"])
+    assert [(entry["moved_bytes"], entry["measured_cost"]) for entry in results[0]["ledger"]] == [
+        (line["bytes_moved"], pytest.approx(line["seconds"])) for line in told]
     assert results[0]["eval_count"] == 30
     evaluated = [line for line in lines(run, "metrics.jsonl") if "eval_accuracy" in line]
     assert [line["step"] for line in evaluated] == [12, 24] and all(line["eval_count"] == 30 for line in evaluated)

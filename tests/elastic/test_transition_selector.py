@@ -20,7 +20,6 @@ from ranvier.elastic.transition_selector import select
 from ranvier.mesh import Mesh
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress
-from tests.covering import quick
 from tests.elastic.runs import BY_HAND, IN_TWO, Wishes, always, lines, run_all, tiny, transitions
 
 BLOCKS = 8
@@ -161,11 +160,12 @@ def test_what_was_refused_goes_along_until_the_user_chooses(sentences, tmp_path)
         assert len(elastic.state.refused) == kept
 
 
-@pytest.mark.parametrize(("elastic", "wishes", "steps"), quick(1, [
+@pytest.mark.slow
+@pytest.mark.parametrize(("elastic", "wishes", "steps"), [
     (replace(BY_HAND, auto_pipe=False, auto_dp=False), {}, [5, 14]),
     (replace(BY_HAND, cut="reference"), {}, [5, 14]),
     (Elastic(), {2: dict(data=2, pipe=2), 6: dict(data=1, pipe=1), 10: dict(data=1, pipe=4)}, None),
-]), ids=["freezing alone", "the article's rule", "by hand"])
+], ids=["freezing alone", "the article's rule", "by hand"])
 def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes, steps):
     run = tiny(sentences, tmp_path / "run", elastic=elastic, train=Train(steps=18), batch=IN_TWO)
     results, _ = run_all(run, trackers=[Wishes(run, wishes)])

@@ -73,7 +73,7 @@ def reference(name, data):
     return {id_: parameter.grad for id_, parameter in enumerate(model.parameters())}, float(total.detach() / weight)
 
 
-@pytest.mark.parametrize("name", without(["Llama", "ViT"], MODELS))
+@pytest.mark.parametrize("name", without(["GPT2", "Llama", "ViT"], MODELS))
 def test_gradients_on_replicas_and_stages(name):
     data = microbatches(name, 4)
     expected, loss = reference(name, data)

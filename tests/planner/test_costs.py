@@ -35,6 +35,7 @@ from ranvier.planner.report import course_dict, course_lines
 from ranvier.planner.run_cost import run_cost, run_pipeline
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
+from tests.covering import first
 from tests.errors import raises
 
 CLUSTER = load_cluster("h100")
@@ -240,9 +241,10 @@ def test_interleaved_stages_as_published_are_held_up_by_every_message():
     assert min(held_up[:3]) > 0 and held_up[3] == 0.0
 
 
-@pytest.mark.parametrize(("sequences", "recompute", "deferred", "row"), [
-    (1, "none", False, 1), (4, "none", False, 1), (4, 1, False, 1), (1, "none", True, 1), (4, "none", True, 1),
-    (1, "none", True, 2)])
+@pytest.mark.parametrize(("sequences", "recompute", "deferred", "row"), first(
+    [(4, 1, False, 1), (4, "none", True, 1), (1, "none", True, 2)], [
+        (1, "none", False, 1), (4, "none", False, 1), (4, 1, False, 1), (1, "none", True, 1), (4, "none", True, 1),
+        (1, "none", True, 2)]))
 def test_a_layer_waits_for_messages_as_the_engine_does(sequences, recompute, deferred, row):
     """Which is counted by running layers of a GPT on eight columns, or on two rows and four columns; attention hides
     nothing. Times of products alone, and of bytes alone. Of a backward that defers its weight gradients, together with

@@ -111,6 +111,7 @@ def test_batch_limits(papers):
         assert abs(row.error) <= 0.15, row
 
 
+@pytest.mark.slow
 def test_optimus_against_megatron(papers):
     for what, said, predicted in papers.rankings():
         assert said == predicted, what

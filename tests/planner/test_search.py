@@ -319,7 +319,7 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
 def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_same_run(capsys, tmp_path):
     """Also where a value of the user's is the default and the preset says another; nothing in it has no effect."""
     path = tmp_path / "best.toml"
-    code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "8", "--model.vocab",
+    code, out, err = command(capsys, "plan", "smollm2-135m", "--cluster", "h100", "--ranks", "2", "--model.vocab",
                              str(read.settings()["model.vocab"].default), "--out", str(path), "--json")
     assert code == 0, err
     merged = read.merge([read.load(str(path))[1]])
@@ -327,7 +327,7 @@ def test_the_run_file_of_a_plan_says_what_differs_from_the_defaults_and_is_the_s
     assert merged.run.model.vocab == read.settings()["model.vocab"].default
     assert merged.run.mesh.document() == best["mesh"] and merged.run.model.preset == "smollm2-135m"
     assert merged.run.batch.microbatch_size == best["microbatch_size"]
-    report = check.check(merged.run, 8, chosen=merged.chosen, cluster="h100")
+    report = check.check(merged.run, 2, chosen=merged.chosen, cluster="h100")
     assert not report.problems and not [one for one in report.warnings if "has no effect" in str(one)]
     assert len(path.read_text().splitlines()) < 50
 
