@@ -178,9 +178,9 @@ def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, fact
 def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(sentences, tmp_path, plain_losses):
     """Also where several are made at once, one is withdrawn, one cannot be read or is a FIFO, which stops no run, and
     where the run had not begun or ends before it has looked at one."""
-    run = tiny(sentences, tmp_path / "run")
+    run = tiny(sentences, tmp_path / "run", batch=IN_TWO)
     asked, withdrawn = [], []
-    wishes = {2: [(2, 2), (3, 2), (1, 2)], 11: [(4, 1)], 14: [(1, 1)], 18: [(1, 4)], NUM_STEPS: [(1, 1)]}
+    wishes = {2: [(2, 2), (3, 2), (1, 2)], 11: [(2, 1)], 14: [(1, 1)], 18: [(1, 4)], NUM_STEPS: [(1, 1)]}
     files = {8: '{"data": 0, "pipe": 1}', 21: '{"data": 1, "pipe": 4}'}
 
     class Requests:
@@ -206,7 +206,7 @@ def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(senten
     assert_rates(run)
     assert all(result == results[0] for result in results), "of ranks that were idle, too"
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
-        (2, 2), (1, 2), (4, 1), (1, 1), (1, 4)]
+        (2, 2), (1, 2), (2, 1), (1, 1), (1, 4)]
     answers = {}
     for line in events(run, "transition") + events(run, "resize-refused"):
         answers.setdefault(line.get("wish"), []).append(line["text"])
