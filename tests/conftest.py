@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import hypothesis
@@ -40,14 +40,27 @@ def new_objects():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def product_rate():
+    """A run multiplies matrices for a tenth of a second on each rank to find their rate: here once, and on CPUs once in
+    a process for each number format."""
+    import torch
+
+    from ranvier.train import metrics  # not before the variables above are set
+
+    measured = partial(metrics.matrix_product_rate, seconds=0.0)
+    on_cpu = cache(partial(measured, torch.device("cpu")))
+    return lambda device, dtype, **options: (
+        on_cpu(dtype) if device.type == "cpu" else measured(device, dtype, **options))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def short_measurements(request):
-    """Drawing takes longer than training: runs leave pictures in files that are marked so. A run on CPUs multiplies
-    matrices for a tenth of a second on each rank to find their rate: here once."""
-    from ranvier.train import metrics, report  # not before the variables above are set
+def short_measurements(request, product_rate):
+    """Drawing takes longer than training: runs leave pictures in files that are marked so."""
+    from ranvier.train import metrics, report
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "matrix_product_rate", partial(metrics.matrix_product_rate, seconds=0.0))
+        patch.setattr(metrics, "matrix_product_rate", product_rate)
         if request.node.get_closest_marker("pictures") is None:
             for draw in ("draw_course", "draw_loss", "timeline_picture"):
                 patch.setattr(report, draw, lambda *args: None)
