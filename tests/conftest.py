@@ -67,14 +67,15 @@ def short_measurements(request, product_rate):
         yield
 
 
-LONGEST = ("test_closed_memory.py", "test_real_starts.py", "test_torch.py", "test_mpi.py", "test_unfreezing.py",
-           "test_resized_rows.py", "test_elastic_run.py", "test_elastic_decoders.py", "test_search.py", "test_costs.py",
-           "test_readme.py", "test_golden_runs.py", "test_losses.py", "test_stop_signals.py", "test_stopped_ranks.py",
-           "test_launcher_dies.py", "test_run_function.py", "test_start_trial.py", "test_bad_settings.py",
-           "test_compiled_blocks.py", "test_real_processes.py", "test_autocast.py", "test_types.py",
-           "test_transition.py", "test_elastic_settings.py", "test_float8.py", "test_papers.py",
-           "test_decoder_classes_run.py", "test_reward_run.py", "test_best_first.py", "test_preference_run.py",
-           "test_plan_and_run.py", "test_elastic_corners.py")
+LONGEST = ("test_closed_memory.py", "test_losses.py", "test_compiled_blocks.py", "test_launcher_dies.py",
+           "test_elastic_decoders.py", "test_transition.py", "test_torch.py", "test_stopped_ranks.py",
+           "test_unfreezing.py", "test_fused_chains.py", "test_quantized_runs.py", "test_golden_runs.py",
+           "test_readme.py", "test_lease.py", "test_resized_rows.py", "test_gpu_suite.py", "test_elastic_run.py",
+           "test_mpi.py", "test_search.py", "test_command.py", "test_faults.py", "test_tensor_gradients.py",
+           "test_writing.py", "test_run_function.py", "test_any_mesh.py", "test_any_transformers.py",
+           "test_from_transformers.py", "test_float8.py", "test_lora_gradients.py", "test_stop_signals.py",
+           "test_start_trial.py", "test_resume.py", "test_how_to.py", "test_elastic_corners.py", "test_real_starts.py",
+           "test_elastic_settings.py", "test_costs.py")
 """A file runs in one process: those that take longest begin first, so that no process ends long after the others.
 Before them is the one that watches each operation: that takes four times as long once torch's compiler is imported. The
 rest follows by the number of tests. `make test` says --no-loadscope-reorder: pytest-xdist's own order has files with a
