@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu import suite
 from ranvier.cli.main import run_command
 from ranvier.testing.freezing import check_freeze_policy
 
@@ -117,6 +119,8 @@ def test_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             words[1] in IN_PROCESS or (ONE_RANK in command and "--mesh.row" not in command)):
         monkeypatch.chdir(tmp_path)
         assert run_command(words[1:]) == 0
+    elif words[:3] == ["python", "-m", "benchmarks.gpu.suite"] and not torch.cuda.is_available():
+        assert suite.main(words[3:]) == 0, "which reads its arguments here, and runs nothing"
     else:
         if command.startswith("mpiexec"):
             pytest.importorskip("mpi4py")
