@@ -260,15 +260,14 @@ def _of_decoder(head: str, model: LanguageModel) -> LanguageModel:
     return model
 
 
-def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, tensor: TensorParallel, dtype: torch.dtype,
-                 timeout_seconds: float = 300.0) -> Engine:
+def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, tensor: TensorParallel, dtype: torch.dtype
+                          ) -> Engine:
     """An engine with the model's parameters in `dtype`; it has no optimizer. Collective over the ranks of `world`."""
     blocks = family_named(model.config.family).model(model.config, "tokens", dtype=dtype)
     ids_BS = torch.zeros(1, min(model.longest, _SAMPLE_TOKENS), dtype=torch.int64)
     sample = Microbatch(inputs=ids_BS, targets=ids_BS, samples=torch.zeros(1, dtype=torch.int64))
     engine = Engine(replace(blocks, initial=lambda name: Initial("constant", 0.0)), world, mesh=mesh,
-                    tensor=replace(tensor, sequence_sharding=False), dtype=dtype, sample=sample,
-                    timeout_seconds=timeout_seconds, flags=True)
+                    tensor=replace(tensor, sequence_sharding=False), dtype=dtype, sample=sample, flags=True)
     for piece in state.pieces_held(engine):
         if piece.kind == "parameter":
             value = model.read(piece.name)
