@@ -100,13 +100,12 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.connect()
+        self.everyone, self.commands = _connections(world)
+        """A group of all ranks of the world; from rank 0 to idle ranks."""
 
     def connect(self) -> None:
-        """Begin with the ranks that the world has now: a group of all of them, and commands from rank 0 to idle
-        ranks."""
-        self.everyone: Group = self.world.backend.group("everyone", [tuple(range(self.world.size))])
-        self.commands = CommandChannel(self.world)
+        """Begin with the ranks that the world has now."""
+        self.everyone, self.commands = _connections(self.world)
 
     def share_cores(self, threads: int | Literal["auto"]) -> None:
         """The ranks of each machine divide its cores, now that their number is another one. threads: as the run says.
@@ -140,6 +139,10 @@ class Membership:
             self.connect()
             self.share_cores(threads)
         return problem
+
+
+def _connections(world: World) -> tuple[Group, CommandChannel]:
+    return world.backend.group("everyone", [tuple(range(world.size))]), CommandChannel(world)
 
 
 # --- a process that joins ---------------------------------------------------------------------------------------------
