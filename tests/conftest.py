@@ -18,6 +18,7 @@ import pytest
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
 gc.disable()  # until all tests are collected: what modules and tests allocate stays
+gc.set_threshold(20_000)  # before `ranvier.cli.ranks` is imported: ranks in this process go back to what was then set
 
 hypothesis.settings.register_profile("random", deadline=None)
 hypothesis.settings.register_profile("ranvier", deadline=None, derandomize=True, database=None, max_examples=40)
@@ -109,5 +110,4 @@ def pytest_collection_finish():
     """The millions of objects of modules and tests stay: no garbage collection looks at them again. Collections after
     20,000 new objects rather than 700 save a fifteenth of the CPU time."""
     gc.freeze()
-    gc.set_threshold(20_000)
     gc.enable()
