@@ -31,6 +31,7 @@ from ranvier.errors import TransportError
 
 _GOODBYE = b"RNV bye."
 _SMALL_BYTES, _REAP_SECONDS = 1 << 20, 0.01
+"""A part of at most so many bytes may stay alive so much longer than its send."""
 _FOREVER = timedelta(days=3650)
 """A wait for a message has no limit: who waits for the transport has one. The process group's is for connecting."""
 
