@@ -236,7 +236,8 @@ class Stage:
             if self._mesh is not None:
                 self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
             self._steady.note()
-        self._overlaps |= bool(self._graphs)
+        if self._graphs:
+            self._overlaps = True
         inputs, notes = carried_tensors.notes_of(inputs)
         keeps_graph = self.training and (bool(requires_grad) or self._trains)
         leaves: dict[str, Tensor] = {}
