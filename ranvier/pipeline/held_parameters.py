@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from weakref import ref
 
 import torch
@@ -225,8 +226,8 @@ class SteadyParameters:
         """The first forward of a batch has run. Running statistics are left out: torch keeps them for a backward that
         does not read them."""
         tensors = [one for one in self._named if type(one) is nn.Parameter] + [
-            one for _, module in self._places for name, one in module._buffers.items()
-            if type(one) is Tensor and name not in ("running_mean", "running_var")]
+            one for _, module in self._places if module._buffers and not _has_statistics(type(module))
+            for one in module._buffers.values() if type(one) is Tensor]
         self._values = [(one, one._version, norm_of(one)) for one in tensors
                         if one.dtype in WITH_NORM and one.layout is torch.strided and not one.is_inference()]
 
@@ -285,6 +286,15 @@ class SteadyParameters:
 
     def _now(self) -> list[tuple[bool, int, int]]:
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+
+
+_NORMS = frozenset({"batch_norm", "instance_norm"})
+
+
+def _has_statistics(kind: type[nn.Module]) -> bool:
+    """Whether a method calls torch's kernels that change running statistics without a new version."""
+    return any(not _NORMS.isdisjoint(method.__code__.co_names) for one in kind.__mro__ for method in vars(one).values()
+               if isinstance(method, FunctionType))
 
 
 def norm_of(tensor: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class _DeferrableForward:
         x, held = input, self._module._parameters
         weight: Any = held["weight"]
         bias = held["bias"]
-        if type(x) not in _PLAIN_TENSORS or weight is None or not (weight.requires_grad and are_plain(weight, bias)):
+        if type(x) not in _PLAIN_TENSORS or not is_deferrable(self._module):
             return functional.linear(x, weight, bias)
         if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled():
             self.steps_aside = True

@@ -61,7 +61,8 @@ def test_there_and_back_to_the_bit(tmp_path, capsys, dtype, config):
     model = write_model(tmp_path / "model", tensors, config)
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}[dtype]
     assert run_command(["import", str(model), str(tmp_path / "run")]) == 0
-    assert f"--precision {name} " in capsys.readouterr().out
+    assert f"parameters in {name}" in capsys.readouterr().out
+    assert tomllib.loads((tmp_path / "run" / "run.toml").read_text())["precision"] == name
     assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "there"), "--dtype", name]) == 0
     out, err = capsys.readouterr()
     assert "rounding" not in out and err == ""

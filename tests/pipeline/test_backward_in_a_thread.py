@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.gpu.programs import Program, losses
 from ranvier.config.run import Memory, Optim
 from ranvier.pipeline.engine import Engine
+from ranvier.tensor import weight_gradients
 from ranvier.testing.ranks import run_ranks
 from tests.pipeline.parity import squared
 
@@ -51,7 +52,8 @@ def threads(monkeypatch):
             raise error
         return result
 
-    monkeypatch.setattr(torch.autograd, "_engine_run_backward", in_a_thread)
+    for module in (torch.autograd, weight_gradients):
+        monkeypatch.setattr(module, "_engine_run_backward", in_a_thread)
     return ended
 
 
