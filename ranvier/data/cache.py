@@ -40,9 +40,9 @@ def fingerprint(*parts: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationProgress:
-    """The `Progress` of who prepares data. processes: that may work on it. advance: takes (what is being done, bytes or
-    samples that are done). is_own: whether a process, by its `process_name`, is a rank of the same run, where several
-    ranks prepare the same file."""
+    """The `Progress` of whoever prepares data. processes: that may work on it. advance: takes (what is being done,
+    bytes or samples that are done). is_own: whether a process, by its `process_name`, is a rank of the same run, where
+    several ranks prepare the same file."""
 
     tell: Progress
     processes: int = 1

@@ -154,7 +154,7 @@ _TOO_FEW = {"train": "has fewer than two folders, one for each class", "eval": "
 
 
 def _unfit(code: str, what: str, where: str, value: object = None) -> DataError:
-    """The error for a folder that is none of images by class."""
+    """The error for a folder that does not hold images by class."""
     return DataError(what, code=code, where=where, value=value,
                      remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
 

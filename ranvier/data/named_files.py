@@ -1,4 +1,4 @@
-"""Checks of the names in --data.train and --data.eval, and reading of those that are the user's own files."""
+"""Checks of the names in --data.train and --data.eval, and reading of the user's own files and of tables by name."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _exists(name: str) -> bool:
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
-# By the names that a user gives: a file, a folder or a pattern of files, a saved data set, or one of the hub.
+# Tables by the names that a user gives: a file, a folder or a pattern of files, a saved data set, or one of the hub.
 #
 #     talks.jsonl   talks.json   talks.jsonl.gz   talks/   "talks/part-*.parquet"   OWNER/NAME[:CONFIGURATION][:SPLIT]
 

@@ -77,7 +77,7 @@ def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierErro
 
 
 def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
-    """That the heads do not divide the width, where they do not. other: another remedy."""
+    """That the heads do not divide the width, where they do not. other: a second way out, as the end of the remedy."""
     if settings.hidden % settings.heads == 0:
         return []
     near = next(heads for heads in range(settings.heads, 0, -1) if settings.hidden % heads == 0)
@@ -101,7 +101,7 @@ def decoder_initial(config: Transformer, name: str) -> Initial:
 
 
 def initial(config: Transformer, name: str) -> Initial:
-    """The start of one parameter of BERT or ViT."""
+    """BERT's and ViT's start of one parameter."""
     if name.endswith(".bias"):
         return Initial("constant", 0.0)
     return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
@@ -142,7 +142,7 @@ class TwoLayerMLP(nn.Module):
 
 
 def inner_width(config: Transformer) -> int:
-    """F."""
+    """Features between the two linear layers of an MLP."""
     return config.intermediate or 4 * config.hidden
 
 

@@ -42,7 +42,7 @@ class Process:
 
     @property
     def _status(self) -> str | None:
-        """None: it has ended. What cannot be seen now, such as for want of file handles, has not."""
+        """None: it has ended. One that cannot be seen now, such as for want of file handles, has not."""
         try:
             return str(self.handle.status()) if self.handle.is_running() else None
         except psutil.NoSuchProcess:
