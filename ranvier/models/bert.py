@@ -18,8 +18,6 @@ ends there, nor has the loss a part of it (transformers lets padding take part).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -159,5 +157,8 @@ class _BERT:
 
 
 BERT = _BERT()
-bert = partial(family.built, BERT)
-"""The blocks of a BERT with the head "classes" or "span" (`family.built`)."""
+
+
+def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a BERT with the head "classes" or "span"; see `family.built`."""
+    return family.built(BERT, config, head, dtype=dtype)

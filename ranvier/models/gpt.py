@@ -14,8 +14,6 @@ declared as one.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -137,5 +135,8 @@ class _GPT:
 
 
 GPT = _GPT()
-gpt = partial(family.built, GPT, head="tokens")
-"""The blocks of a GPT (`family.built`)."""
+
+
+def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a GPT; see `family.built`."""
+    return family.built(GPT, config, "tokens", dtype=dtype)

@@ -346,5 +346,8 @@ class _Llama:
 
 
 LLAMA = _Llama()
-llama = partial(family.built, LLAMA, head="tokens")
-"""The blocks of a Llama (`family.built`)."""
+
+
+def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a Llama; see `family.built`."""
+    return family.built(LLAMA, config, "tokens", dtype=dtype)

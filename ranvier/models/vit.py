@@ -14,8 +14,6 @@ token 0 and the mean of all patches, is one of token 0 here. Attention probabili
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -159,5 +157,8 @@ class _ViT:
 
 
 VIT = _ViT()
-vit = partial(family.built, VIT, head="classes")
-"""The blocks of a ViT with a classifier (`family.built`)."""
+
+
+def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
+    """The blocks of a ViT with a classifier; see `family.built`."""
+    return family.built(VIT, config, "classes", dtype=dtype)
