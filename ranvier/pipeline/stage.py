@@ -307,11 +307,10 @@ class Stage:
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
-        scope = keyed_random.Scope(self._seed, step, samples)
         if self._cache is not None and self.training:  # which may end being used in this very call
             state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
-            part = partial(self._run_some, run, scope, number)
+            part = partial(self._run_some, run, step, samples, number)
             again = recomputed and torch.is_grad_enabled()
             state = self._recomputed[run].run(part, state) if again else part(state)
             block, name, _ = self.blocks[run[-1]]
@@ -329,8 +328,8 @@ class Stage:
         """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
-            scope = keyed_random.Scope(self._seed, -step - 1 if other_keys else step, theirs)
-            state = self._run_some(range(first, num_blocks), scope, number, self._from_cache(state) if first else state)
+            state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
+                                   self._from_cache(state) if first else state)
             tensors = named(state, f"block {self.blocks[num_blocks - 1][1]}")
             if self._mesh is None:
                 return carried(tensors)
@@ -348,16 +347,17 @@ class Stage:
         tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
         return carried(with_layouts(tensors, self._mesh))
 
-    def _run_some(self, run: range, scope: keyed_random.Scope, number: int, state: State) -> State:
+    def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.
 
         In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
         """
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
-                return self._run_some(run, scope, number, state)
+                return self._run_some(run, step, samples, number, state)
         compiled = self._compiled if self.training else None
-        with scope:
+        # A gradient inside a forward may recompute a run: its scope must be another one.
+        with keyed_random.Scope(self._seed, step, samples) as scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
                 try:

@@ -278,3 +278,32 @@ def test_lookups_inside_the_backward():
         for one in batch:
             one.inputs.copy_(torch.arange(len(one.inputs)).view(-1, 1) * 7 % 200)
     alike(partial(chain, Looked, linear, linear), batches, Mesh(data=2, pipe=2))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return {"from": x, "value": layers.Dropout(0.5)(torch.tanh(self.linear(x)))}
+
+
+class Slope(nn.Module):
+    """Drops elements after a gradient through the blocks before it, which recomputation runs again for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), layers.Dropout(0.5)
+
+    def forward(self, state):
+        value = self.dropout(state["value"])
+        slope, = torch.autograd.grad(value.sum(), state["from"], create_graph=True)
+        return self.dropout(torch.tanh(self.linear(value + slope)))
+
+
+def test_recomputed_for_a_gradient_in_a_later_forward():
+    """A block runs again in the middle of another one's forward, whose own random numbers go on as before."""
+    linear = partial(nn.Linear, 4, 4)
+    assert_parity(partial(chain, linear, linear, Noisy, Slope), points([[3, 2]]), Mesh(),
+                  memory=Memory(recompute="alternate"))
