@@ -289,7 +289,7 @@ class Noisy(nn.Module):
         return {"from": x, "value": layers.Dropout(0.5)(torch.tanh(self.linear(x)))}
 
 
-class Slope(nn.Module):
+class SlopeThenDropout(nn.Module):
     """Drops elements after a gradient through the blocks before it, which recomputation runs again for that."""
 
     def __init__(self):
@@ -305,5 +305,5 @@ class Slope(nn.Module):
 def test_recomputed_for_a_gradient_in_a_later_forward():
     """A block runs again in the middle of another one's forward, whose own random numbers go on as before."""
     linear = partial(nn.Linear, 4, 4)
-    assert_parity(partial(chain, linear, linear, Noisy, Slope), points([[3, 2]]), Mesh(),
+    assert_parity(partial(chain, linear, linear, Noisy, SlopeThenDropout), points([[3, 2]]), Mesh(),
                   memory=Memory(recompute="alternate"))
