@@ -68,13 +68,15 @@ class HangDetector:
         Time counts from the last wait in the second half of the limit on.
         """
         limit = self.limit(action)
-        if limit is None or seconds < limit / 2:  # reading frames costs a look at all threads of the process
+        if limit is None:
+            return
+        if seconds < self._waited:  # another action
+            self._waited = 0.0
+        if seconds < limit / 2:  # reading frames costs a look at all threads of the process
             return
         frame = frames_of_threads().get(thread)
         if waits(frame):
             self._waited = seconds
-        elif seconds < self._waited:  # another action
-            self._waited = 0.0
         seconds -= self._waited
         if seconds <= limit:
             return

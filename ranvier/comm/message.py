@@ -162,8 +162,11 @@ def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) 
 
 def _view(wire: Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]) -> Tensor:
     """A tensor in the memory of `wire`, from byte `start` on, with a version count of its own."""
+    place = wire.storage_offset() + start
+    if place % dtype.itemsize:
+        raise ValueError(f"byte {place} of the buffer is no place for a tensor of {dtype}")
     return torch.empty(0, dtype=dtype, device=wire.device).set_(
-        wire.untyped_storage(), (wire.storage_offset() + start) // dtype.itemsize, shape, ())
+        wire.untyped_storage(), place // dtype.itemsize, shape, ())
 
 
 def encode(message: Message) -> Tensor:

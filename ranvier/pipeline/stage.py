@@ -471,7 +471,6 @@ class Stage:
         if last:
             self._open = list(self._layers_of_blocks)
             self._passed(self.blocks[-1][0] + 1)
-        arrived = [gradients[name] for name in names]
         if watched := self._is_watched and self._overlaps:
             self._steady.note_buffers()
         try:

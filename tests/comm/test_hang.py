@@ -83,9 +83,11 @@ def test_what_waits_does_not_hang(wait):
     wait(lambda: found.append(waits(sys._getframe())) or look(judge, "forward 1", 1000.0))
     assert found == [True] and not waits(sys._getframe())
     look(judge, "forward 1", 1003.0)
-    look(judge, "forward 2", 4.0)
+    wait(lambda: look(judge, "forward 2", 3.0))
+    for seconds in (1.0, 3.5, 4.0):
+        look(judge, "forward 3", seconds)
     assert told == []
-    look(judge, "forward 2", 5.0)
+    look(judge, "forward 3", 5.0)
     assert len(told) == 1
 
 

@@ -56,6 +56,13 @@ def test_round_trip(sent):
         assert tensor.numel() == 0 or (tensor.data_ptr() - encoded.data_ptr()) % 64 == 0
 
 
+def test_a_buffer_that_begins_at_an_odd_place_is_refused():
+    """Its tensors would be read from bytes beside theirs."""
+    encoded = encode(Message(MessageKind.FORWARD, 0, 0, {"x": torch.ones(3)}))
+    with pytest.raises(ValueError, match="no place for a tensor"):
+        decode(torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:], 0)
+
+
 @given(messages())
 def test_head_and_tensors_may_travel_apart(sent):
     head, packed = encode_head(sent), pack(sent, torch.device("cpu"))
