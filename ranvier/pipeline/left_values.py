@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
+from ranvier.pipeline.same_on_ranks import NUMBER_BITS
 from ranvier.pipeline.watched_values import Change, Identities, Mark, Watch
 from ranvier.plan.object_contents import bytes_of, container, elements_with_keys, is_array, own_dict
 from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import Element, Entry, SharedPlace
 
-_NUMBER_BITS = 20
-"""So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
 _MOST_DEPTH = 4
 _CLOSE_BATCHES = 2
 """So many batches are looked at by each forward and backward. Later ones are from the first forward to the last
@@ -138,7 +137,7 @@ class SameLeft:
         numbers: dict[int, int] = {}
         for (number, entry), one in sorted(made.items(), key=lambda one: (one[0][0], repr(one[0][1]))):
             numbers[number] = crc32(f"{entry} {one}".encode(), numbers.get(number, 0))
-        return float(sum(self._factors.get(number, 0) * (one >> 32 - _NUMBER_BITS) for number, one in numbers.items()))
+        return float(sum(self._factors.get(number, 0) * (one >> 32 - NUMBER_BITS) for number, one in numbers.items()))
 
     def check(self, total: float) -> None:
         """ModelError where the sum over all ranks shows that they differ."""

@@ -29,9 +29,9 @@ SAME_TARGETS = 5
 _MAX_ELEMENTS = 2048
 """So many elements of a tensor are looked at."""
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_NUMBER_BITS = 20
+NUMBER_BITS = 20
 """So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
 _TOLERANCE = 0.05
 """Tolerance for real numbers: far above what a rank's own rounding adds to a projection, as of a teacher's outputs in
@@ -77,7 +77,7 @@ class SameTargets:
     def _of_integers(self, columns: list[Tensor]) -> Tensor:
         says = torch.stack([(column != column[:1]).any() for column in columns]).all()  # stays on the device
         values = torch.cat(columns)
-        number = (values * _mixed(values)).sum() >> 64 - _NUMBER_BITS  # the highest bits, which depend on all others
+        number = (values * _mixed(values)).sum() >> 64 - NUMBER_BITS  # the highest bits, which depend on all others
         return (torch.stack([number * self._factor, torch.ones_like(number)]) * says).to(torch.float64)
 
     def _of_reals(self, columns: list[Tensor]) -> Tensor:
@@ -113,7 +113,7 @@ def _compared(dtype: torch.dtype) -> bool:
 
 def _mixed(values: Tensor) -> Tensor:
     """[n] int64 for [n] values: a number for each place."""
-    return torch.arange(1, len(values) + 1, device=values.device) * _ODD
+    return torch.arange(1, len(values) + 1, device=values.device) * ODD
 
 
 def _some(leaf: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class SameRates:
 
     def number(self) -> float:
         """The number that this rank adds to the sums."""
-        return float(self._factor * (crc32(repr(self._groups).encode()) >> 32 - _NUMBER_BITS))
+        return float(self._factor * (crc32(repr(self._groups).encode()) >> 32 - NUMBER_BITS))
 
     def check(self, total: float, ranks: Group) -> None:
         """ConfigError, with the first difference, where the sum over all `ranks` is that of different settings."""

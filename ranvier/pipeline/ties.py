@@ -28,6 +28,7 @@ from ranvier.layout import Box, Layout, Move, Parameter, TensorAxis, index_of, i
 from ranvier.mesh import Position
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.tensor_update import TensorSplit
+from ranvier.pipeline.same_on_ranks import NUMBER_BITS, ODD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +304,7 @@ class TiedParameters:
 
     def check(self, total: float) -> None:
         """ModelError where the sum over all ranks shows that ends have different values."""
-        if int(total) % (1 << _NUMBER_BITS):
+        if int(total) % (1 << NUMBER_BITS):
             places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self.names)
             raise ModelError("was written at one end of its tie, and has other values at another",
                              code="tied-end-written", where=" or ".join(places),
@@ -324,10 +325,6 @@ def _memory_of(tensor: Tensor) -> tuple[int, int, int]:
 
 # --- a number of a parameter's values ---------------------------------------------------------------------------------
 
-_NUMBER_BITS = 20
-"""So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
 _ELEMENTS = 1 << 20
 """Of a large parameter so many elements are looked at at once: each takes eight bytes, several times."""
 _SAMPLED = 4096
@@ -346,6 +343,6 @@ def _number_of(tie: Tie) -> int:
         places = places.unsqueeze(-1) * size + torch.arange(start, stop, device=values.device)
     bits = values.view(-1).view(_INTEGERS[values.itemsize]).view(values.numel(), -1)
     for some, at in zip(bits.split(_ELEMENTS), places.view(-1).split(_ELEMENTS), strict=True):
-        mixed = (some.to(torch.int64) ^ (at * 2 + 1).unsqueeze(-1) * _ODD) * _ODD  # depends on value and place
-        total += int((mixed >> 64 - _NUMBER_BITS).sum())  # the highest bits, which depend on all others
-    return total % (1 << _NUMBER_BITS)
+        mixed = (some.to(torch.int64) ^ (at * 2 + 1).unsqueeze(-1) * ODD) * ODD  # depends on value and place
+        total += int((mixed >> 64 - NUMBER_BITS).sum())  # the highest bits, which depend on all others
+    return total % (1 << NUMBER_BITS)
