@@ -15,11 +15,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
+from contextlib import suppress
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
@@ -223,24 +224,25 @@ class SteadyParameters:
         """Tensors after the first forward of the batch, with version and norm."""
 
     def note_values(self) -> None:
-        """The first forward of a batch has run. Running statistics are left out: torch keeps them for a backward that
-        does not read them."""
+        """The first forward of a batch has run."""
         tensors = [one for one in self._named if type(one) is nn.Parameter] + [
-            one for _, module in self._places if module._buffers and not _has_statistics(type(module))
-            for one in module._buffers.values() if type(one) is Tensor]
+            one for _, module in self._places for one in module._buffers.values() if type(one) is Tensor]
         self._values = [(one, one._version, norm_of(one)) for one in tensors
                         if one.dtype in WITH_NORM and one.layout is torch.strided and not one.is_inference()]
 
-    def tell_torch(self) -> None:
+    def tell_torch(self, roots: Iterable[Node]) -> None:
         """Another forward has run before the first one's backward: tensors that it has changed without a new version,
-        as by a write through their `data`, get one. Then torch refuses backwards that need the values from before."""
+        as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
+        roots: of the graphs of all forwards under way, this one too."""
         same = [(one, norm, norm_of(one)) for one, version, norm in self._values if one._version == version]
         self._values = []
         if same:
             before, now = torch.stack([norm for _, norm, _ in same]), torch.stack([norm for _, _, norm in same])
-            for (one, *_), has_changed in zip(same, ((before != now) & (before == before)).tolist(), strict=True):
-                if has_changed:
-                    torch.autograd.graph.increment_version(one)
+            has_changed = ((before != now) & (before == before)).tolist()
+            if any(has_changed):
+                _leave_out_statistics(roots)
+                torch.autograd.graph.increment_version([one for (one, *_), yes in zip(same, has_changed, strict=True)
+                                                        if yes])
 
     def note_buffers(self) -> None:
         self._buffers = {f"{place}.{name}": (one, one._version) for place, module in self._places
@@ -288,13 +290,25 @@ class SteadyParameters:
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
 
 
-_NORMS = frozenset({"batch_norm", "instance_norm"})
+def _leave_out_statistics(roots: Iterable[Node]) -> None:
+    """Batch norms of torch save their running statistics, although the backward of a training forward does not read
+    them. Torch does not compare versions of what has hooks."""
+    todo = list(roots)
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if getattr(node, "_saved_training", False):
+            for name in ("_raw_saved_running_mean", "_raw_saved_running_var"):
+                if (saved := getattr(node, name, None)) is not None:
+                    with suppress(RuntimeError):  # it is None, or has hooks
+                        saved.register_hooks(_itself, _itself)
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        todo += following
 
 
-def _has_statistics(kind: type[nn.Module]) -> bool:
-    """Whether a method calls torch's kernels that change running statistics without a new version."""
-    return any(not _NORMS.isdisjoint(method.__code__.co_names) for one in kind.__mro__ for method in vars(one).values()
-               if isinstance(method, FunctionType))
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def norm_of(tensor: Tensor) -> Tensor:

@@ -269,7 +269,8 @@ class Stage:
             if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
                 self._steady.note_values()
             elif self._overlaps:
-                self._steady.tell_torch()
+                under_way = [root.node for graph in self._graphs.values() for root in graph.roots.values()]
+                self._steady.tell_torch(under_way + [one for tensor in outputs.values() if (one := tensor.grad_fn)])
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent: dict[str, Tensor] = {}

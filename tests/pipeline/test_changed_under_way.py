@@ -102,7 +102,18 @@ class Norm(nn.Module):
         self.register_buffer("variance", torch.ones(4))
 
     def forward(self, x):
-        return nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
+        return normalized(x, self)
+
+
+def normalized(x, norm):
+    return nn.functional.batch_norm(x, norm.mean, norm.variance, training=norm.training)
+
+
+class ScaledByMean(Norm):
+    """Needs the running mean itself, too."""
+
+    def forward(self, x):
+        return super().forward(x) * self.mean
 
 
 def trained(block, mesh, **options):
@@ -128,7 +139,8 @@ def trained(block, mesh, **options):
     return models[0].state_dict(), run_ranks(rank, mesh.size)[0]
 
 
-@pytest.mark.parametrize("block", [Teacher(in_place), Teacher(through_data), Teacher(other_data), Scaled()])
+@pytest.mark.parametrize("block", [Teacher(in_place), Teacher(through_data), Teacher(other_data), Scaled(),
+                                   ScaledByMean()])
 def test_a_change_of_what_a_backward_needs_is_refused(block):
     """Of one through `data` torch would know nothing."""
     with raises("changed-under-way", where="the backward of microbatch 0") as caught:
@@ -146,7 +158,8 @@ def test_a_buffer_that_forwards_and_backwards_change_is_refused(use_reentrant):
     (Teacher(through_data), Mesh()), (Teacher(in_place), Mesh()), (Scaled(), Mesh()), (Checkpointed(), Mesh()),
     (Teacher(in_place, needs_gradient=False), Mesh(pipe=2)), (FirstData(), Mesh(pipe=2)), (Clamped(), Mesh(pipe=2)),
     (Teacher(through_data, needs_gradient=False), Mesh(pipe=2)), (nn.BatchNorm1d(4), Mesh(pipe=2)),
-    (Norm(), Mesh(pipe=2)), (Checkpointed(norm=nn.LayerNorm), Mesh(pipe=2))])
+    (Norm(), Mesh(pipe=2)), (torch.fx.symbolic_trace(Norm()), Mesh(pipe=2)),
+    (Checkpointed(norm=nn.LayerNorm), Mesh(pipe=2))])
 def test_other_changes_give_the_values_of_a_plain_loop(block, mesh):
     expected, found = trained(block, mesh)
     for name, one in expected.items():
