@@ -222,6 +222,10 @@ class SteadyParameters:
         """Names of the buffers that a forward has changed."""
         self._values: list[tuple[Tensor, int, Tensor]] = []
         """Tensors after the first forward of the batch, with version and norm."""
+        self._unnoticed: dict[str, Tensor] = {}
+        """Buffers that forwards change without a new version, as batch norms of torch do."""
+        self._norms: list[Tensor] = []
+        """Of these buffers, before the forward or backward."""
 
     def note_values(self) -> None:
         """The first forward of a batch has run."""
@@ -241,25 +245,35 @@ class SteadyParameters:
             has_changed = ((before != now) & (before == before)).tolist()
             if any(has_changed):
                 _leave_out_statistics(roots)
-                torch.autograd.graph.increment_version([one for (one, *_), yes in zip(same, has_changed, strict=True)
-                                                        if yes])
+                changed = [one for (one, *_), yes in zip(same, has_changed, strict=True) if yes]
+                torch.autograd.graph.increment_version(changed)
+                places = {id(one): name for name, (one, _) in self._buffers_now().items()}
+                self._unnoticed.update((places[id(one)], one) for one in changed if id(one) in places)
 
     def note_buffers(self) -> None:
-        self._buffers = {f"{place}.{name}": (one, one._version) for place, module in self._places
-                         for name, one in module._buffers.items() if one is not None and not one.is_inference()}
+        self._buffers = self._buffers_now()
+        self._norms = [norm_of(one) for one in self._unnoticed.values()]
+
+    def _buffers_now(self) -> dict[str, tuple[Tensor, int]]:
+        return {f"{place}.{name}": (one, one._version) for place, module in self._places
+                for name, one in module._buffers.items() if one is not None and not one.is_inference()}
 
     def check_buffers(self, *, backward: bool) -> None:
         """Note the buffers that a forward has changed since `note_buffers`; ModelError where a backward has changed one
         of them."""
-        before = self._buffers
+        before, norms = self._buffers, self._norms
         self.note_buffers()
         changed = [name for name, (one, version) in self._buffers.items() if name in before and (
             before[name][0] is not one or before[name][1] != version)]
+        if backward and norms:
+            was, now = torch.stack(norms), torch.stack(self._norms)
+            differs = ((was != now) & (was == was)).tolist()
+            changed += [name for name, yes in zip(self._unnoticed, differs, strict=True) if yes]
         self._buffers = {}
         if not backward:
             self._forward_changes.update(changed)
         for name in changed if backward else ():
-            if name in self._forward_changes:
+            if name in self._forward_changes or name in self._unnoticed:
                 raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
                                  "stages run these in another order than a plain loop",
                                  code="buffer-changed-in-backward", where=f"buffer {name}",

@@ -270,7 +270,7 @@ class Stage:
                 self._steady.note_values()
             elif self._overlaps:
                 under_way = [root.node for graph in self._graphs.values() for root in graph.roots.values()]
-                self._steady.tell_torch(under_way + [one for tensor in outputs.values() if (one := tensor.grad_fn)])
+                self._steady.tell_torch(under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent: dict[str, Tensor] = {}

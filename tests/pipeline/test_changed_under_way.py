@@ -149,9 +149,10 @@ def test_a_change_of_what_a_backward_needs_is_refused(block):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_buffer_that_forwards_and_backwards_change_is_refused(use_reentrant):
-    with raises("buffer-changed-in-backward", where="buffer 1.layers.1.num_batches_tracked"):
-        trained(Checkpointed(use_reentrant), Mesh(pipe=2))
+@pytest.mark.parametrize("norm, buffer", [(nn.BatchNorm1d, "num_batches_tracked"), (lambda size: Norm(), "mean")])
+def test_a_buffer_that_forwards_and_backwards_change_is_refused(use_reentrant, norm, buffer):
+    with raises("buffer-changed-in-backward", where=f"buffer 1.layers.1.{buffer}"):
+        trained(Checkpointed(use_reentrant, norm), Mesh(pipe=2))
 
 
 @pytest.mark.parametrize("block, mesh", [
