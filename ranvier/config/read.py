@@ -460,8 +460,8 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     if _may_be_model(path):
         remedy += (f" A model of the Hugging Face hub or a GGUF file is given to a recipe, with `--model.pretrained "
                    f"{recipe}`, or first converted, by `ranvier import {recipe} FOLDER`.")
-    raise ConfigError("is neither a recipe, a preset, a folder with config.json, a .toml file nor module:function",
-                      code="unknown-recipe", where="recipe", value=recipe, remedy=remedy)
+    raise ConfigError("is neither a recipe, a preset, a run's folder, a folder with config.json, a .toml file nor "
+                      "module:function", code="unknown-recipe", where="recipe", value=recipe, remedy=remedy)
 
 
 def _may_be_model(path: Path) -> bool:
