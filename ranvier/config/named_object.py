@@ -41,13 +41,17 @@ def is_object_name(text: str) -> bool:
 
 
 def package_exists(text: str) -> bool:
-    """Whether the package or module that `module:name` begins with can be found. Imports nothing."""
-    package = text.partition(":")[0].partition(".")[0]
+    """Whether the package or module that `module:name` begins with can be found; in a folder without __init__.py, which
+    has no objects itself, the module in it. Imports nothing."""
+    first, *inner = text.partition(":")[0].split(".")
     try:
-        spec = find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+        spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
     except ValueError:  # of __main__
         return False
-    return spec is not None and spec.loader is not None  # a folder without __init__.py has no objects
+    for name in inner:
+        if spec is not None and spec.loader is None:
+            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
+    return spec is not None and spec.loader is not None
 
 
 @cache
