@@ -2,7 +2,7 @@
 
 Each actor of a placement group starts a process of `ranvier train`, with the variables that torchrun sets. If a rank
 fails, or its actor or node is lost, the others are ended, and all start again from the newest checkpoint. `--run-dir`
-must be a folder that all nodes share.
+must be a folder that all nodes share. Needs `pip install ray`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A model of transformers as it is, on four ranks.
+"""A model of transformers as it is, on four ranks; needs `pip install transformers`.
 
     python examples/transformers_model.py          or under torchrun or mpiexec
 

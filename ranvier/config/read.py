@@ -516,7 +516,9 @@ def _call(recipe: str) -> Layer:
     if isinstance(made, Mapping):
         return replace(from_dict(made, f"function {recipe}"), code="allowed")
     raise ConfigError("must return a ranvier.Run or a dict", code="recipe-function-result", where="recipe",
-                      value=type(made).__name__, remedy=f"Change what {recipe} returns.")
+                      value=type(made).__name__,
+                      remedy=f"Change what {recipe} returns. A module of your own is trained by a program of your own, "
+                             "as in docs/own-model.md, or as a family (docs/extending.md).")
 
 
 # --- run.toml --------------------------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def _run_watched(model: nn.Module, inputs: Mapping[str, Tensor], options: Mappin
             model(**inputs, **options)
     except Exception as error:
         raise _refused("model-cannot-run-on-sample", model, f"cannot be run on the sample: {error}",
-                       "the sample") from error
+                       "the sample", "Pass inputs that it runs on, from_transformers(model, sample=...), or a list of "
+                       "modules to ranvier.Engine (docs/extending.md).") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -122,10 +122,11 @@ def test_the_search_for_a_corpus_imports_no_package(module):
     (package / "__init__.py").write_text("open('executed', 'w').close()\n")
     (package / "inner.py").write_text("")
     assert package_exists("pack.inner:x") and not package_exists("nothing:x") and not package_exists("__main__:x")
-    (module / "plain" / "deep").mkdir(parents=True)  # without __init__.py, as examples/ is
-    (module / "plain" / "deep" / "own.py").touch()
-    assert package_exists("plain.deep.own:x")
-    assert not any(map(package_exists, ("plain:x", "plain.deep:x", "plain.own:x", "plain.deep.other:x")))
+    (module / "loose_folder" / "deep").mkdir(parents=True)  # without __init__.py, as examples/ is
+    (module / "loose_folder" / "deep" / "own.py").touch()
+    assert package_exists("loose_folder.deep.own:x")
+    for name in ("loose_folder", "loose_folder.deep", "loose_folder.own", "loose_folder.deep.other"):
+        assert not package_exists(f"{name}:x")
     assert not (module / "executed").exists() and str(module) not in sys.path
 
 
