@@ -102,10 +102,15 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     if not policy.defers or not placement.num_ranks > 1 or not any(stage.trains for stage in stages):
         return rule
     case = _case(stages, policy, placement, num_microbatches, conditions)
-    if len(stages) > MAX_SIMULATED_STAGES * min(2, placement.per_rank):
+    if not are_searched(placement):
         return _within_memory(_where_it_pays(rule, case), stages, memory) if placement.per_rank == 1 else next(
             iter(_alternating_limits(case, in_flight)), rule)
     return _best(case, memory, rule, in_flight)
+
+
+def are_searched(placement: StagePlacement) -> bool:
+    """Whether the limits of so many stages are found by simulations, many of them."""
+    return placement.num_stages <= MAX_SIMULATED_STAGES * min(2, placement.per_rank)
 
 
 def _where_it_pays(rule: Limits, case: _Case) -> Limits:
