@@ -224,8 +224,8 @@ class SteadyParameters:
         """Tensors after the first forward of the batch, with version and norm."""
         self._unnoticed: dict[str, Tensor] = {}
         """Buffers that forwards change without a new version, as batch norms of torch do."""
-        self._norms: list[Tensor] = []
-        """Of these buffers, before the forward or backward."""
+        self._norms: list[tuple[Tensor, Tensor]] = []
+        """These buffers with their norms before the forward or backward."""
 
     def note_values(self) -> None:
         """The first forward of a batch has run."""
@@ -238,21 +238,17 @@ class SteadyParameters:
         """Another forward has run before the first one's backward: tensors that it has changed without a new version,
         as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
         roots: of the graphs of all forwards under way, this one too."""
-        same = [(one, norm, norm_of(one)) for one, version, norm in self._values if one._version == version]
+        changed = _with_other_norm([(one, norm) for one, version, norm in self._values if one._version == version])
         self._values = []
-        if same:
-            before, now = torch.stack([norm for _, norm, _ in same]), torch.stack([norm for _, _, norm in same])
-            has_changed = ((before != now) & (before == before)).tolist()
-            if any(has_changed):
-                _leave_out_statistics(roots)
-                changed = [one for (one, *_), yes in zip(same, has_changed, strict=True) if yes]
-                torch.autograd.graph.increment_version(changed)
-                places = {id(one): name for name, (one, _) in self._buffers_now().items()}
-                self._unnoticed.update((places[id(one)], one) for one in changed if id(one) in places)
+        if changed:
+            _leave_out_statistics(roots)
+            torch.autograd.graph.increment_version(changed)
+            places = {id(one): name for name, (one, _) in self._buffers_now().items()}
+            self._unnoticed.update((places[id(one)], one) for one in changed if id(one) in places)
 
     def note_buffers(self) -> None:
         self._buffers = self._buffers_now()
-        self._norms = [norm_of(one) for one in self._unnoticed.values()]
+        self._norms = [(one, norm_of(one)) for one in self._unnoticed.values()]
 
     def _buffers_now(self) -> dict[str, tuple[Tensor, int]]:
         return {f"{place}.{name}": (one, one._version) for place, module in self._places
@@ -261,18 +257,15 @@ class SteadyParameters:
     def check_buffers(self, *, backward: bool) -> None:
         """Note the buffers that a forward has changed since `note_buffers`; ModelError where a backward has changed one
         of them."""
-        before, norms = self._buffers, self._norms
-        self.note_buffers()
-        changed = [name for name, (one, version) in self._buffers.items() if name in before and (
+        before, self._buffers = self._buffers, {}
+        changed = [name for name, (one, version) in self._buffers_now().items() if name in before and (
             before[name][0] is not one or before[name][1] != version)]
-        if backward and norms:
-            was, now = torch.stack(norms), torch.stack(self._norms)
-            differs = ((was != now) & (was == was)).tolist()
-            changed += [name for name, yes in zip(self._unnoticed, differs, strict=True) if yes]
-        self._buffers = {}
         if not backward:
             self._forward_changes.update(changed)
-        for name in changed if backward else ():
+            return
+        rewritten = _with_other_norm(self._norms)
+        changed += [name for name, one in self._unnoticed.items() if any(one is other for other in rewritten)]
+        for name in changed:
             if name in self._forward_changes or name in self._unnoticed:
                 raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
                                  "stages run these in another order than a plain loop",
@@ -302,6 +295,20 @@ class SteadyParameters:
 
     def _now(self) -> list[tuple[bool, int, int]]:
         return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+
+
+def _with_other_norm(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Those of these tensors, each with its norm of before, whose norm is another now. The host waits once for each
+    device."""
+    by_device = dict[torch.device, list[tuple[Tensor, Tensor]]]()
+    for one, norm in before:
+        by_device.setdefault(one.device, []).append((one, norm))
+    found = list[Tensor]()
+    for noted in by_device.values():
+        was, now = torch.stack([norm for _, norm in noted]), torch.stack([norm_of(one) for one, _ in noted])
+        differs = ((was != now) & (was == was)).tolist()
+        found += [one for (one, _), yes in zip(noted, differs, strict=True) if yes]
+    return found
 
 
 def _leave_out_statistics(roots: Iterable[Node]) -> None:
