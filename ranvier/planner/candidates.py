@@ -200,17 +200,17 @@ def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
             for factor in (2, 3)]
 
 
-def stage_variants(run: ResolvedRun) -> list[list[ResolvedRun]]:
-    """The run with more stages on each rank of its pipeline, where it has one: for each number in both placements, or
-    in the one that is not the default."""
+def stage_variants(run: ResolvedRun) -> list[ResolvedRun]:
+    """The run with two or four stages on each rank of its pipeline, where it has one, in its own placement and
+    interleaved."""
     pipe = run.mesh.pipeline_size
     if pipe == 1 or run.placement.per_rank > 1:
         return []
     placements = dict.fromkeys((run.pipeline.placement, "interleaved"))
-    found = [[replace(run, pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
-                                            defer_last=None, stages_per_rank=count, placement=placement))
-              for placement in placements] for count in (2, 4) if count * pipe <= families.num_blocks(run)]
-    return [[one for one in each if not problems(one)] for each in found]
+    found = [replace(run, pipeline=replace(run.pipeline, boundaries=None, in_flight="auto", deferred=None,
+                                           defer_last=None, stages_per_rank=count, placement=placement))
+             for count in (2, 4) if count * pipe <= families.num_blocks(run) for placement in placements]
+    return [one for one in found if not problems(one)]
 
 
 def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:

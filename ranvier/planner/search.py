@@ -323,32 +323,31 @@ def _followed(found: Candidate, cluster: Cluster, work: Work, searched: Sequence
 
 def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work) -> list[Candidate]:
     """With those that have two or four stages on each rank, and are faster than all. The limits of many stages take
-    seconds to find: the fastest of each mesh and microbatch alone is tried, four where two are faster than one, and
-    none whose ranks would not be fast enough if they never rested, or with memory for all that may wait."""
-    found, groups = list(fitting), set[object]()
-
-    def is_worth_limits(run: ResolvedRun, best: float) -> bool:
-        stages = work.stages(run)
-        if run_cost(run, cluster, stages, exact=False, limits=unlimited(run)).seconds >= best:
-            return False
-        return not are_searched(run.placement) or (
-            run_cost(run, cluster, stages, limits=ample(run)).seconds < _AMPLE * best)
-
+    seconds to find: tried are only those of the fastest of each mesh and microbatch, in the order of their times with
+    ample limits, and only as long as these are short enough."""
+    best, waiting = min(each.cost.seconds for each in fitting), list[tuple[float, int, Candidate]]()
+    fastest, faster = dict[object, Candidate](), dict[object, Candidate]()
     for one in sorted(fitting, key=lambda one: one.cost.seconds):
-        key = one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
-        best = min(each.cost.seconds for each in found)
-        for runs in stage_variants(one.run) if key not in groups else ():
-            tried = [with_memory(_simulated(replace(one, run=run), cluster, work), cluster, work) for run in runs
-                     if is_worth_limits(run, _WORTH * best)]
-            faster = [other for other in tried if other.fits and other.cost.seconds < one.cost.seconds]
-            if tried and not faster:
-                break
-            other = min(faster, key=lambda other: other.cost.seconds, default=one)
-            if other.cost.seconds < _WORTH * best:
-                found.append(other)
-                best = other.cost.seconds
-        groups.add(key)
-    return found
+        fastest.setdefault(_group(one), one)
+    for one in fastest.values():
+        for run in stage_variants(one.run):
+            stages = work.stages(run)
+            seconds = run_cost(run, cluster, stages, exact=False, limits=unlimited(run)).seconds
+            if seconds < best and are_searched(run.placement):
+                seconds = run_cost(run, cluster, stages, limits=ample(run)).seconds / _AMPLE
+            waiting.append((seconds, len(waiting), replace(one, run=run)))
+    for seconds, _, one in sorted(waiting):
+        if seconds >= _WORTH * best:
+            break
+        other = with_memory(_simulated(one, cluster, work), cluster, work)
+        if other.fits and other.cost.seconds < _WORTH * best:
+            faster[_group(one)] = other
+            best = other.cost.seconds
+    return [*fitting, *faster.values()]
+
+
+def _group(one: Candidate) -> object:
+    return one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
 
 
 def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
