@@ -15,9 +15,9 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes, segment_bytes
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
-    MAX_SIMULATED_STAGES,
     UNKNOWN,
     StageLoad,
+    are_searched,
     computed_limits,
     predicted,
     simulated_microbatches,
@@ -122,7 +122,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
                    conditions: Conditions = UNKNOWN) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
-    if memory is None or not policy.defers or not 1 < run.mesh.pipeline_size <= MAX_SIMULATED_STAGES:
+    if memory is None or not policy.defers or run.mesh.pipeline_size == 1 or not are_searched(run.placement):
         return ()
     loads, found = _loads_of(run, stages, segments), list[MemoryChoice]()
     for value in (memory, *_MEMORIES):
@@ -197,7 +197,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
     if (memory is None or not defers_by_limits(run) or pipeline.deferred is not None or run.memory_report
-            or run.mesh.pipeline_size > MAX_SIMULATED_STAGES):
+            or not are_searched(run.placement)):
         return None
     loads = _loads_of(run, stages, segments)
     timed: list[StageLoad] = []

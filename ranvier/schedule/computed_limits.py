@@ -34,8 +34,11 @@ from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
-MAX_SIMULATED_STAGES = 16
+MAX_SIMULATED_STAGES = 64
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
+_MAX_FINE_STAGES = 16
+"""With so many stages, or twice as many where each rank has several, all numbers in flight are tried; with more, one of
+them, and all that the memory holds."""
 UNKNOWN = Conditions()
 _DRAWS = 2
 """Simulations with times of their own, whose mean counts."""
@@ -109,8 +112,8 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 
 
 def are_searched(placement: StagePlacement) -> bool:
-    """Whether the limits of so many stages are found by simulations, many of them."""
-    return placement.num_stages <= MAX_SIMULATED_STAGES * min(2, placement.per_rank)
+    """Whether the limits of so many stages are found by simulations."""
+    return placement.num_stages <= MAX_SIMULATED_STAGES
 
 
 def _where_it_pays(rule: Limits, case: _Case) -> Limits:
@@ -330,11 +333,14 @@ def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
     """Limits within the budget, for each number in flight; those in which only last products wait with the fastest."""
     pipe, cap = case.placement.num_ranks, budget * case.bytes_under_1f1b()
-    flights = range(pipe, 2 * pipe + 1, max(1, pipe // 4)) if given is None else [given]
+    several = min(2, case.placement.per_rank)
+    is_fine = case.placement.num_stages <= several * _MAX_FINE_STAGES
+    flights = [given] if given is not None else range(
+        pipe, 2 * pipe + 1, max(1, pipe // 4)) if is_fine else [several * pipe]
     has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
     found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.waits(2 * pipe)
     for in_flight in flights:
-        for max_stored in _rooms(case, in_flight, cap) if has_room else [None]:
+        for max_stored in _rooms(case, in_flight, cap)[:None if is_fine else 1] if has_room else [None]:
             if max_stored is not None:
                 waits, last_waits = case.waits(max_stored)
             for waiting, last in waits:

@@ -200,7 +200,7 @@ def test_a_price_of_deferral_decides_how_many_wait():
     assert found(4, 0.0, 0.3).last in (4, 6, 8)
     assert found(4, 0.9, 0.9).deferred == (0,) * 4
     assert found(MAX_SIMULATED_STAGES + 1, 0.2, 0.2) == rule_limits([True] * (MAX_SIMULATED_STAGES + 1))
-    assert not any(found(MAX_SIMULATED_STAGES + 1, 0.5, 0.5).deferred)
+    assert not any(found(MAX_SIMULATED_STAGES + 1, 2.0, 2.0).deferred)
 
 
 def test_the_choice_is_about_the_microbatches_of_a_batch():
@@ -232,14 +232,27 @@ def test_products_that_take_longer_later_wait_at_the_end_only():
     assert computed_limits([load(factor=1.1)] * 8, MessageDriven(), memory=1.5, num_microbatches=8).last is None
 
 
+@pytest.mark.parametrize(("placement", "gain"), [
+    (StagePlacement(num_ranks=16, per_rank=4, how="interleaved"), 0.10),
+    (StagePlacement(num_ranks=20), 0.02)], ids=str)
+def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
+    """Interleaved 1F1B, and the rule for one stage on each rank, wait for longer."""
+    stages, policy = [load()] * placement.num_stages, MessageDriven()
+    chosen = computed_limits(stages, policy, memory=1.1, placement=placement, num_microbatches=32)
+    usual = Limits(in_flight=32, deferred=(0,) * 16, alternating=True) if placement.per_rank > 1 else rule_limits(
+        [True] * 20)
+    found, other = (predicted(stages, policy, limits, placement, 32) for limits in (chosen, usual))
+    assert found.memory <= 1.1 and found.step < (1 - gain) * other.step
+
+
 def test_where_the_rule_holds():
     stages = [load(), load(1.5)]
     for policy in (OneForwardOneBackward(), GPipe()):
         assert computed_limits(stages, policy, memory=2.0) == rule_limits([True] * 2)
     deep = [load()] * (MAX_SIMULATED_STAGES + 1)
     assert computed_limits(deep, MessageDriven(), memory=2.0) == rule_limits([True] * len(deep))
-    head = replace(deep[0], operands=3.0)  # a third of what is left beside 10 and one of 0.5 in 1F1B's 18.5
-    assert computed_limits([*deep[1:], head], MessageDriven(), memory=1.0).deferred[-1] == 2
+    head = replace(deep[0], operands=3.0)  # a third of what is left beside 10 and one of 0.5 in 1F1B's 42.5
+    assert computed_limits([*deep[1:], head], MessageDriven(), memory=1.0).deferred[-1] == 10
     assert computed_limits([load()], MessageDriven(), memory=2.0) == rule_limits([True])
     assert computed_limits([load(trains=False)] * 2, MessageDriven(), memory=2.0) == rule_limits([False] * 2)
     assert computed_limits(stages, MessageDriven(), memory=2.0, in_flight=7).in_flight == 7

@@ -310,7 +310,7 @@ def test_the_command_plans_and_writes_a_run_that_can_be(capsys, tmp_path):
     assert code == 0, err
     assert "gpt-tiny on 4 of the 8 devices of Laptop" in out and "takes" in out
     assert "pipeline.memory" not in out, "the best mesh has one stage"
-    assert re.search(r"MFU  a device  device\n1 ", out)
+    assert re.search(r"MFU .*\n1 ", out)
     run = read.merge([read.load(str(tmp_path / "best.toml"))[1]]).run
     assert run.mesh.size == 4 and not check.check(run, 4).problems
     assert f"ranvier check {tmp_path / 'best.toml'} --cluster laptop" in out
