@@ -88,20 +88,19 @@ class TwoRoundWork:
     """A `protocol.Work` whose second round starts in `wait`, so that all members start it in the same order."""
 
     def __init__(self, first: Work, second: Callable[[], Work], finish: Callable[[], None]) -> None:
-        self._first, self._second, self._finish, self._finished = first, second, finish, False
+        self._first, self._second, self._finish = first, second, finish
+        self._rest: Work | None = None
 
     def done(self) -> bool:
-        """Whether both rounds have finished; progresses the first, and never starts the second."""
-        self._first.done()
-        return self._finished
+        """Whether both rounds have finished; progresses the one under way, and never starts the second."""
+        return self._first.done() and self._rest is not None and self._rest.done()
 
     def wait(self) -> None:
         """Wait for the first round, run the second, then `finish`."""
-        if not self._finished:
+        if self._rest is None:
             self._first.wait()
-            self._second().wait()
-            self._finish()
-            self._finished = True
+            self._rest = ChainedWork(self._second(), self._finish)
+        self._rest.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ Only code that divides by the weight waits for these sums, which run asynchronou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import ChainedWork
+from ranvier.comm.collectives import ChainedWork, CompletedWork, TwoRoundWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
 from ranvier.pipeline.left_values import SameLeft
@@ -19,30 +19,6 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_on_ranks import SAME_TARGETS, SameRates, SameTargets
 from ranvier.pipeline.ties import TiedParameters
 from ranvier.system.pinned_memory import HostCopy
-
-
-class _BegunWhenAsked:
-    """A `protocol.Work` that begins when somebody waits for it, so at the same place of the program on every rank.
-
-    copies: numbers of a CUDA device, and where on the host they belong; they are on their way meanwhile.
-    """
-
-    def __init__(self, copies: Iterable[tuple[Tensor, Tensor]], begin: Callable[[], Work]) -> None:
-        self._copies = [(HostCopy(source), target) for source, target in copies]
-        self._begin = begin
-        self._work: Work | None = None
-
-    def done(self) -> bool:
-        """Whether the work has begun and finished."""
-        return self._work is not None and self._work.done()
-
-    def wait(self) -> None:
-        """Wait for the numbers, and for the work."""
-        if self._work is None:
-            for copy, target in self._copies:
-                target.copy_(copy.read())
-            self._work = self._begin()
-        self._work.wait()
 
 
 def calls_differ(what: str) -> ModelError:
@@ -158,9 +134,15 @@ class BatchStatistics:
             else:
                 target.copy_(source)
         if waits:
-            self.work = _BegunWhenAsked(late, lambda: ChainedWork(self._ranks.all_reduce(sums), add_earlier))
+            copies = [(HostCopy(source), target) for source, target in late]
+
+            def begin() -> Work:
+                for copy, target in copies:
+                    target.copy_(copy.read())
+                return ranks.all_reduce(sums)
+            self.work = TwoRoundWork(CompletedWork(), begin, add_earlier)  # begun where the program waits for it
             return
-        self.work = ChainedWork(self._ranks.all_reduce(sums), add_earlier)
+        self.work = ChainedWork(ranks.all_reduce(sums), add_earlier)
 
     def weight(self) -> float:
         """The weight of the global batch; waits for it."""

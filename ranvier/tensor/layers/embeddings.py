@@ -73,14 +73,14 @@ class _FeatureEmbedding(Layer, nn.Embedding):
         """Columns divide the features, where they are sharded."""
         return hidden_constraint(mesh, self.embedding_dim)
 
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """A `SplitFeatureEmbedding`."""
+        return SplitFeatureEmbedding(self, mesh)
+
 
 class PositionEmbedding(_FeatureEmbedding):
     """Learned positions: a length S to the embedding [S, H] of the first S positions, or positions_BS int64, where they
     restart within a sequence, to x_BSH."""
-
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """A `SplitPositionEmbedding`."""
-        return SplitPositionEmbedding(self, mesh)
 
     def forward(self, positions: int | Tensor) -> Tensor:
         """[length, H] of a length, [B, S, H] of positions_BS."""
@@ -89,10 +89,6 @@ class PositionEmbedding(_FeatureEmbedding):
 
 class TokenTypeEmbedding(_FeatureEmbedding):
     """An embedding of few kinds, such as which segment a token belongs to (BERT): types_BS int64 to x_BSH."""
-
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """A `SplitTokenTypeEmbedding`."""
-        return SplitTokenTypeEmbedding(self, mesh)
 
 
 class BiasTable(Layer, nn.Embedding):
@@ -334,23 +330,15 @@ class _SumEmbedding(Function):
         return _table_gradient(whole, ids.flatten(), *ctx.places).to(dx.dtype), None, None, None
 
 
-class SplitPositionEmbedding(SplitLayer):
-    """Position embeddings of this rank's part of the residual stream."""
+class SplitFeatureEmbedding(SplitLayer):
+    """Embeddings of positions or token types in this rank's part of the residual stream."""
 
-    def forward(self, positions: int | Tensor) -> Tensor:
-        """A whole sequence's length to [tokens here, features here]; positions_BS of whole sequences to this rank's
-        part of x_BSH."""
-        if isinstance(positions, int):
-            return self.weight[own_tokens(self.mesh, positions)]
-        return functional.embedding(positions[:, own_tokens(self.mesh, positions.shape[1])], self.weight)
-
-
-class SplitTokenTypeEmbedding(SplitLayer):
-    """Token-type embeddings of this rank's part of the residual stream."""
-
-    def forward(self, types: Tensor) -> Tensor:
-        """types_BS of whole sequences to this rank's part of x_BSH."""
-        return functional.embedding(types[:, own_tokens(self.mesh, types.shape[1])], self.weight)
+    def forward(self, indices: int | Tensor) -> Tensor:
+        """A whole sequence's length to [tokens here, features here]; indices_BS of whole sequences to this rank's part
+        of x_BSH."""
+        if isinstance(indices, int):
+            return self.weight[own_tokens(self.mesh, indices)]
+        return functional.embedding(indices[:, own_tokens(self.mesh, indices.shape[1])], self.weight)
 
 
 class SplitPatchEmbedding(SplitLayer):
