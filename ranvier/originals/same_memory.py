@@ -15,13 +15,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from itertools import chain, compress, tee
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 
 _IS_ENGINES = "ranvier_flat_parameters"
+_Key = TypeVar("_Key")
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -44,6 +45,23 @@ def overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether both, of one storage, lie over the same memory, or one between the elements of the other."""
     (start, stop), (first, last) = extent(one), extent(other)
     return start < last and first < stop
+
+
+class ByMemory(Generic[_Key]):
+    """Tensors by their memory. keyed: a key of each, which need not differ. Those without a storage are left out."""
+
+    def __init__(self, keyed: Iterable[tuple[_Key, Tensor]]) -> None:
+        self._of_storage: dict[int, list[tuple[_Key, Tensor]]] = {}
+        for key, one in keyed:
+            self._of_storage.setdefault(storage_of(one), []).append((key, one))
+        self._of_storage.pop(0, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._of_storage)
+
+    def over(self, tensor: Tensor) -> list[_Key]:
+        """The keys of those that lie over the same memory as a tensor."""
+        return [key for key, one in self._of_storage.get(storage_of(tensor), ()) if overlaps(tensor, one)]
 
 
 def mark_as_engines(tensor: Tensor) -> None:

@@ -9,40 +9,26 @@ nothing, a block that changes such a tensor in place is refused, wherever the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
+from ranvier.originals.same_memory import overlaps
 
 
 def sharing(state: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors whose memory, from the first to the last element, overlaps that of another."""
     if len(state) < 2:
         return []
-    places = {name: _Place.of(tensor) for name, tensor in state.items() if tensor.layout is torch.strided}
-    return [name for name, one in places.items()
-            if any(one.overlaps(two) for other, two in places.items() if other != name)]
+    tensors = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
+    return [name for name, one in tensors.items()
+            if any(_share(one, two) for other, two in tensors.items() if other != name)]
 
 
-class _Place(NamedTuple):
-    """The bytes of a storage between which a tensor lies."""
-
-    storage: int
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
-        steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start, size = int(tensor.storage_offset()), tensor.element_size()
-        return cls(tensor.untyped_storage()._cdata, start * size,
-                   (start + 1 + int(steps)) * size if tensor.numel() else start * size)
-
-    def overlaps(self, other: _Place) -> bool:
-        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and overlaps(one, other)
 
 
 class SharedMemory:
@@ -60,9 +46,8 @@ class SharedMemory:
         """Names of the tensors of what leaves a stage that share memory, or have shared it before an earlier stage."""
         if not self._watched:
             return sharing(state)
-        watched = [_Place.of(tensor) for _, tensor, _ in self._watched]
         return sorted({*sharing(state), *(name for name, tensor in state.items()
-                                          if any(map(_Place.of(tensor).overlaps, watched)))})
+                                          if any(_share(tensor, one) for _, one, _ in self._watched))})
 
     def check(self) -> None:
         """ModelError where one has been changed; those watched so far are let go."""

@@ -12,7 +12,7 @@ the operations show: forwards and backwards of stages that may reach such parame
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,14 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
-from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.originals.same_memory import ByMemory, storage_of
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
 """Operations that take a tensor's form alone."""
-_Named = dict[int, list[tuple[str, nn.Parameter]]]
-"""Names and parameters by their storage, of which views and memory-mapped files have several in one."""
 
 
 class OthersParameters(TorchDispatchMode):
@@ -44,15 +42,15 @@ class OthersParameters(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.code = code
         self._elsewhere, self._names_in_whole, self._here = elsewhere, names_in_whole, here
-        self._read: _Named = {}
-        self._written: _Named = {}
+        self._read = self._written = ByMemory[str](())
+        """Names of parameters."""
         self._before: list[tuple[str, nn.Parameter, tuple[int, bool]]] = []
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere.others if (one := held()) is not None]
         self._before = [(name, one, _form(one)) for name, one in (*elsewhere, *self._here.items())]
-        self._written = _by_storage((*elsewhere, *self._here.items()))
-        self._read = _by_storage(one for one in elsewhere if self._elsewhere.may_be_old and one[1].requires_grad)
+        self._written = ByMemory((*elsewhere, *self._here.items()))
+        self._read = ByMemory(one for one in elsewhere if self._elsewhere.may_be_old and one[1].requires_grad)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -81,22 +79,13 @@ class OthersParameters(TorchDispatchMode):
                                        if one.alias_info is not None and one.alias_info.is_write])
         return func(*args, **kwargs)
 
-    def _look(self, named: _Named, values: object) -> None:
-        for one in tree_leaves(values) if named else ():
-            for name, parameter in named.get(storage_of(one), ()) if isinstance(one, Tensor) else ():
-                if overlaps(one, parameter):
-                    raise self._error(name)
+    def _look(self, parameters: ByMemory[str], values: object) -> None:
+        for one in tree_leaves(values) if parameters else ():
+            for name in parameters.over(one) if isinstance(one, Tensor) else ():
+                raise self._error(name)
 
     def _error(self, name: str) -> ModelError:
         return used_from_outside(self._names_in_whole.get(name, (name,))[0])
-
-
-def _by_storage(named: Iterable[tuple[str, nn.Parameter]]) -> _Named:
-    found: _Named = {}
-    for name, one in named:
-        found.setdefault(storage_of(one), []).append((name, one))
-    found.pop(0, None)
-    return found
 
 
 def _form(parameter: nn.Parameter) -> tuple[int, bool]:

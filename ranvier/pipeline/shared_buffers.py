@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ConfigError, ModelError
-from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.originals.same_memory import ByMemory
 from ranvier.precision import wide
 
 BufferSync = Literal["broadcast", "average", "local"]
@@ -38,13 +38,10 @@ class SharedBuffers:
                               remedy="Leave it out for broadcast, which is what DistributedDataParallel does.")
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
-        parameters: dict[int, list[nn.Parameter]] = {}
-        for one in (one for _, _, module in blocks for one in module.parameters()):
-            parameters.setdefault(storage_of(one), []).append(one)
-        parameters.pop(0, None)
+        parameters = ByMemory((None, one) for _, _, module in blocks for one in module.parameters())
         self._values_of_parameters = {
             f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
-            if any(overlaps(buffer, one) for one in parameters.get(storage_of(buffer), ()))}
+            if parameters.over(buffer)}
         """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
         self._shapes = {name: buffer.shape for name, buffer in self._named().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.originals.same_memory import ByMemory
 from ranvier.plan.reached_objects import reached_from
 from ranvier.plan.shared_buffers import shared_buffer_error
 
@@ -89,9 +89,8 @@ class StageCopies:
 def _has_views(block: str, module: nn.Module) -> bool:
     """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
     tensors = [*module.buffers(), *(one.value for one in reached_from(block, module) if isinstance(one.value, Tensor))]
-    return any(storage and storage_of(one) == storage and overlaps(one, parameter)
-               for parameter in module.parameters() if parameter.requires_grad
-               for storage in (storage_of(parameter),) for one in tensors)
+    trained = ByMemory((None, one) for one in module.parameters() if one.requires_grad)
+    return any(map(trained.over, tensors))
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.originals.same_memory import ByMemory
 from ranvier.plan.code_uses import Key
 from ranvier.plan.object_contents import entries_of, is_whole
 from ranvier.plan.reached_objects import CodeReach, PlaceName, Reached
@@ -84,22 +84,21 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
     """The blocks, and "loss", whose code reaches parameters that blocks of other stages have, and those of its own do
     not, their layers, or tensors over their memory. The others are as in `code_of_stages`."""
     holders: dict[int, set[int]] = {}
-    over: dict[int, dict[nn.Parameter, set[int]]] = {}
+    parameters: dict[nn.Parameter, set[int]] = {}
     for name, module in modules.items():
         for part in module.modules():
             own = [one for one in part._parameters.values() if one is not None]
             for one in (*own, part) if own else ():
                 holders.setdefault(id(one), set()).add(stages[name])
             for one in own:
-                over.setdefault(storage_of(one), {}).setdefault(one, set()).add(stages[name])
-    over.pop(0, None)
+                parameters.setdefault(one, set()).add(stages[name])
+    memory = ByMemory((here, one) for one, here in parameters.items())
 
     def reaches_others(stage: int, reach: CodeReach, roots: Iterable[object]) -> bool:
         tensors = [one.value for one in reach.found.values() if isinstance(one.value, Tensor)]
         tensors += [one for root in roots if isinstance(root, nn.Module) for one in root.buffers()]
         return any(stage not in here and reach.has(identity) for identity, here in holders.items()) or any(
-            stage not in here and overlaps(one, parameter) for one in tensors
-            for parameter, here in over.get(storage_of(one), {}).items())
+            stage not in here for one in tensors for here in memory.over(one))
 
     found = set[str]()
     for stage, whole in reaches.items():

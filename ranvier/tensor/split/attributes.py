@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
-from ranvier.originals.same_memory import overlaps, storage_of
+from ranvier.originals.same_memory import ByMemory
 from ranvier.tensor.splittable import Splittable
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
@@ -55,16 +55,11 @@ class _Parameters:
 
     def __init__(self, whole: nn.Module) -> None:
         self._found = {id(one) for one in whole.parameters()}
-        self._trained: dict[int, list[nn.Parameter]] = {}
-        """By storage."""
-        for one in whole.parameters():
-            if one.requires_grad and (storage := storage_of(one)):
-                self._trained.setdefault(storage, []).append(one)
+        self._trained = ByMemory((None, one) for one in whole.parameters() if one.requires_grad)
 
     def have(self, value: Tensor) -> bool:
         """Whether it is one of them, or has values of one that trains in its memory."""
-        return id(value) in self._found or any(
-            overlaps(value, one) for one in self._trained.get(storage_of(value), ()))
+        return id(value) in self._found or bool(self._trained.over(value))
 
 
 class _Rebinding:
