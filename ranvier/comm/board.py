@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +22,7 @@ from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore
 from ranvier.errors import MessageTimeout
 from ranvier.mesh import Mesh
+from ranvier.system.background import fulfil, in_background
 from ranvier.system.compilation import COMPILATIONS
 
 HEARTBEAT_KEY = "ranvier/beat/"
@@ -61,23 +63,15 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
     The call therefore runs on a daemon thread, which is abandoned when the time is over. Handlers of atexit start
     `EXIT_THREAD` when they are registered.
     """
-    results: list[_Result] = []
-    done = threading.Event()
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except Exception:  # the process that hosts the store has exited
-            return
-        finally:
-            done.set()
-
     try:
-        threading.Thread(target=call, name="ranvier-store", daemon=True).start()
+        future = in_background(function, "ranvier-store")
     except RuntimeError:  # the interpreter shuts down
-        EXIT_THREAD.calls.put(call)
-    done.wait(_STORE_SECONDS if seconds is None else seconds)
-    return results[0] if results else None
+        future = Future()
+        EXIT_THREAD.calls.put(partial(fulfil, future, function))
+    try:
+        return future.result(_STORE_SECONDS if seconds is None else seconds)
+    except Exception:  # the process that hosts the store has exited, or it is late
+        return None
 
 
 def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
@@ -25,6 +24,7 @@ from ranvier.comm.protocol import Transport
 from ranvier.comm.signed_store import clone_store
 from ranvier.comm.torch_group import TorchGroup, WaitRegistry, error_cause
 from ranvier.errors import LaunchError, TransportError
+from ranvier.system.background import in_background
 
 _CLOSE_SECONDS = 10.0
 _ABORT_SECONDS = 2.0
@@ -154,9 +154,7 @@ class TorchBackend:
                     with suppress(RuntimeError, AttributeError):  # a communicator that is broken already
                         process_group._get_backend(self._device).abort()
 
-        thread = threading.Thread(target=abort, name="ranvier-abort", daemon=True)  # NCCL may itself wait for a peer
-        thread.start()
-        thread.join(_ABORT_SECONDS)
+        wait((in_background(abort, "ranvier-abort"),), _ABORT_SECONDS)  # NCCL may itself wait for a peer
 
     def close(self) -> None:
         """See `protocol.Backend`. Waits at most 10 seconds for the peers to close their edges."""
@@ -229,23 +227,11 @@ class _TorchSubset(TorchBackend):
     def _unless_severed(self, purpose: str, build: Callable[[], ProcessGroup]) -> ProcessGroup:
         """`build()`, on a thread of its own, which is left behind once ranks are lost: inside Gloo nothing wakes a rank
         that waits for one to connect which has died."""
-        built: queue.SimpleQueue[ProcessGroup | BaseException] = queue.SimpleQueue()
-
-        def work() -> None:
-            try:
-                built.put(build())
-            except BaseException as error:
-                built.put(error)
-
-        threading.Thread(target=work, name="ranvier-connect", daemon=True).start()
-        while True:
-            with suppress(queue.Empty):
-                found = built.get(timeout=_SEVERED_SECONDS)
-                if isinstance(found, BaseException):
-                    raise found
-                return found
+        built = in_background(build, "ranvier-connect")
+        while not wait((built,), _SEVERED_SECONDS).done:
             if self.sockets.severed:
                 raise self._no_answer(purpose, RuntimeError("ranks are lost"))
+        return built.result()
 
     def _build(self, purpose: str, store: Store, members: Sequence[int], timeout: timedelta, kinds: str
                ) -> ProcessGroup:

@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ from ranvier.launch.failure_watch import FailureWatch
 from ranvier.launch.launchers import Started
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes_by_variable
 from ranvier.system import parent_death
+from ranvier.system.background import in_background
 from ranvier.system.processes import Process, ancestors_with
 from ranvier.world import World
 
@@ -192,9 +194,7 @@ def exit_now(text: str) -> NoReturn:
         with suppress(OSError, ValueError):
             os.write(2, f"ranvier: {text}\n".encode())
 
-    writer = threading.Thread(target=write, daemon=True)  # a full pipe that nobody reads would block forever
-    writer.start()
-    writer.join(1.0)
+    wait((in_background(write, "ranvier-exit"),), 1.0)  # a full pipe that nobody reads would block forever
     os._exit(1)
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import socket
 import sys
-import threading
 import time
 from collections.abc import Collection
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import TCPStore
+
+from ranvier.system.background import in_background
 
 LOOPBACK = "127.0.0.1"
 _GRACE_SECONDS = 1.0
@@ -70,20 +73,8 @@ def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = Fal
                 print(f"ranvier: waits for rank 0's store at {host}:{port}: {error}", file=sys.stderr, flush=True)
                 tells = False
         time.sleep(_POLL_SECONDS)
-    found: list[TCPStore | Exception] = []
-    done = threading.Event()
-
-    def call() -> None:
-        try:
-            found.append(TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False))
-        except Exception as error:  # raised again where it is awaited
-            found.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=call, name="ranvier-connect", daemon=True).start()
-    if not done.wait(timeout.total_seconds() + _GRACE_SECONDS):
+    made = in_background(partial(TCPStore, host, port, is_master=False, timeout=timeout, wait_for_workers=False),
+                         "ranvier-connect")
+    if wait_for((made,), timeout.total_seconds() + _GRACE_SECONDS).not_done:
         raise TimeoutError(f"it accepts connections and does not answer as a store for {timeout.total_seconds():g} s")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    return made.result()

@@ -1,0 +1,26 @@
+"""Calls on threads of their own, for what may wait where nothing wakes it: the caller stops waiting for it, and leaves
+the thread behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
+    """Give `future` what `function()` returns or raises."""
+    try:
+        future.set_result(function())
+    except BaseException as error:  # raised again where it is awaited
+        future.set_exception(error)
+
+
+def in_background(function: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Call `function` on a daemon thread of this name. RuntimeError while the interpreter shuts down."""
+    future: Future[_Result] = Future()
+    threading.Thread(target=fulfil, args=(future, function), name=name, daemon=True).start()
+    return future
