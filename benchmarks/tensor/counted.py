@@ -32,19 +32,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.memory.program import table
 from benchmarks.record import results_file, write_results
-from benchmarks.tensor.paper_volumes import paper_elements
+from benchmarks.tensor.paper_volumes import PRODUCTS, layer_volume, paper_elements, product_volumes
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.run import TensorParallel as Settings
 from ranvier.config.run import Transformer
-from ranvier.cost.volume import (
-    PRODUCTS,
-    Bytes,
-    Scheme,
-    Volume,
-    embedding_volume,
-    head_volume,
-    layer_volume,
-)
+from ranvier.cost.volume import Bytes, Scheme, Volume, embedding_volume, head_volume
 from ranvier.models.gpt import MLP, Attention, Embedding, Head
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
@@ -217,8 +209,9 @@ def formulas(scheme: Scheme, row: int, col: int, sizes: Sizes, *, checkpointed: 
     """The closed formula of every part. Summa has nothing that could be kept."""
     again: Literal["again", "kept"] = "again" if scheme == "summa" else "kept"
     shape = dict(row=row, col=col, **sizes.volume)
-    layer = layer_volume(scheme, **shape, recompute=again if checkpointed else "none")
-    return {**layer.products, "layer": Volume(forward=layer.forward, backward=layer.backward),
+    recompute = again if checkpointed else "none"
+    return {**product_volumes(scheme, **shape, recompute=recompute),
+            "layer": layer_volume(scheme, **shape, recompute=recompute),
             "embedding": embedding_volume(scheme, vocab=sizes.vocab, **shape),
             "head": head_volume(scheme, vocab=sizes.vocab, **shape)}
 

@@ -4,9 +4,23 @@ activations of Korthikanti et al., 2022."""
 from __future__ import annotations
 
 from math import log2, sqrt
-from typing import Literal
+from typing import Any, Literal
 
-from ranvier.cost.volume import Scheme
+from ranvier.cost.volume import Scheme, Volume, block_volume, transformer_layer
+
+PRODUCTS = {"qkv": (1, 3), "projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
+"""The products of a transformer layer: widths of what goes in and comes out, in multiples of h."""
+
+
+def layer_volume(scheme: Scheme, *, hidden: int, **sizes: Any) -> Volume:
+    """Volume of one transformer layer and microbatch. sizes: as for `block_volume`."""
+    return block_volume(transformer_layer(hidden), scheme, hidden=hidden, **sizes)
+
+
+def product_volumes(scheme: Scheme, *, hidden: int, **sizes: Any) -> dict[str, Volume]:
+    """Each product's own."""
+    return {name: block_volume([layer], scheme, hidden=hidden, **sizes)
+            for name, layer in zip(PRODUCTS, transformer_layer(hidden), strict=True)}
 
 
 def paper_elements(scheme: Literal["summa", "megatron"], *, ranks: int, batch: int, sequence: int, hidden: int

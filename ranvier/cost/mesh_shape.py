@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import isqrt
 
-from ranvier.cost.volume import Recompute, Scheme, layer_volume
+from ranvier.cost.volume import Recompute, Scheme, block_volume, transformer_layer
 from ranvier.errors import ConfigError
 
 
@@ -29,9 +29,9 @@ def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int
         nearest = min((row * col for row, col in legal), key=lambda size: (abs(size - ranks), size))
         raise ConfigError(_fault(ranks, batch, sequence, hidden, heads, scheme), code="no-tensor-mesh",
                           where="tensor mesh", value=f"{ranks} ranks", remedy=f"Use {nearest} ranks per stage.")
-    return min(shapes, key=lambda shape: (layer_volume(
-        scheme, row=shape[0], col=shape[1], batch=batch, sequence=sequence, hidden=hidden, itemsize=1,
-        recompute=recompute).total, shape))
+    return min(shapes, key=lambda shape: (block_volume(
+        transformer_layer(hidden), scheme, row=shape[0], col=shape[1], batch=batch, sequence=sequence, hidden=hidden,
+        itemsize=1, recompute=recompute).total, shape))
 
 
 def divisors(number: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.placement import best_tile, bytes_between_nodes
-from ranvier.cost.volume import SplitLayer, layer_trips, layer_volume, volume_scheme
+from ranvier.cost.volume import block_volume, layer_trips, transformer_layer, volume_scheme
 from ranvier.precision import DTYPES, sum_dtype
 
 
@@ -42,10 +42,6 @@ class TensorMeshFacts:
                 f"{self.node_bytes / 2**20:,.2f} MiB a layer and microbatch enter{other}")
 
 
-_LAYER = (SplitLayer("output", 1, 3), SplitLayer("input", 1, 1), SplitLayer("output", 1, 4),
-          SplitLayer("input", 4, 1, ends_layer=True))
-
-
 def first_panels(run: ResolvedRun) -> int | None:
     """Bytes of a layer that travel while no product is computed (`layer_trips`). None for SUMMA, whose broadcasts
     depend on the rank."""
@@ -56,7 +52,7 @@ def first_panels(run: ResolvedRun) -> int | None:
         layer, scheme, row=mesh.row, col=mesh.col, itemsize=DTYPES[run.precision].itemsize,
         elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
         panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))
-        for layer in _LAYER]
+        for layer in transformer_layer(1)]
     return round(sum(each.alone for each in trips))
 
 
@@ -71,9 +67,9 @@ def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMes
     if mesh.stage_size == 1:
         return None
     try:
-        volume = layer_volume(volume_scheme(run.tensor), row=mesh.row, col=mesh.col, batch=run.batch.microbatch_size,
-                              sequence=model.sequence, hidden=model.hidden, itemsize=DTYPES[run.precision].itemsize,
-                              sum_itemsize=_sum_itemsize(run))
+        volume = block_volume(transformer_layer(model.hidden), volume_scheme(run.tensor), row=mesh.row, col=mesh.col,
+                              batch=run.batch.microbatch_size, sequence=model.sequence, hidden=model.hidden,
+                              itemsize=DTYPES[run.precision].itemsize, sum_itemsize=_sum_itemsize(run))
     except ValueError:
         return None
     facts = TensorMeshFacts(row=mesh.row, col=mesh.col, scheme=volume_scheme(run.tensor),

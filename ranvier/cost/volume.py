@@ -23,9 +23,9 @@ megatron Shoeybi et al., 2019, megatron-sequence and the activation bytes Korthi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ranvier.config.run import TensorParallel
 from ranvier.layout.panels import panels_on_gpu
@@ -34,9 +34,6 @@ Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "mega
 Recompute = Literal["none", "kept", "again"]
 """Recomputation within a layer: none; with the gathered operands kept for the backward; or with the backward gathering
 them again. Without recomputation, too, the backward gathers again."""
-Product = Literal["qkv", "projection", "fc1", "fc2"]
-PRODUCTS: Mapping[Product, tuple[int, int]] = {"qkv": (1, 3), "projection": (1, 1), "fc1": (1, 4), "fc2": (4, 1)}
-"""Widths of what goes in and comes out, in multiples of h."""
 
 
 def volume_scheme(tensor: TensorParallel) -> Scheme:
@@ -59,6 +56,12 @@ class SplitLayer:
     inputs: int
     outputs: int
     ends_layer: bool = False
+
+
+def transformer_layer(hidden: int) -> tuple[SplitLayer, ...]:
+    """The products of a transformer layer of this width: qkv, projection, fc1, fc2."""
+    return (SplitLayer("output", hidden, 3 * hidden), SplitLayer("input", hidden, hidden),
+            SplitLayer("output", hidden, 4 * hidden), SplitLayer("input", 4 * hidden, hidden, ends_layer=True))
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,6 @@ class Volume:
     def total(self) -> float:
         """Bytes of both."""
         return self.forward.total + self.backward.total
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerVolume(Volume):
-    """A transformer layer's, and each product's own."""
-
-    products: Mapping[Product, Volume]
 
 
 class _Way(NamedTuple):
@@ -163,25 +159,6 @@ def _units(scheme: Scheme, row: int, col: int, batch: int, sequence: int, hidden
                   widened_w=1.0 if sum_itemsize is None else max(itemsize, _GRADIENT_ITEMSIZE) / itemsize)
 
 
-def layer_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int, hidden: int, itemsize: int,
-                 sum_itemsize: int | None = None, recompute: Recompute = "none", last: bool = True) -> LayerVolume:
-    """Volume of one transformer layer and microbatch.
-
-    Args:
-        batch: sequences of the microbatch.
-        itemsize: bytes of an element. sum_itemsize: of one of the activations that are summed; sums of weight gradients
-            then travel in fp32 at least. None counts all elements alike.
-        last: the layer is the last of its recomputed segment, so the output of fc2 is not computed again. Optimus and
-            Megatron as published recompute it: again, with last=False.
-    """
-    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
-    products: dict[Product, Volume] = {
-        name: _product_volume(units, _WAYS[scheme][name in ("projection", "fc2")](*widths),
-                              "none" if last and name == "fc2" else recompute) for name, widths in PRODUCTS.items()}
-    return LayerVolume(products=products, forward=sum((each.forward for each in products.values()), Bytes()),
-                       backward=sum((each.backward for each in products.values()), Bytes()))
-
-
 def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
     gathers, sums = units.bytes(way.gathers), units.summed(way.sums)
     backward = units.bytes(way.gradients) + units.summed(way.gradient_sums)
@@ -193,21 +170,26 @@ def _product_volume(units: _Units, way: _Way, recompute: Recompute) -> Volume:
 
 
 def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col: int, batch: int, sequence: int,
-                 hidden: int, itemsize: int, sum_itemsize: int, recompute: Recompute, last: bool,
-                 weights_kept_for: int | None = None, gradient_itemsize: int | None = None) -> Volume:
+                 hidden: int, itemsize: int, sum_itemsize: int | None = None, recompute: Recompute = "none",
+                 last: bool = True, weights_kept_for: int | None = None, gradient_itemsize: int | None = None
+                 ) -> Volume:
     """Volume of a block with these layers, for one microbatch; other layers receive little, which is left out.
 
     Args:
+        batch: sequences of the microbatch.
         hidden: the unit in which features are counted, which does not matter to the result but for rounding.
-        last: as for `layer_volume`, of the product that ends a layer.
+        itemsize: bytes of an element. sum_itemsize: of one of the activations that are summed; sums of weight gradients
+            then travel in fp32 at least. None counts all elements alike.
+        last: the product that ends a layer is the last of its recomputed segment, so it is not computed again. Optimus
+            and Megatron as published recompute it: again, with last=False.
         weights_kept_for: microbatches for which gathered weights of products stay (`tensor.keep_weights`); None where
             each microbatch gathers them, for the backward again. Gradients of kept weights are summed once, too.
         gradient_itemsize: bytes of an element of a gradient that is summed for several microbatches at once; None for
             the format in which those of one microbatch are summed.
     """
-    sizes = {"row": row, "col": col, "batch": batch, "sequence": sequence, "itemsize": itemsize,
-             "sum_itemsize": sum_itemsize}
-    units = _units(scheme, hidden=hidden, **sizes)
+    units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
+    sizes: dict[str, Any] = {"row": row, "col": col, "batch": batch, "sequence": sequence, "itemsize": itemsize,
+                             "sum_itemsize": sum_itemsize}
     forward, backward = Bytes(), Bytes()
     for layer in layers:
         if layer.kind not in ("output", "input"):
@@ -268,7 +250,7 @@ def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elemen
     same by running layers.
 
     Args:
-        elements: of one feature of the layer's, on all ranks together. itemsize, sum_itemsize: as for `layer_volume`.
+        elements: of one feature of the layer's, on all ranks together. itemsize, sum_itemsize: as for `block_volume`.
             panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for the sum that
             ends a layer. trains: whether dW is computed; waits: after the backward.
     """

@@ -13,7 +13,7 @@ from ranvier.cost.blocks import Same
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.kernels import Access, Kernel
 from ranvier.cost.step import _layer_seconds
-from ranvier.cost.volume import SplitLayer, block_volume, layer_volume
+from ranvier.cost.volume import SplitLayer, block_volume, transformer_layer
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.family import ModelFacts, ModelFamily
@@ -114,7 +114,7 @@ def test_transformers_layers_send_what_the_tables_say(scheme, recompute):
     run = replace(RUN, model=Transformer(num_layers=2, hidden=24, heads=4, vocab=VOCAB, sequence=TOKENS))
     row = 1 if scheme.startswith("megatron") else 2
     sizes = {"row": row, "col": 2, "batch": 4, "sequence": TOKENS, "hidden": 24, "itemsize": 2, "sum_itemsize": 4}
-    layer = layer_volume(scheme, recompute=recompute, **sizes)
+    layer = block_volume(transformer_layer(24), scheme, recompute=recompute, **sizes)
     blocks = [block_volume(split_layers(run)[name], scheme, recompute=recompute, last=True, **sizes)
               for name in ("layer1.attention", "layer1.mlp")]
     assert sum(each.total for each in blocks) == pytest.approx(layer.total)

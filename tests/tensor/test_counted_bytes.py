@@ -19,8 +19,9 @@ from benchmarks.tensor.counted import (
     formulas,
     whole,
 )
+from benchmarks.tensor.paper_volumes import PRODUCTS, layer_volume, product_volumes
 from ranvier.config.run import Transformer
-from ranvier.cost.volume import PRODUCTS, Bytes, SplitLayer, block_volume, layer_volume
+from ranvier.cost.volume import Bytes, SplitLayer, block_volume
 from ranvier.mesh import Mesh
 from ranvier.models import llama
 from ranvier.models.gpt import MLP, Attention, gpt
@@ -253,7 +254,7 @@ def test_deferred_weight_gradients_receive_no_more(scheme, row, col, stationary)
         return Bytes(mesh.over_cols.bytes_received, mesh.over_rows.bytes_received)
 
     y = layer(x)
-    volume = layer_volume(scheme, row=row, col=col, **SMALL.volume).products[name]
+    volume = product_volumes(scheme, row=row, col=col, **SMALL.volume)[name]
     assert received() == volume.forward
     products = gradients.backward_pass(0, [root_of(y)], [torch.empty_like(y)], defer=True)
     assert len(products) == 1 and x.grad is not None

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.tensor.paper_volumes import layer_volume
 from ranvier.cost.mesh_shape import best_shape
-from ranvier.cost.volume import layer_volume
 from ranvier.errors import ConfigError
 
 PAPER = {"batch": 384, "sequence": 512, "hidden": 8192}
