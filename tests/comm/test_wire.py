@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.comm.collectives import CheckedGroup, reduce_into
+from ranvier.comm.collectives import CheckedGroup, CompletedWork, TwoRoundWork, reduce_into
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.sum_algorithms import choose_algorithm, ring_bytes
 from ranvier.launch import mpiexec
@@ -315,3 +315,21 @@ def test_mpi_is_handed_what_is_counted():
     for rank in run_processes(f"{HERE}:over_mpi", 3, "mpi"):
         for name, counted, handed in rank:
             assert handed == counted, name
+
+
+def test_a_second_round_begins_in_wait_and_once_also_where_what_follows_it_fails():
+    begun = []
+
+    def begin():
+        begun.append(True)
+        return CompletedWork()
+
+    def fail():
+        raise ValueError("after the second round")
+
+    work = TwoRoundWork(CompletedWork(), begin, fail)
+    assert not work.done() and not begun
+    with pytest.raises(ValueError, match="after the second round"):
+        work.wait()
+    work.wait()
+    assert work.done() and begun == [True]
