@@ -47,6 +47,9 @@ from ranvier.optim.touched_rows import TouchedRows
 _MAKER = "ranvier_gradients"
 """Attribute of a buffer's storage, which is not saved with tensors: its `Gradients`, as a weak reference."""
 
+_REPLACED = sys.maxsize
+"""In place of the version of a gradient that has had values since before its version was counted."""
+
 
 class Gradients:
     """Flat gradients of one rank, their completion, and their reduction.
@@ -313,12 +316,25 @@ class Gradients:
         """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
         if spec.name in self._unreached:
             return
+        self._take_replaced(spec)
         grad = spec.parameter.grad
         untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
             and spec.name not in self._frozen and not grad.any()
         self._unreached[spec.name] = bool(untouched)
         if untouched and grad is not None:
             grad.data.fill_(-0.0)
+
+    def _take_replaced(self, spec: GradientSpec) -> None:
+        """A hook, or a backward written by hand, may have put another tensor in the place of this rank's gradient, or
+        None: it becomes the gradient."""
+        chunk, grad, place = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad, self._place(spec)
+        if (chunk.run is None or chunk.entered) and (grad is None or grad.data_ptr() != place.data_ptr()):
+            if grad is None:
+                place.zero_()
+            else:
+                place.copy_(grad.to_dense().reshape(-1))
+            attached = spec.parameter.grad = place.view(spec.parameter.shape).data
+            self._versions[spec.name] = attached._version if grad is None else _REPLACED
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
         """Parameters with sums of a reduced chunk here that are frozen, or that nobody's loss has reached; the same on

@@ -100,6 +100,28 @@ def test_edits_are_obeyed(mesh, options, edit):
     assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
 
 
+def copied(name, parameter):
+    """Another tensor of the same values: nothing changes."""
+    if not name.startswith("b3"):
+        parameter.grad = parameter.grad.clone()
+
+
+@pytest.mark.parametrize(("mesh", "options", "edit"), pairwise(
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, [copied, remove, remove_all]), ids=label)
+def test_a_hook_replaces_gradients_in_the_backward(mesh, options, edit):
+    clip = options.get("optim", OWN).clip_norm or None
+    expected, _ = by_torch(edit, batches(mesh), clip)
+
+    def work(engine):
+        for name, parameter in engine.named_parameters().items():
+            parameter.register_post_accumulate_grad_hook(partial(edit, name))
+        for batch in batches(mesh):
+            engine.train_batch(share(engine, batch))
+        return values(engine)
+
+    assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
+
+
 @pytest.mark.parametrize(("options", "mesh"), covering(KINDS, [Mesh(data=2, pipe=2), Mesh()]), ids=label)
 def test_freezing_between_the_batches_of_a_step(options, mesh):
     """What was trained in any of them is updated once; what was frozen in all, or only not reached besides, is not."""
