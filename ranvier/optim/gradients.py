@@ -191,7 +191,7 @@ class Gradients:
         """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
         for spec in self.owned():
             grad = spec.parameter.grad
-            maker = _maker_of(grad)
+            maker = maker_of(grad)
             is_left = maker is not None and (maker() is not self or (
                 grad is not None and grad._version == self._left.get(spec.name)))
             if grad is None or is_left or not (grad.is_sparse or grad.any()):
@@ -468,7 +468,7 @@ class Gradients:
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
-def _maker_of(grad: Tensor | None) -> ref[Gradients] | None:
+def maker_of(grad: Tensor | None) -> ref[Gradients] | None:
     """Whose buffer a gradient is a part of; None for others."""
     if type(grad) is not Tensor or grad.layout is not torch.strided:
         return None
@@ -479,7 +479,7 @@ def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradient
     """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
     `applied`, in any."""
     for name, parameter in parameters:
-        maker = _maker_of(parameter.grad)
+        maker = maker_of(parameter.grad)
         other = None if maker is None else maker()
         if other is not None and other is not mine and parameter in other.places and (
                 applied or (other.unapplied and not other.were_zeroed())):

@@ -393,19 +393,14 @@ def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelErr
 
 # --- the list of a rank's parameters ----------------------------------------------------------------------------------
 
-# The parameters that one rank updates, as a list that notices when torch clips them by their norm alone.
+# The parameters that one rank updates, as a list that notices an optimizer that calls for gradients itself.
 
 
 class RankParameters(list[nn.Parameter]):
-    """Warns when `torch.nn.utils.clip_grad_norm_` reads it, which knows the gradients of this rank only. An optimizer
-    that calls for gradients itself, such as LBFGS, is refused."""
+    """An optimizer that calls for gradients itself, such as LBFGS, is refused."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         caller = sys._getframe(1)
-        name = caller.f_globals.get("__name__"), caller.f_code.co_name
-        if name == ("torch.nn.utils.clip_grad", "clip_grad_norm_"):
-            warnings.warn("torch.nn.utils.clip_grad_norm_ clips the parameters of this rank by their own norm, not by "
-                          "that of the whole model. Call engine.clip_grad_norm_(max_norm) on all ranks.", stacklevel=5)
-        if name == ("torch.optim.optimizer", "__init__"):
+        if (caller.f_globals.get("__name__"), caller.f_code.co_name) == ("torch.optim.optimizer", "__init__"):
             refuse_closures(caller.f_locals["self"])
         return super().__iter__()

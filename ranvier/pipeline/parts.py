@@ -18,6 +18,7 @@ from ranvier.comm.protocol import Group
 from ranvier.config import rules
 from ranvier.config.run import Guard
 from ranvier.optim.guard import BadSteps
+from ranvier.optim.partial_norms import warn_of_norms
 from ranvier.optim.step import OptimizerFactory, Updater
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import build_stage, stage_parameters
@@ -103,6 +104,8 @@ class EngineParts:
             on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in self.blocks)
         self.updater = self._build_updater(optimizer, nominal_weight, guard, tables)
+        if plan.mesh.size > plan.mesh.num_replicas:
+            warn_of_norms(self.updater.gradients)
         masters = self.updater.masters
         self.elsewhere.note_optimizer(self.updater.users, masters.of.values() if masters is not None else ())
         if (flat := self.updater.flat) is not None:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
@@ -224,7 +225,12 @@ def test_nothing_to_clip_is_refused():
 
 
 @pytest.mark.parametrize(("mesh", "warns"), [(Mesh(data=2), False), (Mesh(pipe=2), True)], ids=str)
-def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns):
+@pytest.mark.parametrize("clip", [
+    lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0),
+    lambda engine: clip_grad_norm_((one for block in engine.blocks.values() for one in block.parameters()), 1.0),
+    lambda engine: nn.utils.get_total_norm([one.grad for one in engine.parameters()]),
+], ids=["the engine's parameters", "the module's", "the norm alone"])
+def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
     def work(engine):
         engine.forward_backward(share(engine, points([[2]] * mesh.data)))
         list(engine.parameters())
@@ -232,7 +238,7 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns):
         torch.optim.SGD(engine.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
+            clip(engine)
         return [str(one.message) for one in caught]
 
     def rank(engine):  # ranks are threads, which share the filters of warnings
