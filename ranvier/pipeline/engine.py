@@ -753,6 +753,7 @@ class Engine:
             self._runner.run(batch, call=self._connections.board.calls, step=self._step, training=training,
                              wanted=wanted)
         if not training:
+            self._values.evaluated()
             self._connections.board.action = _OUTSIDE
 
     def check_usable(self, call: str) -> None:

@@ -10,6 +10,7 @@ transitions between two batches find it everywhere.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -45,6 +46,9 @@ class SharedBuffers:
         """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
         self._shapes = {name: buffer.shape for name, buffer in self._named().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []
+        self._before_evaluation: dict[str, tuple[Tensor, int]] = {}
+        """The buffers of floating-point numbers and their versions, until the engine has warned of one."""
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -87,3 +91,25 @@ class SharedBuffers:
             for buffer, value in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(value.view(buffer.shape))
         self._under_way = []
+
+    def evaluation_begins(self) -> None:
+        """Buffers that an evaluation changes, such as those of quantization observers, do so by each replica's own
+        samples: see `evaluated`."""
+        self._before_evaluation = {
+            name: (buffer, buffer._version) for name, buffer in self._named().items()
+            if buffer.is_floating_point() and not buffer.is_inference()
+        } if self._shared and self._replicas.index == 0 and not self._has_warned else {}
+
+    def evaluated(self) -> None:
+        """An evaluation has run: warn of the first buffer that it has changed."""
+        before, self._before_evaluation = self._before_evaluation, {}
+        now = self._named() if before else {}
+        for name, (buffer, version) in before.items():
+            new = now.get(name, buffer)
+            if buffer._version != version or not (new is buffer or torch.equal(new.to(buffer), buffer)):
+                self._has_warned = True
+                warnings.warn(f"evaluations change buffer {name}, on each replica by its own samples: their results "
+                              "are not those of one process, and until a training batch has run replicas have "
+                              "different values. Switch this off for evaluations, for example by "
+                              "model.apply(torch.ao.quantization.disable_observer)", stacklevel=6)
+                return

@@ -56,6 +56,12 @@ class SharedValues:
             self._held.adopt()
         self._were_loaded = False
         self._has_trained |= training
+        if not training:
+            self._buffers.evaluation_begins()
+
+    def evaluated(self) -> None:
+        """An evaluation has run here."""
+        self._buffers.evaluated()
 
     def ran(self) -> None:
         """All backwards of a training batch have run here, and the reduction of every chunk of gradients has begun: so

@@ -135,6 +135,38 @@ def test_a_transition_takes_the_shared_buffers_along():
     assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)
 
 
+class Observed(nn.Linear):
+    """Observes its inputs in evaluations, too, as a quantization observer does; the table is as it was."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        self.table = torch.ones(4, dtype=x.dtype)
+        return super().forward(x / (1 + self.largest.clone())) * self.table
+
+
+@pytest.mark.parametrize(("block", "mesh", "how", "warns"), [
+    (Observed, Mesh(data=2), "broadcast", True), (Observed, Mesh(data=2), "local", False),
+    (Observed, Mesh(pipe=2), "broadcast", False), (partial(nn.BatchNorm1d, 4), Mesh(data=2), "broadcast", False)],
+    ids=["two replicas", "buffers of their own", "one replica", "BatchNorm"])
+def test_a_buffer_that_evaluations_change_is_named_once(block, mesh, how, warns):
+    def work(engine):
+        batch = share(engine, points([[2], [2]][:mesh.data]))
+        engine.train_batch(batch)
+        for _ in range(2):
+            engine.evaluate(batch)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_mesh(partial(chain, block, partial(nn.Linear, 4, 4)), mesh, work, optimizer=SGD, buffers=how)
+    found = [str(one.message) for one in caught if "evaluations change buffer" in str(one.message)]
+    assert len(found) == warns and all("b0.largest" in text for text in found)
+
+
 def test_a_buffer_that_grows_is_named():
     class Remembers(nn.Linear):
         def __init__(self):
