@@ -307,9 +307,16 @@ def keep_names(whole: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 
 def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
-    """"block.parameter", and "block.buffer" -> its names in the module that the blocks were made of (`keep_names`)."""
-    return {f"{block}.{name}": names for block, module in ready_made(model).items()
-            for name, names in getattr(module, "names_in_whole", {}).items() if names}
+    """"block.parameter", and "block.buffer" -> its names in the module that the blocks were made of (`keep_names`), or
+    in its block where it has several."""
+    found: dict[str, tuple[str, ...]] = {}
+    for block, module in ready_made(model).items():
+        aliases: dict[int, list[str]] = {}
+        for name, tensor in named_tensors(module):
+            aliases.setdefault(id(tensor), []).append(f"{block}.{name}")
+        found |= {names[0]: tuple(names) for names in aliases.values() if len(names) > 1}
+        found |= {f"{block}.{name}": names for name, names in getattr(module, "names_in_whole", {}).items() if names}
+    return found
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

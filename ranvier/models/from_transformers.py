@@ -13,6 +13,7 @@ and the integer inputs, which the end of some models reads.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -135,7 +136,9 @@ class _Slot:
 def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     """Run the model once, find its list of layers, and note what runs before and after them."""
     config = getattr(model, "config", None)
-    options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    arguments = inspect.signature(model.forward).parameters
+    takes = "use_cache" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+    options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") and takes else {}
     lists = {name: len(module) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
              and all(any(True for _ in layer.parameters()) for layer in module)}
@@ -331,6 +334,8 @@ class _First(WholeTexts):
                 elif leaf is not slot and leaf != slot:
                     raise _other_call("layer-value-differs", index, "is called with another value than for the sample, "
                                       "which its block knows", f"{leaf!r}, and {slot!r} for the sample",
+                                      "Set model.config.use_cache = False, which its forward cannot be told."
+                                      if "Cache" in type(leaf).__name__ else
                                       "Give microbatches for which it is the same, such as of the sample's length, or "
                                       "write the model's blocks by hand (docs/extending.md).")
         self._called, self._hidden = [], None

@@ -176,6 +176,30 @@ def test_the_whole_state_loads_into_the_model(name):
     assert all(any(torch.equal(one, other) for other in fresh.parameters()) for one in held)
 
 
+class OwnHead(transformers.LlamaPreTrainedModel):
+    """A user's model, whose forward cannot be told to keep no cache."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.head = transformers.LlamaModel(config), nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return self.head(self.model(input_ids).last_hidden_state.mean(1))
+
+
+def test_a_model_that_takes_no_use_cache():
+    model = OwnHead(built("Llama").config).double()
+    with raises("layer-value-differs", "use_cache", where="layer0"):
+        from_transformers(model, loss=lambda outputs, targets: (outputs.sum(), 1))
+    model.config.use_cache = False
+    cut = from_transformers(model, loss=lambda outputs, targets: (outputs.sum(), 1))
+    state = tokens = torch.arange(12).view(2, 6)
+    for build in cut.blocks.values():
+        state = build()(state)
+    torch.testing.assert_close(state, model(tokens), rtol=1e-12, atol=1e-14)
+
+
 def test_an_output_of_ones_own():
     model = transformers.BertForQuestionAnswering(transformers.BertConfig(**TEXT)).eval()
     cut = from_transformers(model, loss=lambda output, targets: (output["start_logits"].sum(), 1))

@@ -212,6 +212,32 @@ def test_the_whole_state_loads_into_the_module_that_was_cut(mesh):
     assert (sum(total for total, _ in sums) / sum(count for _, count in sums)).item() == pytest.approx(loss, rel=1e-12)
 
 
+class Aliased(nn.Module):
+    """One layer by two names, and a weight that another layer has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two, self.three = self.one, nn.Linear(4, 4)
+        self.three.weight = self.one.weight
+
+    def forward(self, x):
+        return self.three(torch.tanh(self.two(x)))
+
+
+def test_the_whole_state_has_all_names_within_a_block():
+    models = [nn.Sequential(Aliased(), Aliased()).double() for _ in range(2)]
+
+    def rank(world):
+        engine = Engine(models[world.rank], world, mesh=Mesh(pipe=2), loss=squared, optimizer=SGD)
+        engine.train_batch(share(engine, points([[2, 3]])))
+        return engine.full_state_dict()
+
+    whole, _ = run_ranks(rank, 2)
+    assert set(whole) == set(models[0].state_dict())
+    models[0].load_state_dict(whole)
+
+
 @pytest.mark.parametrize("mesh", quick(2, [Mesh(row=2), Mesh(pipe=2, row=2, col=2), Mesh(col=2)]), ids=str)
 def test_the_whole_state_on_rows_and_columns(mesh):
     def work(engine):
