@@ -136,8 +136,10 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
     where = f"forward of {type(module).__name__}"
     if inputs is None:
         if len(needed) == 0:
+            wraps = [name for name, one in module.named_children()] if not named else []
             raise ModelError("has no argument without a default", code="forward-without-inputs", where=where,
-                             remedy="Pass inputs= with the names of those that microbatches have.")
+                             remedy=f"Pass the module that it wraps, model.{wraps[0]}." if len(wraps) == 1 else
+                             "Pass inputs= with the names of those that microbatches have.")
         return needed
     if isinstance(inputs, str):
         raise ModelError("must be a list of names", code="inputs-form", where="inputs", value=inputs,

@@ -119,7 +119,11 @@ def _takes_names(optimizer: OptimizerFactory) -> bool:
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """ConfigError for an optimizer whose `step` must be given a closure."""
+    """ConfigError for an optimizer whose `step` must be given a closure, and for what is none."""
+    if not callable(getattr(optimizer, "step", None)):
+        raise ConfigError("returns no optimizer", code="optimizer-not-made", where="optimizer",
+                          value=type(optimizer).__name__,
+                          remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would run "

@@ -198,7 +198,8 @@ class _DeferrableForward:
         bias = held["bias"]
         if type(x) not in _PLAIN_TENSORS or not is_deferrable(self._module):
             return functional.linear(x, weight, bias)
-        if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled() or (
+                x.layout is not torch.strided):
             self.steps_aside = True
             return functional.linear(x, weight, bias)
         dtype = autocast_dtype(x, weight, bias) if torch.is_autocast_enabled(x.device.type) else None

@@ -896,6 +896,8 @@ def test_modules_that_have_no_blocks():
 
     with raises("forward-without-inputs"):
         blocks_of(NoInput(2, 2))
+    with raises("forward-without-inputs", "model.module"):
+        blocks_of(nn.DataParallel(NoInput(2, 2)))
     modes = Forward(lambda m, x: m.b(m.a(x)) if m.training else m.a(m.b(x)))
     with raises("cut-order-by-mode"):
         blocks_of(modes, ["a", "b"])

@@ -347,6 +347,11 @@ def test_an_optimizer_instead_of_a_function_that_makes_one():
         run_ranks(lambda world: Engine(model, world, mesh=Mesh(), optimizer=optimizer), 1)
 
 
+def test_a_function_that_makes_no_optimizer():
+    with raises("optimizer-not-made", where="optimizer", value="NoneType"):
+        run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=lambda parameters: None), 1)
+
+
 def test_an_optimizer_that_computes_the_loss_itself():
     with raises("optimizer-needs-closure", "LBFGS"):
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=torch.optim.LBFGS), 1)

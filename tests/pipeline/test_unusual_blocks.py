@@ -265,6 +265,14 @@ def test_block_at_the_ends(block, place):
     assert_parity(partial(chain, *builders), points([[3, 2, 3]]), Mesh(pipe=4))
 
 
+def test_a_linear_layer_takes_sparse_inputs():
+    class Sparse(Plain):
+        def forward(self, x):
+            return super().forward(x) + self.linear(x.detach().to_sparse())
+
+    assert_parity(partial(chain, Plain, Sparse, Plain), points([[3, 2]]), Mesh(pipe=3))
+
+
 def test_hooks_after_accumulation_are_called():
     seen = []
 
