@@ -327,8 +327,10 @@ class Gradients:
     def _take_replaced(self, spec: GradientSpec) -> None:
         """A hook, or a backward written by hand, may have put another tensor in the place of this rank's gradient, or
         None: it becomes the gradient."""
-        chunk, grad, place = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad, self._place(spec)
-        if (chunk.run is None or chunk.entered) and (grad is None or grad.data_ptr() != place.data_ptr()):
+        chunk, grad = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad
+        begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
+        if (chunk.run is None or chunk.entered) and (grad is None or (grad.numel() and grad.data_ptr() != begin)):
+            place = self._place(spec)
             if grad is None:
                 place.zero_()
             else:
