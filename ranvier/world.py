@@ -46,7 +46,7 @@ class World:
     lost: returns a description of a peer whose connection has broken, if the waiting thread cannot see it, or None.
     sever: closes this rank's connections to the others, so that waits for them fail at both ends.
     members: names of the ranks, by their numbers. Numbers may change, names do not; initially they are equal.
-    num_losses: number of lost ranks, without which the run has continued.
+    num_lost_ranks: number of lost ranks, without which the run has continued.
     joins: how ranks join later (`grow`); None if none may.
     torch_store: `store` without signatures, used to connect the backend of a new set of ranks; None if the set of
         ranks never changes.
@@ -66,7 +66,7 @@ class World:
     lost: Callable[[], str | None] = lambda: None
     sever: Callable[[], object] = lambda: None
     members: tuple[str, ...] = ()
-    num_losses: int = 0
+    num_lost_ranks: int = 0
     joins: JoinPoint | None = None
     torch_store: Store | None = None
     _first: Backend | None = field(default=None, init=False, repr=False)

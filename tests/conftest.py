@@ -68,7 +68,7 @@ def short_measurements(request, product_rate):
         yield
 
 
-LONGEST = ("test_closed_memory.py", "test_losses.py", "test_compiled_blocks.py", "test_launcher_dies.py",
+LONGEST = ("test_closed_memory.py", "test_lost_ranks.py", "test_compiled_blocks.py", "test_launcher_dies.py",
            "test_elastic_decoders.py", "test_transition.py", "test_torch.py", "test_stopped_ranks.py",
            "test_unfreezing.py", "test_fused_chains.py", "test_quantized_runs.py", "test_golden_runs.py",
            "test_readme.py", "test_lease.py", "test_resized_rows.py", "test_gpu_suite.py", "test_elastic_run.py",

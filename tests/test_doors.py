@@ -119,7 +119,7 @@ PARSES_JSON = {
     "system/untrusted_file.py": "the door",
     # what ranks of this run have written
     **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
-                     "launch/joining.py", "launch/losses.py", "checkpoint/checkpoints.py", "train/joining.py"),
+                     "launch/joining.py", "launch/lost_ranks.py", "checkpoint/checkpoints.py", "train/joining.py"),
                     "values of the signed store"),
     **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/transition.py",
                      "elastic/transition.py"), "messages of ranks"),

@@ -40,7 +40,7 @@ PROCESS_BYTES = 330 << 20
 """Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
 
 KEPT_STEPS = 2
-"""Finished steps after which each rank keeps its state, where the run survives losses (ranvier.train.losses)."""
+"""Finished steps after which each rank keeps its state, where the run survives losses (ranvier.train.survival)."""
 
 
 @dataclass(frozen=True, kw_only=True)

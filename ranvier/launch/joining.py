@@ -36,8 +36,8 @@ _CONNECT_SECONDS = 20.0
 class Call:
     """Call to newcomers to become ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the run's
     ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are through
-    wait for the others. members: the names of the ranks before `first` (ranvier.launch.losses). num_losses: those that
-    the run has survived."""
+    wait for the others. members: the names of the ranks before `first` (ranvier.launch.lost_ranks). num_lost_ranks:
+    those that the run has survived."""
 
     wish: str
     first: int
@@ -45,7 +45,7 @@ class Call:
     local_size: int
     timeout_seconds: float
     members: list[str] = field(default_factory=list)
-    num_losses: int = 0
+    num_lost_ranks: int = 0
 
     @property
     def all_members(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Call:
 
 
 def member_name(wish: str, number: int) -> str:
-    """The name of the `number`-th newcomer of a request (ranvier.launch.losses)."""
+    """The name of the `number`-th newcomer of a request (ranvier.launch.lost_ranks)."""
     return f"{wish}/{number}"
 
 
@@ -162,7 +162,7 @@ class Newcomer:
         backend: Backend = made
         return replace(self._world, backend=backend, local_size=call.local_size,
                        members=call.all_members, local_ranks=tuple(range(call.first, call.size)),
-                       num_losses=call.num_losses, overdue=made.waits.overdue, lost=made.waits.lost,
+                       num_lost_ranks=call.num_lost_ranks, overdue=made.waits.overdue, lost=made.waits.lost,
                        sever=made.sockets.sever)
 
     def _await_verdict(self, seconds: float) -> None:

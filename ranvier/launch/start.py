@@ -83,7 +83,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
         stopped_seconds: a rank that a signal (SIGSTOP) has stopped for so long ends the run; 0 never.
         hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
         join_address: address of this machine on which ranks may join later (`World.joins`); None lets none join.
-        survive_losses: the ranks may go on without one that is killed (ranvier.launch.losses).
+        survive_losses: the ranks may go on without one that is killed (ranvier.launch.lost_ranks).
 
     ConfigError if the launcher has started another number of ranks, or a setting cannot work here; LaunchError if ranks
     cannot be started or reached.

@@ -1,7 +1,7 @@
 """The supervisor of local ranks: starts them, watches them, and ends all of their processes.
 
     a rank exits with an error or is killed  SIGTERM to the others, SIGKILL after a grace period; one line names it
-                                             (a run that survives losses is told of a killed one, and may go on)
+                                             (a run that survives lost ranks is told of it, and may continue)
     a rank exits with 0 before the end       likewise
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
@@ -41,7 +41,7 @@ from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import INTERRUPTED, describe_rank, read_mesh
 from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
-from ranvier.launch.losses import Loss, report_loss, why_given_up
+from ranvier.launch.lost_ranks import LostRank, report_lost_rank, why_given_up
 from ranvier.launch.mpiexec import MpiexecOutput, mpiexec_command
 from ranvier.launch.shared_store import new_secret
 from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, signal_name
@@ -370,7 +370,7 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
     try:
         if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
             return False
-        if not report_loss(children.store, Loss(member=name, how=end.how)):
+        if not report_lost_rank(children.store, LostRank(member=name, how=end.how)):
             return False
     except RuntimeError:  # the run has ended
         return False

@@ -15,9 +15,9 @@ from ranvier.errors import TransportError
 from ranvier.launch.joining import Call
 from ranvier.train.commands import ChangeMesh, Command, EndRun
 from ranvier.train.joining import wanted_mesh
-from ranvier.train.losses import Survival, lost_note
 from ranvier.train.resize import join_note
 from ranvier.train.session import Active, Idle, Session
+from ranvier.train.survival import Survival, lost_note
 
 _LAST_WRITE_SECONDS = 1.0
 """Longest wait for a checkpoint that is being written when a rank is lost, which may have written its part."""
@@ -88,7 +88,7 @@ def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:
 
 
 def begin_survival(session: Session) -> None:
-    """Make the run survive losses from now on, if it is set to. Collective over the world."""
+    """Make the run survive lost ranks from now on, if it is set to. Collective over the world."""
     run, world = session.facts.run, session.world
     if not run.launch.survive_losses or world.torch_store is None or session.summary is not None:
         return
@@ -97,11 +97,11 @@ def begin_survival(session: Session) -> None:
         if session.place.saving is not None:
             session.place.saving.checkpoints.give_up()
 
-    session.survival = Survival(run, world, on_loss=give_up_waiting)
+    session.survival = Survival(run, world, on_lost_rank=give_up_waiting)
     session.keep_state()
     if isinstance(session.place, Active):
         session.place.runtime.ranks.barrier()
-    session.survival.losses.begin()
+    session.survival.lost_ranks.begin()
 
 
 def survive(session: Session, error: TransportError) -> None:
@@ -120,7 +120,7 @@ def survive(session: Session, error: TransportError) -> None:
         agreement = survival.agree(error, partial(
             elastic.controller.change_to, schedule=elastic.state.schedule))
         try:
-            survival.losses.connect(agreement)
+            survival.lost_ranks.connect(agreement)
             session.members.connect()
             session.members.share_cores(session.facts.run.launch.threads)
             elastic.num_ranks, session.resizes = session.world.size, False

@@ -100,4 +100,4 @@ def _require_checkpoint(session: Session) -> None:
     if session.lease is not None:
         session.lease.verify()
     if session.survival is not None and session.world.rank == 0:
-        session.survival.losses.end()
+        session.survival.lost_ranks.end()

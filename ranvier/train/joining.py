@@ -125,7 +125,7 @@ class Membership:
         assert request.ranks is not None  # or there would be a problem
         call = Call(wish=wish, first=world.size, size=world.size + request.ranks, local_size=world.local_size,
                     timeout_seconds=timeout_seconds, members=list(world.members),
-                    num_losses=world.num_losses)
+                    num_lost_ranks=world.num_lost_ranks)
         problem = call_newcomers(world, call)
         if problem is not None:
             give_verdict(world.store, wish, problem)

@@ -39,7 +39,6 @@ from ranvier.train.guards import Guards
 from ranvier.train.history import History
 from ranvier.train.joining import Membership, RunFacts
 from ranvier.train.logs import writing
-from ranvier.train.losses import Survival
 from ranvier.train.measured_limits import MeasuredLimits, with_limits
 from ranvier.train.metrics import Meter, PendingStep
 from ranvier.train.progress import Progress
@@ -47,6 +46,7 @@ from ranvier.train.report_page import ReportPage
 from ranvier.train.resize import Requests
 from ranvier.train.runtime import RankRuntime, build_runtime
 from ranvier.train.saving import Saving
+from ranvier.train.survival import Survival
 from ranvier.world import World
 
 
@@ -226,8 +226,8 @@ class Session:
         return problem
 
     def keep_state(self, *, saves: bool = False) -> None:
-        """Copy the state as it is, which is that after the last finished step, where losses are survived. saves: as of
-        `Survival.finished`."""
+        """Copy the state as it is, which is that after the last finished step, where lost ranks are survived. saves:
+        as of `Survival.finished`."""
         if self.survival is not None and isinstance(self.place, Active):
             self.survival.steps.keep(self.done, self.place.runtime)
             self.survival.finished(self.place.runtime, self.state, saves=saves)
@@ -308,7 +308,7 @@ class Session:
         """Let go of files and threads, however the run went."""
         self.kernel.close()
         if self.survival is not None:
-            self.survival.losses.close()
+            self.survival.lost_ranks.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
         saving = self.place.saving  # that of its last part in a mesh, on a rank that is idle or is to be

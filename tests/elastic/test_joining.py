@@ -51,7 +51,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
     """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
     are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then.
 
-    Ranks that join once are in test_losses, too."""
+    Ranks that join once are in test_lost_ranks, too."""
     begin, join = start_run
     run = begin(1, model__num_layers=2, train__steps=50, checkpoint__every=20, train__eval_every=22)
     with stopped(run):

@@ -13,7 +13,7 @@ from ranvier.config.run import Checkpoint, Pipeline
 from ranvier.mesh import Mesh
 from tests.elastic.processes import events, resize, undisturbed
 from tests.elastic.runs import BY_HAND, StopAfter, Wishes, losses, read_rows, run_all, tiny, transitions
-from tests.elastic.test_losses import kill, steps
+from tests.elastic.test_lost_ranks import kill, steps
 
 
 @pytest.mark.slow

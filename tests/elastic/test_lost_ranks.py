@@ -27,19 +27,19 @@ from ranvier.config.run import Checkpoint, Comm, Elastic, Launch, Run, Train
 from ranvier.elastic.transition import Held, with_states_of_neighbour
 from ranvier.errors import TransportError
 from ranvier.launch import contact, start
-from ranvier.launch import losses as launch_losses
+from ranvier.launch import lost_ranks as lost_rank_protocol
 from ranvier.launch.failure_watch import FAILED
 from ranvier.launch.launchers import Started
-from ranvier.launch.losses import Agreement, Loss, Losses, report_loss, why_given_up
+from ranvier.launch.lost_ranks import Agreement, LostRank, LostRanks, report_lost_rank, why_given_up
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import elasticity, session
 from ranvier.train.loop import train
-from ranvier.train.losses import LastSteps, missing_state
 from ranvier.train.resize import Requests, leave
 from ranvier.train.restart import mesh_without
+from ranvier.train.survival import LastSteps, missing_state
 from ranvier.world import World
 from tests.elastic.processes import events, resize, silent_newcomer, stopped, undisturbed
 from tests.elastic.runs import events as told
@@ -351,11 +351,12 @@ def test_a_loss_in_a_transition_costs_no_checkpoint(sentences, tmp_path, monkeyp
         return method(*args, **options)
 
     def agree(self, error, has, decide):
-        return Agreement(number=1, lost={1: Loss(member="1", how="was killed")}, members=("0",), decision=decide([has]))
+        lost = {1: LostRank(member="1", how="was killed")}
+        return Agreement(number=1, lost=lost, members=("0",), decision=decide([has]))
 
     monkeypatch.setattr(owner, name, breaks)
-    monkeypatch.setattr(Losses, "agree", agree)
-    monkeypatch.setattr(Losses, "connect", lambda self, agreement: None)
+    monkeypatch.setattr(LostRanks, "agree", agree)
+    monkeypatch.setattr(LostRanks, "connect", lambda self, agreement: None)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=4, eval_every=3, learning_rate=3e-3),
                launch=Launch(survive_losses=True), checkpoint=Checkpoint(every=3, best="eval_loss"),
                elastic=Elastic(freeze="manual", manual=("3:1",)))
@@ -423,7 +424,7 @@ class Ranks:
         self.worlds = [World(backend=backend, store=Cloned(self.store), launcher="local", device=None, local_rank=rank,
                              local_size=count, sever=lambda rank=rank: self.broken.append(rank))
                        for rank, backend in enumerate(InProcessWorld(count).backend(rank) for rank in range(count))]
-        self.losses = [Losses(world, timeout_seconds=seconds, on_loss=lambda: None) for world in self.worlds]
+        self.losses = [LostRanks(world, timeout_seconds=seconds, on_lost_rank=lambda: None) for world in self.worlds]
         for each in self.losses:
             each.begin()
 
@@ -460,7 +461,7 @@ class Cloned:
 
 @pytest.fixture
 def ranks(monkeypatch):
-    monkeypatch.setattr(launch_losses, "_NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(lost_rank_protocol, "_NOTICE_SECONDS", 0.3)
     made = []
 
     def make(count, **options):
@@ -475,12 +476,12 @@ def ranks(monkeypatch):
 
 def test_survivors_agree(ranks):
     run = ranks(4)
-    assert report_loss(run.store, Loss(member="1", how="died"))
+    assert report_lost_rank(run.store, LostRank(member="1", how="died"))
     found = run.agree(0, 2, 3)
     assert {one.members for one in found} == {("0", "2", "3")}
-    assert [dict(one.lost) for one in found] == [{1: Loss(member="1", how="died")}] * 3
+    assert [dict(one.lost) for one in found] == [{1: LostRank(member="1", how="died")}] * 3
     assert found[2].decision == {"parts": [0, 2, 3]}
-    assert {0, 1, 2} <= {*run.broken} and [world.num_losses for world in run.worlds] == [1, 0, 1, 1]
+    assert {0, 1, 2} <= {*run.broken} and [world.num_lost_ranks for world in run.worlds] == [1, 0, 1, 1]
 
 
 def test_an_error_without_a_loss_stays(ranks):
@@ -490,7 +491,7 @@ def test_an_error_without_a_loss_stays(ranks):
 
 
 def test_a_rank_that_fails_by_itself_is_not_waited_for(ranks, monkeypatch):
-    monkeypatch.setattr(launch_losses, "_NOTICE_SECONDS", 30.0)
+    monkeypatch.setattr(lost_rank_protocol, "_NOTICE_SECONDS", 30.0)
     run, began = ranks(2), time.monotonic()
     run.store.set(FAILED, "{}")
     error, = run.agree(1)
@@ -502,7 +503,7 @@ def test_a_rank_that_fails_by_itself_is_not_waited_for(ranks, monkeypatch):
     ids=["state is missing", "one does not answer", "rank 0"])
 def test_a_run_that_cannot_go_on(ranks, lost, asked, why):
     run = ranks(3, seconds=0.3)
-    report_loss(run.store, Loss(member=lost, how="died"))
+    report_lost_rank(run.store, LostRank(member=lost, how="died"))
     found = run.agree(*asked, decide=lambda parts: "nobody has it")
     assert all(isinstance(one, TransportError) for one in found)
     assert why_given_up(run.store) == why
@@ -510,8 +511,8 @@ def test_a_run_that_cannot_go_on(ranks, lost, asked, why):
 
 def test_another_loss_begins_it_again(ranks):
     run = ranks(4)
-    report_loss(run.store, Loss(member="1", how="died"))
-    later = threading.Timer(0.3, report_loss, (run.store, Loss(member="3", how="died, too")))
+    report_lost_rank(run.store, LostRank(member="1", how="died"))
+    later = threading.Timer(0.3, report_lost_rank, (run.store, LostRank(member="3", how="died, too")))
     later.start()
     found = run.agree(0, 2)  # 3 never answers
     assert {one.members for one in found} == {("0", "2")} and found[0].number == 2
@@ -520,17 +521,17 @@ def test_another_loss_begins_it_again(ranks):
 
 def test_losses_before_the_begin_and_after_the_end():
     store = HashStore()
-    assert not report_loss(store, Loss(member="1", how="died"))
+    assert not report_lost_rank(store, LostRank(member="1", how="died"))
     run = Ranks(2)
     run.losses[0].end()
-    assert not report_loss(run.store, Loss(member="1", how="died"))
+    assert not report_lost_rank(run.store, LostRank(member="1", how="died"))
     for each in run.losses:
         each.close()
 
 
 def test_the_end_is_put_off_by_a_loss(ranks):
     run = ranks(2)
-    assert report_loss(run.store, Loss(member="1", how="died"))
+    assert report_lost_rank(run.store, LostRank(member="1", how="died"))
     with raises("rank-lost"):
         run.losses[0].end()
 
@@ -619,7 +620,7 @@ def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
     children.started = [supervision._Child(rank, child.start(["sleep", "100"])) for rank in range(3)]
     rank = children.started[1]
     if survives:
-        children.store.set(launch_losses._SURVIVES, "")
+        children.store.set(lost_rank_protocol._SURVIVES, "")
     received = []
 
     def lets_go(end):
@@ -635,7 +636,7 @@ def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
         if survives:
             assert end is None and [entry.rank for entry in children.started] == [0, 2]
             assert rank.process.returncode == -signal.SIGKILL and children.lost[0].code == -signal.SIGSTOP
-            assert Losses._read(children.store) == [Loss(member="1", how="was stopped by SIGSTOP, and killed")]
+            assert LostRanks._read(children.store) == [LostRank(member="1", how="was stopped by SIGSTOP, and killed")]
             assert "rank 1 (data 1" in capsys.readouterr().err
         else:
             assert (end.rank, end.code) == (1, -signal.SIGSTOP) and len(children.started) == 3

@@ -6,7 +6,7 @@
 
 A step is finished once its numbers are told, which needs all ranks; each of them has copied its state before it gives
 its own. So whatever step is told, all ranks have the state after it, and nothing that is told is lost. A rank may be
-one step ahead, hence two copies. The agreement between survivors is `ranvier.launch.losses`.
+one step ahead, hence two copies. The agreement between survivors is `ranvier.launch.lost_ranks`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranvier.cost.memory import KEPT_STEPS
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.transition import Held, take, with_states_of_neighbour
-from ranvier.launch.losses import Agreement, Losses
+from ranvier.launch.lost_ranks import Agreement, LostRanks
 from ranvier.pipeline.engine import Engine
 from ranvier.train.commands import ChangeMesh, RunState
 from ranvier.train.events import NoteEvent
@@ -107,7 +107,7 @@ def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
     """The note about lost ranks, and the decision to which they lead."""
     mesh = command.change.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
-    ranks = [f"rank {rank}, which {loss.how}," for rank, loss in agreement.lost.items()]
+    ranks = [f"rank {rank}, which {one.how}," for rank, one in agreement.lost.items()]
     step, left = command.state.step, len(agreement.members)
     return NoteEvent(step=step, event="lost", fields={"ranks": list(agreement.lost), "left": left, "mesh": mesh},
                      text=f"{' and '.join(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the run goes on with "
@@ -115,12 +115,12 @@ def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
 
 
 class Survival:
-    """One rank's part in surviving losses: what it keeps, and its agreements. asked: the run, before `auto` gave way to
-    what its ranks have measured. on_loss: as of `Losses`."""
+    """One rank's part in surviving lost ranks: what it keeps, and its agreements. asked: the run, before `auto` gave
+    way to what its ranks have measured. on_lost_rank: as of `LostRanks`."""
 
-    def __init__(self, asked: ResolvedRun, world: World, *, on_loss: Callable[[], None]) -> None:
+    def __init__(self, asked: ResolvedRun, world: World, *, on_lost_rank: Callable[[], None]) -> None:
         self._asked, self._world, self.steps = asked, world, LastSteps()
-        self.losses = Losses(world, timeout_seconds=asked.comm.timeout_seconds, on_loss=on_loss)
+        self.lost_ranks = LostRanks(world, timeout_seconds=asked.comm.timeout_seconds, on_lost_rank=on_lost_rank)
         self._state: RunState | None = None
         self._saves = False
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
@@ -134,10 +134,10 @@ class Survival:
             self._boundaries = tuple(runtime.engine.boundaries)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `Losses.agree`; the decision is a `ChangeMesh`. change_to: as of `Controller`."""
+        """See `LostRanks.agree`; the decision is a `ChangeMesh`. change_to: as of `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
             state = self._state
-            assert state is not None  # rank 0 has told of a step before losses are survived
+            assert state is not None  # rank 0 has told of a step before lost ranks are survived
             problem = missing_state(parts, state.step, sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))
             if mesh is None:
@@ -146,4 +146,4 @@ class Survival:
             change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
             return asdict(ChangeMesh(change=change, state=state, save=self._saves))
 
-        return self.losses.agree(error, self.steps.parts(), decide)
+        return self.lost_ranks.agree(error, self.steps.parts(), decide)

@@ -10,9 +10,9 @@ the run's store.
                             connect to each other under their new numbers, in the old order
 
 Members have names that stay, whatever number they have: that of the process among those started together, and for ranks
-that have joined the ID of their request and their number in it. Every wait here has a limit. A loss that is reported
-meanwhile begins all of it again; where the verdict is that the run cannot go on, or none comes, the first error counts,
-as without all of this.
+that have joined the ID of their request and their number in it. Every wait here has a limit. If another lost rank is
+reported meanwhile, the agreement starts again. If the verdict is that the run cannot continue, or none comes, the run
+ends with the first error.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ranvier.errors import TransportError
 from ranvier.launch.failure_watch import FAILED
 from ranvier.world import World
 
-_SURVIVES = "ranvier/losses/survives"
-_GIVEN_UP = "ranvier/losses/given-up"
-_LOST = "ranvier/losses/lost/"
+_SURVIVES = "ranvier/lost-ranks/survives"
+_GIVEN_UP = "ranvier/lost-ranks/given-up"
+_LOST = "ranvier/lost-ranks/lost/"
 _CLOSED = json.dumps(None)
 _WATCH_SECONDS = 0.1
 _NOTICE_SECONDS = 3.0
-"""A supervisor reports a loss within a few hundredths of a second; an error without one has another cause."""
+"""A supervisor reports a lost rank within a few hundredths of a second; an error without a report has another cause."""
 _SETTLE_SECONDS = 0.1
 """Ranks that are killed together are reported one after the other."""
 _CONNECT_SECONDS = 10.0
@@ -46,7 +46,7 @@ Decide = Callable[[Sequence[Any]], dict[str, object] | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class LostRank:
     """member: the name of a rank that is gone. how: as in "was killed by SIGKILL"."""
 
     member: str
@@ -55,11 +55,11 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Agreement with which survivors continue. number: of losses so far. lost: by their ranks before. members: the
+    """Agreement with which survivors continue. number: lost ranks so far. lost: by their ranks before. members: the
     survivors, by their new ranks. decision: rank 0's, as JSON can hold it."""
 
     number: int
-    lost: Mapping[int, Loss]
+    lost: Mapping[int, LostRank]
     members: tuple[str, ...]
     decision: Mapping[str, Any]
 
@@ -67,12 +67,12 @@ class Agreement:
 # --- for supervisors
 
 
-def report_loss(store: SharedStore, loss: Loss) -> bool:
-    """Tell the run of a rank that is gone; False where it does not go on without, since it has not begun, has ended or
-    does not mean to."""
+def report_lost_rank(store: SharedStore, lost: LostRank) -> bool:
+    """Report a lost rank to the run. False if the run does not continue without it: its ranks have no copies yet, it
+    has ended, or it is not set to."""
     if not store.check([_SURVIVES]):
         return False
-    own, number = json.dumps([loss.member, loss.how]), 0
+    own, number = json.dumps([lost.member, lost.how]), 0
     while (found := store.compare_set(f"{_LOST}{number}", "", own).decode()) != own:
         if found == _CLOSED:
             return False
@@ -81,38 +81,40 @@ def report_loss(store: SharedStore, loss: Loss) -> bool:
 
 
 def why_given_up(store: SharedStore) -> str | None:
-    """Why the run ends after losses that have been reported; None while it does not."""
+    """Why the run ends after the reported losses of ranks; None while it continues."""
     return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else None
 
 
 # --- for ranks
 
 
-class Losses:
-    """Losses of ranks, on one rank of a run that survives them.
+class LostRanks:
+    """The lost ranks of a run that continues without them, as one of its ranks sees them.
 
     Args:
         world: of this rank, which `connect` changes.
-        on_loss: called, on any thread, as soon as a loss is reported, after this rank's connections have been broken.
+        on_lost_rank: called, on any thread, as soon as a lost rank is reported, after this rank's connections have been
+            broken.
     """
 
-    def __init__(self, world: World, *, timeout_seconds: float, on_loss: Callable[[], None]) -> None:
+    def __init__(self, world: World, *, timeout_seconds: float, on_lost_rank: Callable[[], None]) -> None:
         self._world = world
-        self._store, self._timeout, self._on_loss = clone_shared_store(world.store), timeout_seconds, on_loss
-        self._known = world.num_losses
-        """Losses for which connections have been broken."""
+        self._store, self._timeout = clone_shared_store(world.store), timeout_seconds
+        self._on_lost_rank = on_lost_rank
+        self._known = world.num_lost_ranks
+        """Number of lost ranks for which connections have been broken."""
         self._lock, self._ending = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ranvier-losses", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="ranvier-lost-ranks", daemon=True)
 
     def begin(self) -> None:
-        """Begin to survive losses: all ranks have the copies for it. Not before `begin` on rank 0 do supervisors report
-        them."""
+        """Begin to survive lost ranks, once all ranks have the copies for it. Supervisors report lost ranks only after
+        `begin` on rank 0."""
         self._thread.start()
         if self._world.rank == 0:
             self._world.store.set(_SURVIVES, "")
 
     def end(self) -> None:
-        """On rank 0: have a loss end the run from now on. TransportError where one has just been reported."""
+        """On rank 0: a lost rank ends the run from now on. TransportError where one has just been reported."""
         if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
             raise TransportError("was lost", code="rank-lost", where="a rank", remedy="Check which rank has stopped.")
 
@@ -123,22 +125,23 @@ class Losses:
             self._thread.join(_NOTICE_SECONDS)
 
     def agree(self, error: Exception, has: object, decide: Decide) -> Agreement:
-        """After `error`: agree with the other survivors of losses on how to go on. Raises `error` where there is no
-        loss, or the run cannot go on.
+        """After `error`: agree with the other survivors on how to continue. Raises `error` if no rank is lost, or the
+        run cannot continue.
 
         has: what this rank has, as JSON can hold it. decide: asked on rank 0.
         """
         store = self._world.store
-        await_keys(store, [f"{_LOST}{self._world.num_losses}"], _NOTICE_SECONDS, stops=lambda: store.check([FAILED]))
-        while len(self._read(store)) > self._world.num_losses:
+        await_keys(store, [f"{_LOST}{self._world.num_lost_ranks}"], _NOTICE_SECONDS,
+                   stops=lambda: store.check([FAILED]))
+        while len(self._read(store)) > self._world.num_lost_ranks:
             time.sleep(_SETTLE_SECONDS)
-            losses = self._read(store)
-            self._break(len(losses))
-            found = self._agree(losses, has, decide)
+            reported = self._read(store)
+            self._break(len(reported))
+            found = self._agree(reported, has, decide)
             if found is not None:
                 if isinstance(found, str):
                     break
-                self._world.num_losses = len(losses)
+                self._world.num_lost_ranks = len(reported)
                 return found
         raise error
 
@@ -146,7 +149,7 @@ class Losses:
         """Connect the survivors: the world has no others then, and this rank has its new number. TransportError where
         one does not answer."""
         world, members = self._world, agreement.members
-        assert world.torch_store is not None, "the run survives losses"
+        assert world.torch_store is not None, "the run survives lost ranks"
         before = world.backend if isinstance(world.backend, TorchBackend) else None
         with self._lock:
             if self._known > agreement.number:
@@ -154,16 +157,17 @@ class Losses:
                                      remedy="Check which rank has stopped.")
             if before is not None:
                 before.sockets.severed = False
-        made = torch_generation(f"losses/{agreement.number}", members.index(world.members[world.rank]), len(members),
-                                world.torch_store, world.device, self._timeout,
+        new_rank = members.index(world.members[world.rank])
+        made = torch_generation(f"lost-ranks/{agreement.number}", new_rank, len(members), world.torch_store,
+                                world.device, self._timeout,
                                 connect_seconds=min(_CONNECT_SECONDS, self._timeout), before=before)
         world.change(made, members)
 
-    def _agree(self, losses: Sequence[Loss], has: object, decide: Decide) -> Agreement | str | None:
-        """An agreement, why there is none, or None where another loss has been reported meanwhile."""
+    def _agree(self, reported: Sequence[LostRank], has: object, decide: Decide) -> Agreement | str | None:
+        """An agreement, why there is none, or None if another lost rank has been reported meanwhile."""
         store, rank, members = self._world.store, self._world.rank, self._world.members
-        place = f"{_LOST}{len(losses)}/"
-        gone = {loss.member: loss for loss in losses}
+        place = f"{_LOST}{len(reported)}/"
+        gone = {one.member: one for one in reported}
         lost = {number: gone[name] for number, name in enumerate(members) if name in gone}
         survivors = [number for number in range(len(members)) if number not in lost]
         if 0 in lost:
@@ -171,12 +175,12 @@ class Losses:
         store.set(f"{place}has/{members[rank]}", json.dumps(has))
 
         def stops() -> bool:
-            return store.check([FAILED]) or self._has_more(losses)
+            return store.check([FAILED]) or self._has_more(reported)
 
         if rank == 0:
             names = [f"{place}has/{members[number]}" for number in survivors]
             answered = await_keys(store, names, self._timeout, stops=stops)
-            if self._has_more(losses):
+            if self._has_more(reported):
                 return None
             decision = decide([json.loads(store.get(name)) for name in names]) if answered else \
                 "survivors do not answer"
@@ -185,25 +189,25 @@ class Losses:
             store.set(f"{place}verdict", json.dumps({
                 "decision": decision, "members": [members[number] for number in survivors]}))
         if not await_keys(store, [f"{place}verdict"], 2 * self._timeout, stops=stops):
-            return None if self._has_more(losses) else "rank 0 does not answer"
+            return None if self._has_more(reported) else "rank 0 does not answer"
         verdict = json.loads(store.get(f"{place}verdict"))
         if isinstance(verdict["decision"], str) or members[rank] not in verdict["members"]:
             return str(verdict["decision"])
-        return Agreement(number=len(losses), lost=lost, decision=verdict["decision"],
+        return Agreement(number=len(reported), lost=lost, decision=verdict["decision"],
                          members=tuple(verdict["members"]))
 
-    def _has_more(self, losses: Sequence[Loss]) -> bool:
-        return len(self._read(self._world.store, len(losses))) > 0
+    def _has_more(self, reported: Sequence[LostRank]) -> bool:
+        return len(self._read(self._world.store, len(reported))) > 0
 
     @staticmethod
-    def _read(store: SharedStore, first: int = 0) -> list[Loss]:
-        """The losses reported so far, from number `first` on."""
-        found: list[Loss] = []
+    def _read(store: SharedStore, first: int = 0) -> list[LostRank]:
+        """The lost ranks reported so far, from number `first` on."""
+        found: list[LostRank] = []
         while store.check([key := f"{_LOST}{first + len(found)}"]):
             value = json.loads(store.get(key))
             if value is None:
                 break
-            found.append(Loss(member=value[0], how=value[1]))
+            found.append(LostRank(member=value[0], how=value[1]))
         return found
 
     def _watch(self) -> None:
@@ -216,9 +220,9 @@ class Losses:
             return
 
     def _break(self, number: int) -> None:
-        """Break this rank's connections for `number` losses, once: those that are made for the time after them stay."""
+        """Break this rank's connections once for `number` lost ranks. Connections made after that stay."""
         with self._lock:
             if number > self._known:
                 self._known = number
                 self._world.sever()
-                self._on_loss()
+                self._on_lost_rank()
