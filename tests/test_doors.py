@@ -38,7 +38,7 @@ STARTS_PROCESSES = {
     "system/child.py": "the door",
     "system/parent_death.py": "becomes the command that the door starts",
     "launch/heartbeat.py": "forks a watcher that runs no program",
-    "data/parallel.py": "a pool whose processes start inside `safe_spawning`",
+    "data/worker_processes.py": "a pool whose processes start inside `safe_spawning`",
 }
 STARTERS = {"os.system", "os.popen", "os.fork", "os.forkpty", "concurrent.futures.ProcessPoolExecutor", "psutil.Popen",
             "torch.distributed.run.run", "torch.distributed.run.main"}

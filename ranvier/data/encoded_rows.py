@@ -13,8 +13,8 @@ import numpy as np
 
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache import Progress, advance, processes_of
-from ranvier.data.parallel import map_in_order
 from ranvier.data.subset import check_parted, held_out, parted
+from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError
 
 _AT_ONCE = 100

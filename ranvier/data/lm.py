@@ -23,11 +23,11 @@ from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, mak
 from ranvier.data.mixture import join, shares, sources_of, spread
 from ranvier.data.named_files import refusals
 from ranvier.data.padding import padding_text
-from ranvier.data.parallel import map_in_order
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.data.tokenizer import Tokenizer
+from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError, RanvierError
 
 TOKENIZER_BYTES = 4_000_000

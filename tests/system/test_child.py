@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import ranvier
-from ranvier.data.parallel import map_in_order
+from ranvier.data.worker_processes import map_in_order
 from ranvier.launch import mpiexec
 from ranvier.launch.start import rerun_command
 from ranvier.system import child

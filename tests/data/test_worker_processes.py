@@ -2,7 +2,7 @@
 
 import pytest
 
-from ranvier.data.parallel import map_in_order
+from ranvier.data.worker_processes import map_in_order
 
 
 @pytest.mark.parametrize(("pieces", "processes"), [([], 3), ([4], 3), ([4, 5, 6], 1)])
