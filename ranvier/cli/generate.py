@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ranvier.inference.prompts import ChatPrompts, TextPrompts
     from ranvier.inference.trained import LanguageModel
     from ranvier.mesh import Mesh
-    from ranvier.models.generate import Sampling
+    from ranvier.models.token_sampling import Sampling
     from ranvier.world import World
 
     Writer = TextPrompts | ChatPrompts
@@ -68,7 +68,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     from ranvier.inference.trained import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
-    from ranvier.models.generate import Sampling
+    from ranvier.models.token_sampling import Sampling
 
     mesh = Mesh(data=data, pipe=pipe, row=row, col=col)
     sampling = Sampling(temperature=options.pop("temperature"), top_k=options.pop("top_k"),

@@ -16,7 +16,7 @@ import torch
 from ranvier.comm.protocol import Group
 from ranvier.errors import ConfigError
 from ranvier.models.decoding_cache import WholeTexts, caches_of
-from ranvier.models.generate import Sampling, next_token
+from ranvier.models.token_sampling import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 

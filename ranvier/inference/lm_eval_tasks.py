@@ -17,7 +17,7 @@ from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError
 from ranvier.inference.evaluation import Request, loglikelihoods
 from ranvier.inference.generate import generate
-from ranvier.models.generate import Sampling
+from ranvier.models.token_sampling import Sampling
 from ranvier.pipeline.engine import Engine
 
 

@@ -18,7 +18,7 @@ from ranvier.data.task import Dataset, Prepared
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.inference.evaluation import evaluate as evaluate_samples
 from ranvier.mesh import Mesh
-from ranvier.models.generate import Sampling, next_token
+from ranvier.models.token_sampling import Sampling, next_token
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.activations import layout_of

@@ -10,7 +10,7 @@ from ranvier.inference.trained import LanguageModel, build_language_engine
 from ranvier.keyed_random import scope
 from ranvier.mesh import Mesh
 from ranvier.models.families import family_named
-from ranvier.models.generate import Sampling
+from ranvier.models.token_sampling import Sampling
 from ranvier.testing.ranks import run_ranks
 from tests.covering import first
 from tests.errors import raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ranvier.models.generate import Sampling, next_token
+from ranvier.models.token_sampling import Sampling, next_token
 from tests.covering import quick
 from tests.errors import raises
 
