@@ -4,7 +4,7 @@
     PackedSamples    several samples a sequence        inputs {"ids": [B, S], "segments": [B, S]}      targets [B, S]
 
 A sample of n + 1 tokens has n positions, each with the next token as its target. Packed samples attend to themselves
-only (`ranvier.models.segments`), so that both forms give the same losses and gradients.
+only (`ranvier.models.packed_sequences`), so that both forms give the same losses and gradients.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
 from ranvier.models.lora import with_adapters
-from ranvier.models.segments import in_halves
+from ranvier.models.packed_sequences import in_halves
 from ranvier.tensor.split.loss import vocabulary_of
 from ranvier.tensor.split.preference_loss import PreferenceLoss
 

@@ -2,8 +2,8 @@
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, D = H / N, F = 4 H, V vocabulary. The carried state is
 one tensor: token ids_BS (int64) into the embedding, x_BSH between blocks, logits_BSV out of the head. Sequences of
-several packed samples are a dict, {"ids": ids_BS, "segments": segments_BS} (`ranvier.models.segments`), and then so is
-the state between blocks: {"hidden": x_BSH, "segments": segments_BS}.
+several packed samples are a dict, {"ids": ids_BS, "segments": segments_BS} (`ranvier.models.packed_sequences`), and
+then so is the state between blocks: {"hidden": x_BSH, "segments": segments_BS}.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
@@ -23,7 +23,13 @@ from ranvier.config.run import Transformer
 from ranvier.errors import ModelError, RanvierError
 from ranvier.models import family
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.segments import attention_mask, hidden_and_segments, is_whole_causal, positions_of, with_hidden
+from ranvier.models.packed_sequences import (
+    attention_mask,
+    hidden_and_segments,
+    is_whole_causal,
+    positions_of,
+    with_hidden,
+)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
 

@@ -18,7 +18,7 @@ from ranvier.data.padding import padding_shares, padding_text
 from ranvier.data.prepare import prepare
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.mesh import Mesh
-from ranvier.models.segments import attention_mask, positions_of
+from ranvier.models.packed_sequences import attention_mask, positions_of
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.reference import Reference

@@ -12,7 +12,7 @@ pair with 1 - e (Mitchell, 2023). ipo: Azar et al., 2023, equation 17, over the 
 computes it. simpo: Meng et al., 2024, equation 6; it needs no reference.
 
 Both answers of a pair are one row of the batch, so that no microbatch separates them: the chosen one comes first, and
-attention stays within each (`ranvier.models.segments`). The loss needs log p alone, so it works on logits whose
+attention stays within each (`ranvier.models.packed_sequences`). The loss needs log p alone, so it works on logits whose
 vocabulary is sharded over columns.
 
 A reward model gives a score to each token, of which that of an answer's last token is its reward (`RewardLoss`).
