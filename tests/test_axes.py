@@ -20,8 +20,8 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import problems
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.data.shard_loader import shard_loader
+from ranvier.elastic.inputs import ElasticRules, PresentMesh
 from ranvier.elastic.mesh_candidates import mesh_candidates
-from ranvier.elastic.rules import ElasticRules, PresentMesh
 from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.mesh import AXES, STANDARD_AXES, Axis, Mesh

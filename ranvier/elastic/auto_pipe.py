@@ -16,7 +16,7 @@ from math import inf
 from statistics import pvariance
 
 from ranvier.cost.collectives import ring_seconds
-from ranvier.elastic.rules import BlockFacts
+from ranvier.elastic.inputs import BlockFacts
 from ranvier.mesh import StagePlacement
 from ranvier.plan.partition import partition_for
 from ranvier.schedule.limits import rule_limits

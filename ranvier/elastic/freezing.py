@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from math import ceil, expm1, inf, isfinite, log1p, nan
 from typing import Protocol, TypeGuard, runtime_checkable
 
-from ranvier.elastic.rules import depth_by_hand
+from ranvier.elastic.inputs import depth_by_hand
 from ranvier.errors import ConfigError
 
 _SPURIOUS = 1e-9

@@ -11,8 +11,8 @@ from ranvier.config.resolve import ResolvedRun, stage_placement
 from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
-from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
 from ranvier.plan.fitting import schedules
 from ranvier.schedule.policies import policy_named

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.mesh_candidates import MeshCandidate, candidate_moved_bytes, shape_of
-from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
 from ranvier.mesh import mesh_text
 

@@ -26,10 +26,10 @@ from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
 from ranvier.elastic.controller import DecisionFacts, fastest_count, tried_microbatch_size
 from ranvier.elastic.freezing import NONE_FROZEN, Cap, GradientNorm, Manual, NoFreezing
+from ranvier.elastic.inputs import PresentMesh
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes
 from ranvier.elastic.microbatch_profile import size_of
 from ranvier.elastic.named_policy import controller_of, policy_of
-from ranvier.elastic.rules import PresentMesh
 from ranvier.elastic.state import RECENT_STEPS, StepFigures
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh

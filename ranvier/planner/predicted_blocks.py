@@ -10,9 +10,9 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import backward_of, weight_gradients_of
 from ranvier.cost.stage_messages import rank_threads
 from ranvier.cost.step import update_seconds
+from ranvier.elastic.inputs import LINKS, BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
-from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
 from ranvier.mesh import Mesh
 from ranvier.planner.run_cost import step_of
 from ranvier.planner.work import Work
@@ -23,7 +23,7 @@ def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: Pr
     """Facts of the blocks of `run`, which is on the present mesh: seconds of one sample in each block on one rank, and
     bytes.
 
-    Links are the nominal ones by which a run decides (`ranvier.elastic.rules.LINKS`), not the cluster's.
+    Links are the nominal ones by which a run decides (`ranvier.elastic.inputs.LINKS`), not the cluster's.
     """
     mesh, size = run.mesh, run.batch.microbatch_size
     stages = work.stages(run, present.frozen)

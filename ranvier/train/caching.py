@@ -21,7 +21,7 @@ from ranvier.data.task import Prepared
 from ranvier.elastic.cache import AutoCache, Compute
 from ranvier.elastic.cache_file import RunFolder
 from ranvier.elastic.cache_profile import decide
-from ranvier.elastic.rules import ElasticRules
+from ranvier.elastic.inputs import ElasticRules
 from ranvier.errors import ConfigError
 from ranvier.train.events import Event, NoteEvent
 from ranvier.train.runtime import RankRuntime

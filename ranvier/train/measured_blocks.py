@@ -7,9 +7,9 @@ from typing import TypedDict
 
 import torch
 
+from ranvier.elastic.inputs import LINKS, BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.mesh_candidates import with_present_seconds
 from ranvier.elastic.microbatch_profile import MicrobatchProfile
-from ranvier.elastic.rules import LINKS, BlockFacts, ElasticRules, PresentMesh
 from ranvier.optim.rules import rules_of, states_per_element
 from ranvier.precision import DTYPES, is_half, wide
 from ranvier.system.machine import shared_cores

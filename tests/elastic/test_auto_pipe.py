@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ranvier.elastic.auto_pipe import Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.inputs import BlockFacts
 from ranvier.elastic.microbatch_profile import microbatch_counts
-from ranvier.elastic.rules import BlockFacts
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.partition import cut
 from ranvier.schedule.policies import GPipe, MessageDriven, OneForwardOneBackward

@@ -15,8 +15,8 @@ from ranvier.config.run import Batch, Elastic, Train
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import Controller, DecisionFacts, tried_microbatch_size
 from ranvier.elastic.freezing import NONE_FROZEN, Manual
+from ranvier.elastic.inputs import BlockFacts, PresentMesh
 from ranvier.elastic.named_policy import policy_of
-from ranvier.elastic.rules import BlockFacts, PresentMesh
 from ranvier.elastic.state import ElasticState, StepFigures
 from ranvier.errors import CheckpointError, ConfigError
 from ranvier.mesh import Mesh

@@ -13,9 +13,9 @@ from ranvier.config.run import Batch, Elastic, Optim, Pipeline
 from ranvier.elastic import mesh_candidates as module
 from ranvier.elastic.auto_pipe import best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.freezing import FrozenLayers
+from ranvier.elastic.inputs import LINKS, ElasticRules
 from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, candidate_moved_bytes, mesh_candidates
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts
-from ranvier.elastic.rules import LINKS, ElasticRules
 from ranvier.mesh import Mesh
 from ranvier.system import machine
 from ranvier.system.machine import shared_cores

@@ -13,7 +13,7 @@ from ranvier.cost import transition
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.elastic.change import Change
 from ranvier.elastic.controller import Controller
-from ranvier.elastic.rules import EvaluationSchedule
+from ranvier.elastic.inputs import EvaluationSchedule
 from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
 from ranvier.planner.elastic_plan import Course, course

@@ -12,9 +12,9 @@ from ranvier.config.run import Batch, Elastic, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
+from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.ledger import Entry, Ledger
 from ranvier.elastic.mesh_candidates import MeshCandidate
-from ranvier.elastic.rules import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.state import ElasticState
 from ranvier.elastic.transition_selector import select
 from ranvier.mesh import Mesh
