@@ -16,10 +16,10 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
         "schedule.computed_limits",
         "schedule.closed_form", "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
-        "cost.placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
+        "cost.node_placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
         "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",
         "plan.partition",
-        "elastic.rules", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
+        "elastic.inputs", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
         "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile",
         "elastic.change", "elastic.state", "elastic.controller", "optim.learning_rate", "train.progress")
 
@@ -30,7 +30,7 @@ def sources(*names):
     for name in names:
         path = ROOT.joinpath(*name.split("."))
         found += sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    assert found and all(path.is_file() for path in found)
+    assert found and not [path for path in found if not path.is_file()]
     return found
 
 

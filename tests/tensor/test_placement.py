@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.cost.placement import best_tile, bytes_between_nodes
+from ranvier.cost.node_placement import best_tile, bytes_between_nodes
 from ranvier.mesh import Mesh
 
 SIZES = st.integers(1, 6)
