@@ -36,7 +36,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner import auto, plan
 from ranvier.planner.problems import problems
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import caching, joining, reference, resize, saving, setup
+from ranvier.train import caching, joining, reference_log_probs, resize, saving, setup
 from ranvier.world import World
 from tests.errors import check, raises, reports
 
@@ -195,16 +195,16 @@ def test_the_reference_of_other_pairs(tmp_path):
     data = types.SimpleNamespace(train=None, eval=None, eval_sets={}, fingerprint="now", tokenizer=None)
     (tmp_path / "reference.json").write_text(json.dumps({"data": "before", "sets": {}}))
     with raises("reference-of-other-pairs", where=str(tmp_path / "reference.json")):
-        reference._read(tmp_path / "reference.json", data)
+        reference_log_probs._read(tmp_path / "reference.json", data)
 
 
 def test_a_reference_without_two_numbers_a_pair(tmp_path, monkeypatch):
     path = tmp_path / "reference.json"
     path.write_text(json.dumps({"data": "same", "sets": {"": [[-1.0, -2.0]]}}))
-    monkeypatch.setattr(reference, "fingerprint", lambda data: "same")
-    monkeypatch.setattr(reference, "_sets", lambda data: {"": range(3)})
+    monkeypatch.setattr(reference_log_probs, "fingerprint", lambda data: "same")
+    monkeypatch.setattr(reference_log_probs, "_sets", lambda data: {"": range(3)})
     with raises("damaged-reference", where=str(path), value="(1, 2)"):
-        reference._read(path, None)
+        reference_log_probs._read(path, None)
 
 
 def test_pairs_are_not_evaluated_without_their_reference():
@@ -218,7 +218,7 @@ def test_a_run_that_begins_with_adapters_has_no_reference(tmp_path):
     data = types.SimpleNamespace(train=None, eval=None, eval_sets={})
     resumed = types.SimpleNamespace(continues=False, step=3, loaded=types.SimpleNamespace(folder="before"))
     with raises("reference-with-adapters", where="resume", value="before"):
-        reference.fill_reference(types.SimpleNamespace(run=run), data, None, resumed)
+        reference_log_probs.fill_reference(types.SimpleNamespace(run=run), data, None, resumed)
 
 
 def test_a_checkpoint_of_other_classes(tmp_path):

@@ -4,7 +4,7 @@ one, and reward, in which a model's score of the chosen one becomes larger.
     data set --rows--> pairs of conversations --ChatTokenizer--> tokens, is_target --> PreferencePairs, ScoredPairs
 
 The losses are `ranvier.tensor.split.preference_loss`. Where one compares with a reference, the run computes the
-reference's log-probabilities before its first step (`ranvier.train.reference`).
+reference's log-probabilities before its first step (`ranvier.train.reference_log_probs`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ranvier.train.measured_limits import MeasuredLimits
 from ranvier.train.memory import check_fits
 from ranvier.train.metrics import Meter, peak_rate
 from ranvier.train.progress import Progress
-from ranvier.train.reference import fill_reference
+from ranvier.train.reference_log_probs import fill_reference
 from ranvier.train.report_page import ReportPage
 from ranvier.train.resize import Requests
 from ranvier.train.runtime import build_runtime, with_frozen

@@ -18,7 +18,7 @@ from ranvier.errors import CheckpointError, ConfigError, DataError
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
-from ranvier.train.reference import _read_by_first
+from ranvier.train.reference_log_probs import _read_by_first
 from tests.data.test_chat import tokenizer_in
 from tests.data.test_preference import rows_of, written
 
