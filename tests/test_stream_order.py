@@ -40,7 +40,7 @@ EXCEPTIONS = {
         "a communicator is built before the first step; no memory depends on it",
     ("elastic/cache.py", "torch.cuda.current_stream(self._device).synchronize()"):
         "the seconds of a computation end with it; the copy that follows waits anyway",
-    ("train/attention.py", "torch.cuda.synchronize(device)"):
+    ("train/attention_kernel.py", "torch.cuda.synchronize(device)"):
         "the seconds of a kernel begin and end with it, before the first step",
 }
 """Waits that order no accesses, and why they are there."""

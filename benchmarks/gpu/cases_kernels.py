@@ -19,7 +19,7 @@ from ranvier.config.run import Batch, Run
 from ranvier.tensor import keyed_dropout
 from ranvier.tensor.deferred_linear import add_gradients, padded_rows_product
 from ranvier.tensor.float8 import forward_product, runs_on_cpu
-from ranvier.train.attention import kernel_seconds
+from ranvier.train.attention_kernel import kernel_seconds
 
 
 def attention_kernels(options: Options) -> Findings:

@@ -18,7 +18,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.fitting import schedule_note
 from ranvier.train import setup
-from ranvier.train.attention import choose_kernel, preferred_kernel
+from ranvier.train.attention_kernel import choose_kernel, preferred_kernel
 from ranvier.train.best import best_of
 from ranvier.train.changes import change_mesh, consider
 from ranvier.train.elasticity import Elasticity

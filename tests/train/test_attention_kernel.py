@@ -10,8 +10,8 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Run, Transformer
 from ranvier.testing.ranks import run_ranks
-from ranvier.train import attention
-from ranvier.train.attention import KERNELS, choose_kernel, kernel_seconds, preferred_kernel
+from ranvier.train import attention_kernel
+from ranvier.train.attention_kernel import KERNELS, choose_kernel, kernel_seconds, preferred_kernel
 from tests.errors import raises
 from tests.fake_cuda import FakeCuda
 from tests.test_cuda_branches import DEVICE, small_peak, whole_run
@@ -26,7 +26,7 @@ def run_of(kernel="auto", **changed):
 
 def chosen(seconds, monkeypatch, kernel="auto"):
     """What ranks choose that have measured these seconds; each must come to the same."""
-    monkeypatch.setattr(attention, "kernel_seconds", lambda run, device: seconds[device.index])
+    monkeypatch.setattr(attention_kernel, "kernel_seconds", lambda run, device: seconds[device.index])
 
     def rank(world):
         return choose_kernel(run_of(kernel), world.backend.group("all", [tuple(range(world.size))]),
@@ -64,7 +64,7 @@ def test_a_device_measures_the_kernels_that_it_has():
 
 
 def test_a_cpu_has_no_choice(monkeypatch):
-    monkeypatch.setattr(attention, "kernel_seconds", None)
+    monkeypatch.setattr(attention_kernel, "kernel_seconds", None)
     assert run_ranks(lambda world: choose_kernel(run_of(), world.backend.group("all", [(0,)]), world.device), 1) == [
         ("auto", "")]
 
@@ -80,7 +80,7 @@ def test_others_stay_for_what_the_preferred_one_cannot_compute():
 
 
 def test_a_run_tells_and_records_it(tmp_path, small_peak, monkeypatch):
-    monkeypatch.setattr(attention, "kernel_seconds", lambda run, device: {"math": 2e-3, "efficient": 1e-3})
+    monkeypatch.setattr(attention_kernel, "kernel_seconds", lambda run, device: {"math": 2e-3, "efficient": 1e-3})
     with FakeCuda(devices=2):
         whole_run(tmp_path, DEVICE)
     assert 'attention_kernel = "efficient"' in (tmp_path / "run" / "run.toml").read_text()
