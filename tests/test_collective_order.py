@@ -72,10 +72,10 @@ OTHER = {
     ("pipeline/engine.py", "self._statistics.work.wait()"):
         "after a prediction, numbers in host memory: tests/pipeline/test_written_ties.py",
     ("tensor/split/linear.py", "one.wait()"): "saved in vain: nobody reads it",
-    ("tensor/under_way.py", "self._work.wait()"): "sums that travel together, on CPUs only",
+    ("tensor/overlapped_transfers.py", "self._work.wait()"): "sums that travel together, on CPUs only",
     ("tensor/split/linear.py", "self._add_gradients(dw.wait())"): "on one row, where nothing travels",
     ("tensor/split/stationary.py", "arriving.wait()"): "of a row without tokens, which computes nothing",
-    ("tensor/under_way.py", "arriving.wait()"): "tests/tensor/test_under_way.py counts it"}
+    ("tensor/overlapped_transfers.py", "arriving.wait()"): "tests/tensor/test_overlapped_transfers.py counts it"}
 """What has the name of a wait, and is in no scenario."""
 
 

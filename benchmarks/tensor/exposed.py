@@ -34,9 +34,9 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
 from ranvier.models.gpt import MLP, Attention
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 LAYERS = 8

@@ -20,9 +20,9 @@ from ranvier.layout import Split, box_size
 from ranvier.mesh import Mesh
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.split.layers import split_layers
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.under_way import WeightUse
 
 
 @contextmanager

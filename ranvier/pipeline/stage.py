@@ -44,8 +44,8 @@ from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 if TYPE_CHECKING:

@@ -55,9 +55,9 @@ from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
-from ranvier.tensor.under_way import WeightUse
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Needs = dict[object, Any]

@@ -30,7 +30,7 @@ from ranvier.layout.panels import PANEL_BYTES, panel_count
 from ranvier.precision import sum_dtype
 from ranvier.tensor.activations import Activations, Panel, activations_of
 from ranvier.tensor.layer_order import LayerOrder
-from ranvier.tensor.under_way import GradientSums, WeightGathers, WeightUse, gather_together
+from ranvier.tensor.overlapped_transfers import GradientSums, WeightGathers, WeightUse, gather_together
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
 BUNDLE_ELEMENTS = {"cpu": 1 << 18}

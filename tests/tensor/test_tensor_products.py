@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ranvier.layout import part
+from ranvier.tensor.overlapped_transfers import Arriving
 from ranvier.tensor.split import summa
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
 from ranvier.tensor.split.summa import SummaProduct, SummaVocabulary
-from ranvier.tensor.under_way import Arriving
 from ranvier.testing.reference import relative_error
 from tests.covering import covering, pairwise, quick
 from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_tensor_mesh, own, random, stream_part

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.under_way import Arriving
+from ranvier.tensor.overlapped_transfers import Arriving
 
 Gathered = Sequence[Arriving]
 """The panels of a gathered tensor, each in memory of its own."""

@@ -37,9 +37,9 @@ from ranvier.comm.protocol import Work
 from ranvier.precision import wide
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import Arriving
 from ranvier.tensor.split.local_products import multiply, multiply_rows, multiply_slabs
 from ranvier.tensor.split.products import Gathered, Product, flat
-from ranvier.tensor.under_way import Arriving
 
 # ---------------------------------------------------------------------- collectives
 

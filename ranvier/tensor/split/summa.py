@@ -28,9 +28,9 @@ from ranvier.comm.protocol import Group, Work
 from ranvier.layout import part
 from ranvier.precision import wide
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import Arriving
 from ranvier.tensor.split.local_products import multiply
 from ranvier.tensor.split.products import Gathered, Product, flat
-from ranvier.tensor.under_way import Arriving
 
 
 @lru_cache(maxsize=256)  # each product asks, and sizes are few

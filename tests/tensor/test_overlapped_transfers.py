@@ -14,9 +14,9 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline import connections
 from ranvier.tensor.layers import Linear
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.overlapped_transfers import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.quantized_weight import BLOCK, QuantizedWeight
 from ranvier.tensor.split.layers import split_layers
-from ranvier.tensor.under_way import Arriving, GradientSums, WeightGathers
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.tensor.workspace import Workspace
 from tests.covering import chosen, quick
