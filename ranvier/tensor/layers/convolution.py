@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.errors import ModelError
+from ranvier.tensor.column_exchanges import transposed
 from ranvier.tensor.layers.features import OverFeatures
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.over_columns import transposed
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.splittable import Constraint, Layer
 

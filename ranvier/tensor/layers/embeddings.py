@@ -19,8 +19,8 @@ from ranvier.layout import Split, TensorAxis, part
 from ranvier.precision import wide
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
+from ranvier.tensor.column_exchanges import transposed
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.over_columns import transposed
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints

@@ -18,9 +18,9 @@ from ranvier.config.run import TensorParallel
 from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.autograd import Function
+from ranvier.tensor.column_exchanges import exchanged, gathered
 from ranvier.tensor.deferred_linear import PaddedLinear
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.over_columns import exchanged, gathered
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.split.products import Product
