@@ -37,6 +37,7 @@ from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory
 from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
+from ranvier.pipeline.buffer_sync import BufferSync
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import RankParameters
@@ -47,7 +48,6 @@ from ranvier.pipeline.parts import EngineParts
 from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
 from ranvier.pipeline.replicas import Replicas
 from ranvier.pipeline.result import BatchResult, LastOutputs
-from ranvier.pipeline.shared_buffers import BufferSync
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits

@@ -21,6 +21,7 @@ from ranvier.optim.guard import BadSteps
 from ranvier.optim.partial_norms import warn_of_norms
 from ranvier.optim.step import OptimizerFactory, Updater
 from ranvier.pipeline.batch import BatchRunner
+from ranvier.pipeline.buffer_sync import BufferSync, ReplicaBuffers
 from ranvier.pipeline.build import build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import timeline_of
@@ -31,7 +32,6 @@ from ranvier.pipeline.prepared_model import PreparedModel
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
-from ranvier.pipeline.shared_buffers import BufferSync, SharedBuffers
 from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.shared_values import SharedValues
 from ranvier.pipeline.stage import Stage
@@ -93,7 +93,7 @@ class EngineParts:
         self.ties = TiedParameters(ties, arrived, self.connections.send, self.connections.inbox.wait,
                                    tied_parameters(layout))
         share_start_values(layout, self.blocks, self.parameters, self.connections)
-        self.buffers = self._shared_buffers(buffers)
+        self.buffers = self._replica_buffers(buffers)
         self.connections.open_splits(layout)
 
         # what steps need
@@ -134,19 +134,19 @@ class EngineParts:
         mesh.autocast = self._given.autocast
         return split_model(model, mesh)
 
-    def _shared_buffers(self, how: BufferSync) -> SharedBuffers:
+    def _replica_buffers(self, how: BufferSync) -> ReplicaBuffers:
         """The buffers of this rank's stages, over all ranks that compute their blocks for other samples."""
         connections, mesh = self.connections, self._plan.mesh
         group: Group = connections.data if mesh.microbatch_parts == 1 else connections.group(
             "buffers", mesh.over(splits_samples=True))
-        shared = SharedBuffers(self.blocks, group, how)
+        buffers = ReplicaBuffers(self.blocks, group, how)
         if how != "broadcast":
-            count = torch.tensor([len(shared)])
+            count = torch.tensor([len(buffers)])
             connections.all.all_reduce(count).wait()
             why = "there is one replica" if len(group.ranks) == 1 else None if count else "no block has a buffer"
             if why is not None and self._world.rank == 0:
                 warnings.warn(f"Engine(buffers={how!r}) has no effect: {why}", stacklevel=5)
-        return shared
+        return buffers
 
     def _build_updater(self, optimizer: OptimizerFactory | None, nominal_weight: float | Literal["auto"],
                        guard: Guard | None, tables: set[nn.Parameter]) -> Updater:

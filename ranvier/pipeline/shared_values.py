@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from ranvier.comm.board import Board
 from ranvier.errors import ConfigError
 from ranvier.optim.step import Updater
+from ranvier.pipeline.buffer_sync import ReplicaBuffers
 from ranvier.pipeline.held_parameters import HeldParameters
 from ranvier.pipeline.rank_stages import RankStages
-from ranvier.pipeline.shared_buffers import SharedBuffers
 from ranvier.pipeline.ties import TiedParameters
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 
@@ -27,7 +27,7 @@ from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
 class SharedValues:
     """board: counts the batches, by which messages of ties are told apart."""
 
-    def __init__(self, updater: Updater, ties: TiedParameters, buffers: SharedBuffers, held: HeldParameters,
+    def __init__(self, updater: Updater, ties: TiedParameters, buffers: ReplicaBuffers, held: HeldParameters,
                  elsewhere: TrainedElsewhere, stages: RankStages, board: Board) -> None:
         self._updater, self._ties, self._buffers, self._held = updater, ties, buffers, held
         self._elsewhere, self._stages, self._board = elsewhere, stages, board

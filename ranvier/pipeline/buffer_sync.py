@@ -26,7 +26,7 @@ BufferSync = Literal["broadcast", "average", "local"]
 CHOICES = ("broadcast", "average", "local")
 
 
-class SharedBuffers:
+class ReplicaBuffers:
     """The buffers of one stage's blocks.
 
     replicas: the ranks that compute the same blocks for other samples. Each calls `start` equally often.
