@@ -21,7 +21,7 @@ from ranvier.errors import ConfigError, TransportError
 from ranvier.layout import Layout, TensorAxis
 from ranvier.pipeline.column_parts import ColumnParts
 from ranvier.pipeline.inbox import Inbox
-from ranvier.pipeline.replicas import Replicas
+from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.same_on_ranks import check_same
 from ranvier.pipeline.sequencer import Sequencer
 from ranvier.schedule.spans import Timeline
@@ -48,7 +48,7 @@ class Connections:
         self._ranks = [mesh.rank(mesh.place(replica=at.replica, pipeline_rank=stages.rank_of(stage),
                                             position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
-        self.replicas: Replicas | None = None
+        self.replicas: ReplicaComparison | None = None
         """Once somebody has compared them."""
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""

@@ -46,7 +46,7 @@ from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, chec
 from ranvier.pipeline.modes import some_train
 from ranvier.pipeline.parts import EngineParts
 from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
-from ranvier.pipeline.replicas import Replicas
+from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
 from ranvier.pipeline.state_dict import StateDict, load_state, take_state
 from ranvier.plan.plan import Plan, refuse_settings_beside
@@ -650,7 +650,7 @@ class Engine:
         self.check_usable("compare_replicas")
         self._values.wait()
         self._connections.board.action = "the comparison of replicas"
-        self._connections.replicas = self._connections.replicas or Replicas(
+        self._connections.replicas = self._connections.replicas or ReplicaComparison(
             self.layout, self.world, self._connections.all)
         self._connections.replicas.compare(self._parameters)
         self._connections.board.action = _OUTSIDE

@@ -44,7 +44,7 @@ def checksum(tensor: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-class Replicas:
+class ReplicaComparison:
     """Compares the parameters of one stage over all ranks that have it. Making one is collective; so is `compare`.
 
     everyone: a group of all ranks.

@@ -9,7 +9,7 @@ from torch import nn
 from ranvier.config.run import Optim
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
-from ranvier.pipeline.replicas import PIECE, checksum
+from ranvier.pipeline.replica_comparison import PIECE, checksum
 from tests.covering import covering, quick
 from tests.errors import raises
 from tests.pipeline.parity import chain, frozen, on_mesh, share, small_gpt, tokens
