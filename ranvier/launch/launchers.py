@@ -25,7 +25,7 @@ SECRET = "RANVIER_SECRET"
 """Environment variable in which our own supervisor, or a job script, passes the run's secret to ranks."""
 Launcher = Literal["local", "torchrun", "mpiexec", "srun"]
 """Program that started a rank; "local" is our own supervisor."""
-Setting = Literal["auto", "local", "torchrun", "mpiexec", "srun"]
+Setting = Literal["auto"] | Launcher
 """Values of launch.launcher."""
 
 
