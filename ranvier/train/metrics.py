@@ -37,7 +37,7 @@ from ranvier.train.events import StepEvent
 
 _OWN = frozenset({"forward", "backward", "weight", "data"})
 """Categories of spans that are a rank's own work, without its waits for others."""
-KEPT_STEPS = 5
+TIMELINE_STEPS = 5
 """Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
 whose ends other ranks are in the steps before and after."""
 
@@ -135,7 +135,7 @@ class Meter:
         who weighs it waits for the others."""
         self.busy_steps, self._start_ns = -1, 0
         self._first: StepWindow | None = None
-        self._latest: deque[StepWindow] = deque(maxlen=KEPT_STEPS)
+        self._latest: deque[StepWindow] = deque(maxlen=TIMELINE_STEPS)
         self.resume()
 
     def resume(self) -> None:

@@ -23,7 +23,7 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.trackers import example_run, example_step
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
-from ranvier.train.metrics import KEPT_STEPS, Meter, PeakRate, matrix_product_rate
+from ranvier.train.metrics import TIMELINE_STEPS, Meter, PeakRate, matrix_product_rate
 from ranvier.train.report import draw_loss, smoothed, steady, summarise, write_report, write_trace
 from tests.errors import raises
 
@@ -103,7 +103,7 @@ def test_the_meter_keeps_the_first_step_and_the_latest():
         for number in range(1, 11):
             meter.step(number, FixedResult(), 1e-3)
             kept = [step.step for step in meter.kept]
-            assert kept == sorted({1, *range(max(1, number - KEPT_STEPS + 1), number + 1)})
+            assert kept == sorted({1, *range(max(1, number - TIMELINE_STEPS + 1), number + 1)})
         meter.resume()
         assert meter.step(11, FixedResult(), 1e-3).event(1.0, PeakRate(1.0, None)).step_seconds < 0.5
         return kept
