@@ -78,7 +78,9 @@ def _no_sample_text(run: ResolvedRun) -> str | None:
 
 
 _one_rank_a_stage = _where(lambda run: run.mesh.stage_size == 1, "blocks are not split: mesh.row and mesh.col are 1")
-_defer_bytes = _first(_needs("pipeline.policy", "message-driven"), _unless("optim.update_in_backward", True))
+DEFERRING_POLICIES = ("message-driven",)
+"""Values of `pipeline.policy` that defer weight gradients (`Policy.defers`; `config` cannot import `schedule`)."""
+_defer_bytes = _first(_needs("pipeline.policy", *DEFERRING_POLICIES), _unless("optim.update_in_backward", True))
 _deferred = _first(_defer_bytes, _needs("pipeline.defer_bytes", "auto"))
 
 
@@ -214,7 +216,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "pipeline.defer_last": _deferred,
     "pipeline.placement": _first(_unless("mesh.pipe", 1), _unless("pipeline.stages_per_rank", 1)),
     "pipeline.stages_per_rank": _unless("mesh.pipe", 1),
-    "pipeline.memory": _first(_needs("pipeline.policy", "message-driven"), _unless("mesh.pipe", 1), _limits_are_set),
+    "pipeline.memory": _first(_needs("pipeline.policy", *DEFERRING_POLICIES), _unless("mesh.pipe", 1), _limits_are_set),
     "pipeline.look_ahead": _on_cpu("on a CPU an action has ended when it returns"),
     "tensor.scheme": _one_rank_a_stage,
     "tensor.sequence_sharding": _first(_one_rank_a_stage, _unless("tensor.scheme", "summa"), _unless("mesh.col", 1)),

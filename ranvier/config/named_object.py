@@ -71,6 +71,7 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
 
     ConfigError where the module cannot be imported, has no such name, the call fails, or the object lacks an attribute.
     """
+    assert ":" in text, f"{setting} lists {text}, but no code makes its object: see CONTRIBUTING.md, How to add"
     found = _attribute(text, setting)
     keywords = parse_options(options, setting)
     if not isinstance(found, type) and (lacks(found, attributes) is None or not callable(found)):

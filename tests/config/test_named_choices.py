@@ -1,7 +1,11 @@
 """Each name that a setting lists has an object, whichever file finds it."""
 
+from pathlib import Path
+
 import pytest
 
+from ranvier.config import effects
+from ranvier.config.named_object import load_object
 from ranvier.config.read import settings
 from ranvier.config.run import Data, Elastic, Optim, Run, Transformer
 from ranvier.config.section import words
@@ -31,6 +35,20 @@ def test_each_name_has_an_object(setting, name):
 def test_settings_list_all_policies_and_tasks():
     assert names("pipeline.policy") == [policy.name for policy in POLICIES]
     assert names("data.task") == list(SHIPPED)
+
+
+def test_effects_knows_the_policies_that_defer():
+    assert list(effects.DEFERRING_POLICIES) == [policy.name for policy in POLICIES if policy.defers]
+
+
+@pytest.mark.parametrize("name", names("optim.algorithm"))
+def test_each_optimizer_has_a_row_in_its_page(name):
+    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+
+
+def test_a_listed_name_without_an_object():
+    with pytest.raises(AssertionError, match=r"optim\.algorithm lists adan"):
+        load_object("adan", "optim.algorithm", ())
 
 
 def test_each_family_does_a_task():
