@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.config.read import settings
 from ranvier.config.run import Optim
+from ranvier.config.section import words
 from ranvier.mesh import Mesh
 from ranvier.optim.adafactor import Adafactor
 from ranvier.optim.rules import rules_of
@@ -114,11 +116,17 @@ CASES = [(algorithm, mesh, WAYS[(first + number) % len(WAYS)]) for first, algori
          for number, mesh in enumerate([Mesh(data=2, pipe=2), Mesh(data=2, row=2), Mesh(data=2, col=2),
                                         Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2)])
          if algorithm != "adamw" or number == 0]
+QUICK = {"muon": Mesh(pipe=2, row=2), "adafactor": Mesh(data=2, col=2)}
+"""Meshes on which `make test` tries an algorithm, if not two replicas of two stages."""
 
 
-@pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[:2] in [
-    ("adamw", Mesh(data=2, pipe=2)), ("lion", Mesh(data=2, pipe=2)), ("muon", Mesh(pipe=2, row=2)),
-    ("adafactor", Mesh(data=2, col=2))]], CASES), ids=str)
+def test_all_algorithms_are_compared():
+    """SGD is compared with torch's in `test_optimizer`."""
+    assert set(words(settings()["optim.algorithm"].annotation)) == {*ALGORITHMS, "sgd"}
+
+
+@pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[1] == QUICK.get(
+    case[0], Mesh(data=2, pipe=2))], CASES), ids=str)
 def test_equals_torch_on_every_mesh(algorithm, mesh, way, in_fp64):
     """Each replica with its own data; Newton-Schulz steps and row and column means of whole matrices."""
     batches = [token_batches(mesh, count=2, seed=number) for number in range(STEPS)]
