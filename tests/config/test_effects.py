@@ -101,8 +101,9 @@ OTHER = {
 def test_every_setting_is_in_the_table_or_always_has_an_effect():
     listed = set(TABLE)
     assert not listed & ALWAYS
-    assert listed | ALWAYS == set(read.settings()), "say when it does nothing, or above that it never does"
-    assert set(OTHER) == listed
+    assert listed | ALWAYS == set(read.settings()), (
+        "say in config/effects.py when a setting has no effect, or list it in ALWAYS if it always has one")
+    assert set(OTHER) == listed, "OTHER needs a value other than the default for each setting of config/effects.py"
     assert all(OTHER[name] != read.settings()[name].default for name in listed)
 
 
