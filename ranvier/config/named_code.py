@@ -54,5 +54,5 @@ def problem(name: str, value: object, origin: str, permission: Permission) -> Co
     flag = name.replace("_", "-")
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     switch = ", or pass `--allow-code`, for all that the file names" if permission == "on request" else ""
-    return ConfigError(f"names code, but {origin} has no permission for that", code="code-not-allowed", where=flag, value=text,
-                       remedy=f"If you trust it, name it yourself: `--{flag} {text}`{switch}.")
+    return ConfigError(f"names code, but {origin} has no permission for that", code="code-not-allowed", where=flag,
+                       value=text, remedy=f"If you trust it, name it yourself: `--{flag} {text}`{switch}.")
