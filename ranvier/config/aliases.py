@@ -1,4 +1,4 @@
-"""Other spellings that papers, TRL and PEFT use, of settings and of values. What is written has our own. Pure."""
+"""Other spellings of settings and values, as in papers, TRL and PEFT. Files that Ranvier writes have its own. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of classes that a model has given already: data takes them where it has the same classes."""
+"""Class numbers of a pretrained model, which data with the same classes uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through what one rank of an engine talks to the others: groups, the transport of messages, the order of a stage.
+"""Connections of one rank of an engine to the others: groups, the transport of messages, the order of a stage.
 
 All ranks open the same in the same order; that order is the one of the calls here.
 """

@@ -1,4 +1,4 @@
-"""After a bad step: the block, microbatch and replica that it began with.
+"""Finds the block, microbatch and replica in which a bad step began.
 
 Nothing was updated, so the same batch can run again, with the same dropout, one microbatch at a time: hooks on every
 block look at what comes out of it, and at the gradient that leaves it backward. Gradients are held: none is reduced, so

@@ -1,4 +1,4 @@
-"""Messages of the batch at hand, whatever the order in which they came.
+"""The inbox of one rank: arrived messages of the current batch, in any order.
 
 Ranks do not wait for each other between batches, so messages of the next batch may arrive while this one runs: they are
 kept until it begins. A wait that lasts too long ends in a report of who waits for what.

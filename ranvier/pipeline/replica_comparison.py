@@ -1,4 +1,4 @@
-"""Do ranks that hold the same parameters still hold the same bits?
+"""Compares the bits of parameters that several ranks hold, and names the ranks that differ.
 
 Replicas start alike, sum their gradients to the same bits and apply the same rule, so any difference is a fault: a
 broken device, memory that flips a bit, a program that writes weights on one rank only. Nothing else would tell of it,

@@ -1,4 +1,5 @@
-"""Whether ranks were given the same: targets those of a replica, learning rates and settings all of them.
+"""Checks that ranks were given the same: the ranks of a replica the same targets, all ranks the same learning rates and
+settings.
 
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks

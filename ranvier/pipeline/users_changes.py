@@ -1,4 +1,4 @@
-"""What a user's program or a forward does to parameters, gradients and buffers, where it would be lost or wrong.
+"""Detects changes of parameters, gradients and buffers by a user's program or a forward that would be lost or wrong.
 
     before a batch    gradients of others than the engine, parameters with old values or unfrozen ones, `eval()`
     after a batch     what was replaced, frozen or written during the batch, or got a gradient that is in no sum

@@ -1,4 +1,4 @@
-"""What was in the places that code of several stages reaches (`plan/shared_places`), and which of it has changed.
+"""Values in the places that code of several stages reaches (`plan/shared_places`), and which of them have changed.
 
     watch = Watch(place, value, found)      what there is now: values, elements of containers, versions of tensors
     watch.changes()                         exactly: numbers and texts are the same if they are equal

@@ -183,8 +183,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         except Exception as error:
             raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
                              code="block-refuses-input", where=f"block {name}",
-                             remedy=f"Make its forward take and return the carried state.{_hint(entered_state)}"
-                             ) from error
+                             remedy="Make its forward take and return the carried state, or choose sizes that it "
+                                    "supports." + _hint(entered_state)) from error
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, count)
         costs.append(BlockCost(

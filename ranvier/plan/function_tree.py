@@ -1,4 +1,4 @@
-"""The syntax tree of a function, found by its code, in a plain form that has one word for one thing.
+"""The syntax tree of a function, found by its code, in a normalised form: one spelling for each operation.
 
     getattr(a, "b", c)           a.b or c
     ctx.calls += 1               ctx.calls = ctx.calls + 1

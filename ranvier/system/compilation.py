@@ -1,5 +1,5 @@
-"""When this process compiles with torch.compile, so that no limit of time counts that; and what does not need the
-compiler, and so need not wait until it is imported."""
+"""When this process compiles with torch.compile, which no time limit counts; and `without_compiler`, which avoids the
+import of torch's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all ranks of a stage's mesh call the same layers in the same order, in every pass.
+"""Checks that all ranks of a stage's mesh call the same layers in the same order, in every pass.
 
 Collectives over rows and columns have no tags: the n-th of one rank meets the n-th of another. Where ranks call
 different layers, such as experts without tokens that a row skips, or layers that a column drops at random, one layer's

@@ -1,4 +1,4 @@
-"""Does a corpus keep its protocol? For those who write their own.
+"""Conformance test of a corpus of your own.
 
     check_corpus(MyCorpus())
 """

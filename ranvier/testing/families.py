@@ -1,4 +1,4 @@
-"""Does a model family keep its protocol? For those who write their own: a few lines, checked in seconds on a CPU.
+"""Conformance test of a model family of your own, in seconds on a CPU.
 
     check_family(MyFamily(), Transformer(num_layers=3, hidden=16, vocab=50, sequence=8), head="tokens")
 """

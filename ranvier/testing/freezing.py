@@ -1,4 +1,4 @@
-"""Does a freeze policy keep its protocol? For those who write their own: a few lines, checked in a second.
+"""Conformance test of a freeze policy of your own, in a second.
 
     check_freeze_policy(MyPolicy)
 """

@@ -1,4 +1,4 @@
-"""Does a policy keep the schedule's promises? For those who write their own: a few lines, checked in a second.
+"""Conformance test of a schedule policy of your own, in a second.
 
     class BackwardOnly:                                 # a `ranvier.schedule.schedule.Policy`
         name, defers = "lifo", False

@@ -1,4 +1,4 @@
-"""Does an update rule keep its promises? For those who write their own: a few lines, checked in a second.
+"""Conformance test of an update rule of your own, in a second.
 
     class Signs:                                       # a `ranvier.optim.rules.ElementwiseRule`
         states = ()

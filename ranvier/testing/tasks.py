@@ -1,4 +1,4 @@
-"""Does a task keep its protocol? For those who write their own: a few lines, checked in seconds.
+"""Conformance test of a task of your own, in seconds.
 
     check_task(MyTask(), run, output=lambda targets: torch.randn(len(targets), 2))
 """

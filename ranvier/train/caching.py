@@ -1,4 +1,4 @@
-"""AutoCache in a run: which ranks cache what, when it pays, and what of it is told.
+"""AutoCache in a run: which ranks cache what, whether it saves time, and the events about it.
 
 What may be cached is asked of the data and of the frozen blocks themselves, not of their settings: samples are read for
 several epochs before the run begins, and blocks run twice whenever a cache of them opens.

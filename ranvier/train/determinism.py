@@ -1,4 +1,4 @@
-"""`--deterministic`: the same bits again on the same devices.
+"""`--deterministic`: bit-identical runs on the same devices.
 
 Attention's backward, the gradient of an embedding and index operations add on CUDA in the order in which threads
 happen to run. PyTorch has slower algorithms that do not; cuBLAS needs workspaces of a fixed size beside. The mesh, the

@@ -1,4 +1,4 @@
-"""One stream of events tells everything that a run has to say; files, pictures, console and users' trackers read it.
+"""The events of a run: one stream, which files, pictures, the console and users' trackers read.
 
 Only rank 0 has trackers. Events arrive in order: one StartEvent, then steps, evaluations and notes as they come to be
 known (a step's numbers are known one step later), then one EndEvent; a run that fails has no EndEvent.

@@ -1,4 +1,4 @@
-"""The check of every way in that we compute what transformers and PEFT compute of a folder.
+"""Checks, for every kind of import, that our model of a folder computes what transformers and PEFT compute.
 
     ranvier import, --model.pretrained, generate, evaluate    check_source      config.json and tensors
     --lora.adapters                                           check_adapters    adapters on the model of the run
