@@ -40,6 +40,18 @@ def test_rooms_are_those_of_the_package() -> None:
     assert there - {"__init__", "__main__"} - listed == set()
 
 
+def test_listed_files_exist() -> None:
+    """A line of a room starts with names of its files and folders; those of a file of Python have no ending."""
+    room, missing = "", []
+    for line in section("The packages").splitlines():
+        if found := re.match(r"      (\w+)/ ", line):
+            room = found[1]
+        elif (found := re.match(r"        (\S+(?:, \S+)*)(?:  +| \()", line)) and room:
+            missing += [f"{room}/{name}" for name in found[1].split(", ") if "*" not in name and not (
+                (PACKAGE / room / f"{name}.py").is_file() or (PACKAGE / room / name).is_dir())]
+    assert not missing, "\n".join(missing)
+
+
 def test_decisions_have_tests() -> None:
     rows = re.findall(r"^\| .+ \| .+ \| (.+) \|$", section("Decisions that several packages share"), re.MULTILINE)[1:]
     folders = {name for row in rows for name in row.split(", ")}
