@@ -58,7 +58,7 @@ OTHER = {
         "on CPUs only, where the caller waits",
     ("comm/inprocess.py", "self._exchange.condition.wait()"): _TOOL,
     ("inference/generate.py", "ranks.broadcast(part, root=root).wait()"):
-        "the next token, in host memory: tests/inference/test_generate.py",
+        "the next token, in host memory: tests/inference/test_generate_command.py",
     ("train/evaluation.py", "ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()"):
         "the next token, in host memory",
     ("train/metrics.py", "ranks.all_reduce(total).wait()"): "a number in host memory, before the first step",
