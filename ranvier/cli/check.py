@@ -34,7 +34,7 @@ from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_ou
 from ranvier.planner.report import schedule_text
 from ranvier.planner.work import shortage
 from ranvier.system.machine import available_memory_bytes
-from ranvier.system.terminal import Screen, TextTable, fields, terminal_width
+from ranvier.system.terminal import Screen, TextTable, fields, terminal_width, three_digits
 
 _MAX_LOCAL_RANKS = 64
 
@@ -136,11 +136,11 @@ def _too_small(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory])
 
 def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
     usable = usable_bytes(cluster.device) / 2**20
-    needed = max(entry.device_bytes for entry in memory) / 2**20
+    needed = three_digits(max(entry.device_bytes for entry in memory) / 2**20)
     host = f"; a node has {cluster.host.memory_bytes / 2**20:,.0f} MiB of host memory"
     if cluster.device.cores is not None:
-        return f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB{host}"
-    return (f"{cluster.name} ({cluster.device.name}): a rank needs {needed:,.0f} MiB, and its device has "
+        return f"{cluster.name} ({cluster.device.name}): a rank needs {needed} MiB{host}"
+    return (f"{cluster.name} ({cluster.device.name}): a rank needs {needed} MiB, and its device has "
             f"{usable:,.0f}{host}")
 
 
@@ -267,7 +267,7 @@ def _stages_and_memory(stages: StageTable, memory: Sequence[RankMemory]) -> Text
         name, size = max(entry.device.items(), key=lambda each: each[1])
         rows.append((str(entry.pipeline_rank), str(sum(len(row.blocks) for row in here)),
                      f"{sum(row.num_parameters for row in here):,}", str(entry.ranks),
-                     f"{entry.device_bytes / 2**20:,.0f}", f"{entry.host_bytes / 2**20:,.0f}",
-                     f"{name} {size / 2**20:,.0f}"))
+                     three_digits(entry.device_bytes / 2**20), three_digits(entry.host_bytes / 2**20),
+                     f"{name} {three_digits(size / 2**20)}"))
     return TextTable(header=("stage", "blocks", "parameters", "ranks", "device\nMiB", "host\nMiB", "largest part, MiB"),
                      rows=rows, words=(6,))

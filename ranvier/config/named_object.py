@@ -137,17 +137,18 @@ def import_named(module: str, name: str) -> Any:
 
 
 def call_named(text: str, where: str, code: str) -> Any:
-    """What the function of `module:function`, which takes no arguments, returns. ConfigError with this code where it
-    cannot be imported or raises; RanvierErrors pass unchanged."""
-    module, _, function = text.partition(":")
+    """What the function of `module:function`, which takes no arguments, returns. ConfigError where it cannot be
+    imported, or, with this code, where the call raises; RanvierErrors pass unchanged."""
+    function: Any = _attribute(text, where)
     try:
-        return import_named(module, function)()
+        return function()
     except RanvierError:
         raise
     except Exception as error:
-        raise ConfigError(f"cannot be called: {type(error).__name__}: {error}", code=code, where=where, value=text,
-                          remedy="Name module:function, an importable module and a function that takes no "
-                                 "arguments.") from error
+        was_called = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+        raise ConfigError(f"cannot be called: {_first_line(error)}", code=code, where=where, value=text,
+                          remedy=f"Correct it {_place(error)}." if was_called else
+                          "Name a function that takes no arguments.") from error
 
 
 def _attribute(text: str, setting: str) -> object:
@@ -155,6 +156,8 @@ def _attribute(text: str, setting: str) -> object:
     _search_current_directory()
     try:
         imported = importlib.import_module(module)
+    except RanvierError:
+        raise
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module}.".startswith(f"{missing}."):

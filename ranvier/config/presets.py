@@ -5,6 +5,7 @@ Training sequences have 2,048 tokens unless a run sets another length.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from types import MappingProxyType
@@ -52,6 +53,7 @@ PRESETS: Mapping[str, _Settings] = MappingProxyType(dict(_read()))
 def settings_of(name: object) -> dict[str, object]:
     """Dotted settings of a preset, such as model.hidden. ConfigError where there is none of the name."""
     if not isinstance(name, str) or name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
         raise ConfigError("is not a preset", code="unknown-preset", where="model.preset", value=name,
-                          remedy=f"Choose one of: {', '.join(PRESETS)}.")
+                          remedy=f"{f'Did you mean {near[0]}? ' if near else ''}Choose one of: {', '.join(PRESETS)}.")
     return {f"model.{setting}": value for setting, value in PRESETS[name].items()}

@@ -355,7 +355,9 @@ def _from_text(annotation: Any, text: str) -> object:
 
 def _remedy(setting: Setting, origin: str, value: object) -> str:
     near = difflib.get_close_matches(str(value), words(setting.annotation), n=1)
-    shown = near[0] if near else as_text(setting.default)
+    shown = near[0] if near else as_text(setting.default) or ",".join(words(setting.annotation)[:1])
+    if not shown:
+        return f"Correct it, or leave out --{setting.flag}."
     place = "" if origin == "flag" else f"Change it in {origin}, or set"
     return f"{place or 'Set'} --{setting.flag} {shown}, for example."
 
@@ -456,8 +458,12 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
         return recipe.partition(":")[2], _call(recipe)
     near = [_RECIPES_ELSEWHERE[recipe.lower()]] if recipe.lower() in _RECIPES_ELSEWHERE else difflib.get_close_matches(
         recipe, [*recipe_names(), *presets.PRESETS], n=1, cutoff=0.4)
-    remedy = f"Did you mean {near[0]}?" if near else f"Recipes are: {', '.join(recipe_names())}."
-    if _may_be_model(path):
+    remedy = (f"{f'Did you mean {near[0]}? ' if near else ''}Recipes are: {', '.join(recipe_names())}; docs/models.md "
+              "lists the presets.")
+    if path.suffix == ".py":
+        remedy = (f"Run a program of your own with `python {recipe}`. A function of it that returns a recipe is named "
+                  f"{path.stem}:FUNCTION.")
+    elif _may_be_model(path):
         remedy += (f" A model of the Hugging Face hub or a GGUF file is given to a recipe, with `--model.pretrained "
                    f"{recipe}`, or first converted, by `ranvier import {recipe} FOLDER`.")
     raise ConfigError("is neither a recipe, a preset, a run's folder, a folder with config.json, a .toml file nor "

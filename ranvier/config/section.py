@@ -73,9 +73,10 @@ def bare(annotation: Any) -> Any:
 
 
 def words(annotation: Any) -> list[str]:
-    """The words that a field may have, of those that are listed: "fp32", "bf16", "fp16", "fp64"."""
-    return [str(word) for kind in map(bare, alternatives(annotation)) if get_origin(kind) is Literal
-            for word in get_args(kind)]
+    """The words that a field, or an item of its list, may have, of those that are listed: "fp32", "bf16", "fp16"."""
+    kinds = [kind for one in map(bare, alternatives(annotation))
+             for kind in (map(bare, get_args(one)) if get_origin(one) is tuple else [one])]
+    return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def describe(annotation: Any) -> str:

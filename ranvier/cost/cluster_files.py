@@ -47,10 +47,9 @@ def load_cluster(name: str) -> Cluster:
     if path.suffix != ".toml":
         near = difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.4)
         raise ConfigError("is neither a shipped cluster nor a .toml file", code="unknown-cluster", where="cluster",
-                          value=name,
-                          remedy=f"Did you mean {near[0]}?" if near else
-                          f"Shipped are: {', '.join(cluster_names())}. `ranvier doctor --measure --out FILE.toml` "
-                          "writes one of this machine.")
+                          value=name, remedy=f"{f'Did you mean {near[0]}? ' if near else ''}Shipped are: "
+                          f"{', '.join(cluster_names())}. `ranvier doctor --measure --out FILE.toml` writes one of "
+                          "this machine.")
     try:
         content = read_bytes(path, _MOST_BYTES)
     except (OSError, ValueError) as error:

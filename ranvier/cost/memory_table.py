@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ranvier.cost.memory import RankMemory
-from ranvier.system.terminal import TextTable
+from ranvier.system.terminal import TextTable, three_digits
 
 
 def memory_table(memory: Sequence[RankMemory]) -> TextTable:
@@ -17,6 +17,6 @@ def memory_table(memory: Sequence[RankMemory]) -> TextTable:
     for entry in memory:
         sizes = [entry.device_bytes, *([entry.host_bytes] if has_host else []),
                  *(getattr(entry, place).get(name, 0) for place, name in names)]
-        rows.append([str(entry.pipeline_rank), str(entry.ranks), *(f"{size / 2**20:,.1f}" for size in sizes)])
+        rows.append([str(entry.pipeline_rank), str(entry.ranks), *(three_digits(size / 2**20) for size in sizes)])
     return TextTable(header=["stage", "ranks", "device\nMiB", *(["host\nMiB"] if has_host else []),
                              *(name if place == "device" else f"host\n{name}" for place, name in names)], rows=rows)

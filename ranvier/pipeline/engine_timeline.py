@@ -18,6 +18,7 @@ from ranvier.pictures.timelines import RankTimeline, gather_timelines
 from ranvier.schedule.spans import StepWindow, Timeline
 from ranvier.system.atomic_file import write_atomically
 from ranvier.system.memory_tracker import peak_memory_bytes
+from ranvier.system.terminal import memory_text
 
 Curve = Sequence[float | None] | Mapping[int, float | None]
 """A value of each step, or steps and their values."""
@@ -53,7 +54,7 @@ class EngineTimeline(Timeline):
         page = Page(
             title=f"Step {steps[0].step} on mesh {mesh_text(self._mesh)}", subtitle=f"policy {self._policy}",
             figures=[("seconds per step", f"{max(step.seconds for step in steps):,.4g}"), ("bubble", f"{waited:.1%}"),
-                     ("largest memory of a rank", f"{max(memory) / 2**30:.2f} GiB")],
+                     ("largest memory of a rank", memory_text(max(memory)))],
             curves=shown, timeline=step_timeline(timelines, self._mesh))
         self._write(Path(path), page.html())
         return page

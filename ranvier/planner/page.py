@@ -14,6 +14,7 @@ from ranvier.planner.training import Goal, columns, for_goal, training
 from ranvier.schedule.schedule import Action
 from ranvier.schedule.simulator import Simulated
 from ranvier.schedule.spans import Category, Span
+from ranvier.system.terminal import memory_text, memory_unit, three_digits
 
 _MAX_ROWS = 60
 _CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
@@ -26,8 +27,9 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
     goal: a training, of which its days and its cost are figures, too. schedule: as `report.schedule_text` has it."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
-    rows = [_row(plan, number, found, _lost(best, found)) for number, found in enumerate(plan.best, 1)]
-    rows += [_row(plan, 0, found, found.reason or "does not fit") for found in dropped]
+    unit, unit_bytes = memory_unit(max(map(report.device_bytes, (*plan.best, *dropped))))
+    rows = [_row(plan, number, found, _lost(best, found), unit_bytes) for number, found in enumerate(plan.best, 1)]
+    rows += [_row(plan, 0, found, found.reason or "does not fit", unit_bytes) for found in dropped]
     cost, lines = best.cost, [line for line in schedule.split("\n") if line]
     whole = {} if goal is None else columns([training(best, plan.cluster, goal, plan.measured_over_predicted)])
     axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
@@ -37,11 +39,11 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
         figures=[("mesh", " x ".join(axes)), ("seconds per step", report.four_digits(cost.seconds)),
                  ("tokens per second", f"{cost.tokens_per_second:,.0f}"),
                  ("MFU", f"{cost.model_utilisation:.1%}"), ("bubble", f"{report.step_bubble(cost):.1%}"),
-                 ("GiB per device", f"{report.device_bytes(best) / 2**30:.2f}"),
+                 ("memory per device", memory_text(report.device_bytes(best))),
                  *((name.replace("\n", " "), cell) for name, (cell,) in whole.items())],
         text=[*report.explanation(plan), *(line for line in lines if line[0] != " ")],
         fixed="\n".join(line for line in lines if line[0] == " "),
-        candidates=Table(header=("", "configuration", "s/step", "tokens/s", "MFU", "bubble", "GiB per device",
+        candidates=Table(header=("", "configuration", "s/step", "tokens/s", "MFU", "bubble", f"{unit} per device",
                                  "why not"), rows=rows[:_MAX_ROWS], numbers=(2, 3, 4, 5, 6)),
         timeline=_timeline(step.step.shown),
         memory=[{"place": f"stage {entry.pipeline_rank}", "category": prefix + category, "predicted": size,
@@ -64,11 +66,11 @@ def _timeline(shown: Simulated) -> StepTimeline:
         rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 
 
-def _row(plan: SearchResult, number: int, found: Candidate, reason: str) -> tuple[str, ...]:
+def _row(plan: SearchResult, number: int, found: Candidate, reason: str, unit_bytes: int) -> tuple[str, ...]:
     cost = found.cost
     return (str(number) if number else "", report.describe(found.run), report.four_digits(cost.seconds),
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{report.step_bubble(cost):.1%}",
-            f"{report.device_bytes(found) / 2**30:.2f}" if found.memory else "", reason)
+            three_digits(report.device_bytes(found) / unit_bytes) if found.memory else "", reason)
 
 
 def _lost(best: Candidate, found: Candidate) -> str:

@@ -16,9 +16,8 @@ from ranvier.planner.elastic_plan import Course
 from ranvier.planner.search import SearchResult
 from ranvier.planner.training import Goal, training
 from ranvier.planner.training import columns as columns_of
-from ranvier.system.terminal import TextTable
+from ranvier.system.terminal import TextTable, memory_unit, three_digits
 
-_GIB = 2**30
 _ALIKE = 0.01
 """Share of a step below which times count as equal: far less than the errors of predictions."""
 
@@ -38,6 +37,7 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
     columns = {"": [str(place + 1) for place in range(len(shown))],
                head: [" x ".join(str(found.run.mesh.sizes[axis]) for axis in axes) for found in shown]}
     columns |= {name: cells for name, cells in _settings(shown).items() if len(shown) == 1 or len({*cells}) > 1}
+    unit, unit_bytes = memory_unit(max(map(device_bytes, shown)))
     rates: dict[str, list[str]] = {}
     for found in shown:
         cost = found.cost
@@ -47,7 +47,7 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
                            "MFU": f"{cost.model_utilisation / longer:.1%}",
                            "HFU": f"{cost.hardware_utilisation / longer:.1%}",
                            "TFLOP/s\nper device": f"{model_flops_per_device(found) / longer / 1e12:,.3g}",
-                           "GiB per\ndevice": f"{device_bytes(found) / _GIB:.2f}"}.items():
+                           f"{unit} per\ndevice": three_digits(device_bytes(found) / unit_bytes)}.items():
             rates.setdefault(name, []).append(cell)
     if goal is not None:
         rates |= columns_of([training(found, plan.cluster, goal, plan.measured_over_predicted) for found in shown])

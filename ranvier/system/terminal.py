@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import shutil
 import sys
@@ -69,6 +70,22 @@ def _outliving(stream: Any) -> Any:
 def terminal_width() -> int:
     """Characters in a line: those that COLUMNS says, else those of the terminal, else 80; never under 40."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns)
+
+
+def three_digits(number: float) -> str:
+    """With at least three significant digits, so that no small number reads as zero: 12,345, 12.3, 0.0461, 0."""
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}" if number > 0 else f"{number:,.0f}"
+
+
+def memory_unit(most_bytes: int) -> tuple[str, int]:
+    """Name and bytes of the unit for sizes of which `most_bytes` is the largest: GiB, or MiB below one GiB."""
+    return ("GiB", 2**30) if most_bytes >= 2**30 else ("MiB", 2**20)
+
+
+def memory_text(size_bytes: int) -> str:
+    """A size with its unit: 12.3 GiB, 452 MiB."""
+    name, unit = memory_unit(size_bytes)
+    return f"{three_digits(size_bytes / unit)} {name}"
 
 
 def fitted(text: str, width: int, indent: int | None = None) -> str:

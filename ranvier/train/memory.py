@@ -31,7 +31,7 @@ from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker, free_bytes
-from ranvier.system.terminal import TextTable
+from ranvier.system.terminal import TextTable, three_digits
 from ranvier.world import World
 
 _WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
@@ -143,10 +143,11 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
         names = dict.fromkeys(name for facts in (*entries, *largest) for name, size in facts[place].items() if size)
         for name in names:
             sizes = [facts[place].get(name, 0) for pair in zip(entries, largest, strict=True) for facts in pair]
-            rows.append([name if place == "device" else f"host {name}", *(f"{size / 2**20:,.1f}" for size in sizes)])
+            rows.append([name if place == "device" else f"host {name}",
+                         *(three_digits(size / 2**20) for size in sizes)])
         if names:
             sums = [sum(facts[place].values()) for pair in zip(entries, largest, strict=True) for facts in pair]
-            rows.append([f"{place} in all", *(f"{size / 2**20:,.1f}" for size in sums)])
+            rows.append([f"{place} in all", *(three_digits(size / 2**20) for size in sums)])
     return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipeline_rank}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
 

@@ -13,6 +13,7 @@ from ranvier.mesh import Mesh, mesh_text
 from ranvier.pictures.report_page import Mark, Page, changed_settings, step_timeline
 from ranvier.pictures.timelines import RankTimeline
 from ranvier.system.atomic_file import write_atomically
+from ranvier.system.terminal import memory_text
 from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import writing
@@ -67,12 +68,12 @@ class ReportPage:
         """The run has ended well: the page with all that is known of it."""
         self._ended = True
         figures = [("final loss", _number(summary["final_loss"])), ("held-out loss", _number(summary["eval_loss"])),
-                   (f"{self._history.unit} per second", _number(summary["tokens_per_second"])),
-                   ("seconds per step", _number(summary["step_seconds"])),
-                   ("bubble", f"{summary['bubble_fraction']:.1%}"),
+                   (f"{self._history.unit} per second, median", _number(summary["tokens_per_second"])),
+                   ("seconds per step, median", _number(summary["step_seconds"])),
+                   ("bubble, median", f"{summary['bubble_fraction']:.1%}"),
                    (f"FLOPs, of {summary['model_flops_utilisation_of']}",
                     f"{summary['model_flops_utilisation']:.1%}"),
-                   ("largest memory of a rank", f"{max(summary['peak_memory_bytes']) / 2**30:.2f} GiB"),
+                   ("largest memory of a rank", memory_text(max(summary["peak_memory_bytes"]))),
                    ("seconds since the last start", _number(summary["seconds"]))]
         self._write(self._page(
             "finished", figures=[(name, value) for name, value in figures if value],

@@ -25,7 +25,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
-from ranvier.system.terminal import fields, fitted, prose
+from ranvier.system.terminal import fields, fitted, memory_text, prose
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
@@ -85,7 +85,7 @@ def step_parts(event: StepEvent, unit: str = "tokens") -> list[str]:
     return [f"loss {event.loss:6.4f}", f"grad norm {event.grad_norm:5.3g}", f"lr {event.learning_rate:8.2e}",
             f"{_rate(event.tokens_per_second):>7} {unit}/s", *per_device,
             f"MFU {share}" if event.against_published_peak else f"{share} of matmul rate",
-            f"memory {event.memory_bytes / 2**30:.2f} GiB", f"bubble {event.bubble_fraction:3.0%}"]
+            f"memory {memory_text(event.memory_bytes):>8}", f"bubble {event.bubble_fraction:3.0%}"]
 
 
 def eval_parts(event: StepEvent) -> list[str]:
@@ -117,8 +117,8 @@ def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
         losses += f", held-out {summary['eval_loss']:.4f}"
-    lines = [f"done in {duration(summary['seconds'])}: {losses}, {_rate(summary['tokens_per_second'])} {unit}/s,"
-             f" bubble {summary['bubble_fraction']:.1%}"]
+    lines = [f"done in {duration(summary['seconds'])}: {losses}; median step: "
+             f"{_rate(summary['tokens_per_second'])} {unit}/s, bubble {summary['bubble_fraction']:.1%}"]
     if event.sample:
         note = [prose(event.sample_note, stream, indent=2)] if event.sample_note else []
         lines += ["", *note, event.sample, ""]

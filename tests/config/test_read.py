@@ -178,7 +178,7 @@ def test_a_run_begins_with_an_imported_folder(tmp_path):
     ("bad.toml", "recipe-not-toml"), ("pipe.toml", "recipe-unreadable"),
     ("latin.toml", "recipe-not-toml"), ("gpt-tyni", "unknown-recipe"),
     ("x", "unknown-recipe"), ("adapters", "recipe-is-adapters"),
-    ("no_such_module:f", "recipe-function-raised"), ("json:nothing", "recipe-function-raised"),
+    ("no_such_module:f", "module-not-found"), ("json:nothing", "name-not-in-module"),
     ("json:dumps", "recipe-function-raised"), ("os:getpid", "recipe-function-result")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
     monkeypatch.chdir(tmp_path)
@@ -190,6 +190,30 @@ def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
     (tmp_path / "latin.toml").write_bytes(b"x = '\xe9'")
     with raises(code):
         read.load(recipe)
+
+
+def test_a_mistyped_name_is_told_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_typos.py").write_text(
+        "from ranvier.errors import ConfigError\n"
+        "def nuts():\n    return 1 / 0\n")
+    (tmp_path / "my_refusal.py").write_text(
+        "from ranvier.errors import ConfigError\n"
+        "raise ConfigError('no', code='own-code', where='here', remedy='')\n")
+    for recipe, code, hint in (("gpt-tyni", "unknown-recipe", "gpt-tiny? Recipes are: bert-sentiment"),
+                               ("own/train.py", "unknown-recipe", "python own/train.py"),
+                               ("my_typos:nut", "name-not-in-module", "my_typos:nuts"),
+                               ("my_typos:nuts", "recipe-function-raised", "my_typos.py, line 3"),
+                               ("my_refusal:f", "own-code", "")):
+        with raises(code) as caught:
+            read.load(recipe)
+        assert hint in caught.value.remedy, recipe
+    flags = {"log.tracker": "wand", "model.full_layers": "x", "model.preset": "llama3.1-8b"}
+    problems = read.merge([read.Layer(origin="flag", values=flags, is_text=True)]).problems
+    assert {problem.where: problem.remedy.partition(",")[0] for problem in problems} == {
+        "log.tracker": "Set --log.tracker wandb", "model.full-layers": "Correct it",
+        "model.preset": "Did you mean llama-3.1-8b? Choose one of: llama-2-7b"}
 
 
 def test_functions(tmp_path, monkeypatch):

@@ -85,10 +85,9 @@ def test_a_device_that_computes_nothing():
 
 
 def test_files_that_are_none(tmp_path):
-    with raises("unknown-cluster"):
-        load_cluster("sumit")
-    with raises("unknown-cluster", "a100"):
-        load_cluster("qqqqqq")
+    for name, near in (("sumit", "Did you mean summit"), ("qqqqqq", "")):
+        with raises("unknown-cluster", "Shipped are: a100", near):
+            load_cluster(name)
     with raises("cluster-unreadable"):
         load_cluster(str(tmp_path / "none.toml"))
     with raises("cluster-unreadable"):

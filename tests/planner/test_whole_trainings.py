@@ -213,6 +213,9 @@ def test_the_table_has_one_line_for_what_differs_in_where_states_are_alone():
     same = replace(first, run=replace(first.run, optim=replace(first.run.optim, offload="host")))
     both = replace(plan, best=(first, same, second))
     assert report.alternatives(both) == [first, second] and len(report.table(both).rows) == 2
+    shown = report.table(both)
+    column = shown.header.index("MiB per\ndevice")
+    assert report.device_bytes(first) < 2**30 and all(float(row[column].replace(",", "")) > 0 for row in shown.rows)
     assert f"Next is {report.describe(second.run)}" in " ".join(report.explanation(both))
     assert len(report.table(replace(plan, best=(first, same))).rows) == 2
 
@@ -235,7 +238,7 @@ def test_why_a_candidate_lost_adds_up():
         if len(named) < 3:
             assert sum(named) == pytest.approx(found.cost.seconds - plan.best[0].cost.seconds,
                                                abs=0.003 * plan.best[0].cost.seconds)
-    row = page._row(plan, 0, replace(plan.best[1], memory=()), "too large")
+    row = page._row(plan, 0, replace(plan.best[1], memory=()), "too large", 2**20)
     assert row[-2:] == ("", "too large")  # not 0.00 GiB
 
 

@@ -52,6 +52,12 @@ def test_output_without_a_buffer_stays_so(monkeypatch):
         assert read.read() == "é".encode()
 
 
+def test_no_size_that_is_there_reads_as_zero():
+    assert [terminal.three_digits(number) for number in (0, 0.000123, 0.0461, 1, 12.34, 123.4, 12345)] == [
+        "0", "0.000123", "0.0461", "1.00", "12.3", "123", "12,345"]
+    assert [terminal.memory_text(size) for size in (5000, 300 << 20, 3 << 30)] == ["0.00477 MiB", "300 MiB", "3.00 GiB"]
+
+
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["train", "--nonsense", "--json"], 2)])
 def test_the_exit_code_does_not_depend_on_the_reader(monkeypatch, words, code):
     with lost_output(monkeypatch), pytest.raises(SystemExit) as end:

@@ -150,8 +150,9 @@ def test_command(capsys):
 
 @pytest.mark.parametrize(("target", "error", "text"), [
     (f"{__name__}:number", "split-function-result", "'int'"),
-    (f"{__name__}:missing", "split-function-raised", "AttributeError"),
-    ("nowhere:f", "split-function-raised", "ModuleNotFoundError")])
+    (f"{__name__}:missing", "name-not-in-module", "missing"),
+    (f"{__name__}:command", "split-function-raised", "TypeError"),
+    ("nowhere:f", "module-not-found", "nowhere")])
 def test_functions_that_give_no_model(capsys, target, error, text):
     with reports(error):
         code, out, err = command(capsys, "--split", target)

@@ -105,6 +105,15 @@ def test_settings_and_memory():
     assert rows[0]["place"] == "stage 0, 2 ranks"
 
 
+def test_a_folder_that_is_not_there_is_told(tmp_path, capsys, monkeypatch):
+    """A run that is about to start is waited for; so is a mistyped name, which looks the same."""
+    monkeypatch.setattr("ranvier.cli.watch.ThreadingHTTPServer.serve_forever", lambda server: None)
+    for name, is_told in (("gone", True), (".", False)):
+        assert run_command(["watch", str(tmp_path / name)]) == 0
+        said = capsys.readouterr()
+        assert (f"no folder {tmp_path / name}" in said.err) == is_told and "http://127.0.0.1:" in said.out
+
+
 def test_a_run_is_served_on_this_machine_alone(tmp_path):
     with server_of(tmp_path) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

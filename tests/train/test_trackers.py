@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_plain_console_has_one_whole_line_every_few_steps(tmp_path):
                  "bubble 10%"):
         assert part in lines[0], part
     assert "MFU 40%" in step_lines(tmp_path, [example_step(1, against_published_peak=True)])[0]
+
+
+def test_the_last_line_says_that_its_speed_is_a_median(tmp_path):
+    stream = io.StringIO()
+    feed(PlainConsole(stream), example_run(tmp_path))
+    last, = [line for line in stream.getvalue().splitlines() if line.startswith("done in")]
+    assert re.search(r"; median step: [\d,.]+ tokens/s, bubble", last)
 
 
 def test_the_heading_has_a_line_for_each_setting_in_a_file(tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def newest_whole(path: Path, tell: Progress) -> Saved:
             tell(f"left out: {problem.where}: {problem.what}")
         return saved
     raise problems[0] if problems else CheckpointError(
-        "has no checkpoint", code="folder-without-checkpoint", where=str(path),
+        "has no checkpoint" if path.exists() else "does not exist", code="folder-without-checkpoint", where=str(path),
         remedy="Name a run's folder, its folder of checkpoints, or one of them.")
 
 
