@@ -207,10 +207,10 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
         if name not in parameters and is_adapter(name):
             if _is_import_without_adapters(saved):
                 continue  # they keep their initial values
-            raise unfit("tied-parameter-not-in-checkpoint", "is not in it",
+            raise unfit("tied-parameter-not-in-checkpoint", "lacks an adapter of the model",
                         "Export the checkpoint, and start with `--model.pretrained` and the exported folder.", name)
         if name not in parameters:
-            raise unfit("parameter-not-in-checkpoint", "is not in it", _SAME_MODEL, name)
+            raise unfit("parameter-not-in-checkpoint", "lacks a parameter of the model", _SAME_MODEL, name)
         if parameters[name].shape != shape:
             raise unfit("checkpoint-shape", f"has {name} with the shape {parameters[name].shape}, the model with "
                         f"{shape}", _SAME_MODEL)
@@ -221,7 +221,7 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
                         f"{tied[name]}: layers were frozen when it was written",
                         "Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:
-            raise unfit("parameter-not-in-model", "is not a parameter of the model", _SAME_MODEL, name)
+            raise unfit("parameter-not-in-model", "has a parameter that the model lacks", _SAME_MODEL, name)
     steps = saved.manifest.optimizer_steps
     trains = engine.flat_optimizer is not None or engine.optimizer is not None
     if engine.optimizer is not None:

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,10 @@ import click
 
 from ranvier.cli.options import OF_EVALUATION, SettingsCommand, json_option
 from ranvier.cli.problems import ConfigProblems
-from ranvier.cli.ranks import work_as_rank
+from ranvier.cli.ranks import tell_once, work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
-from ranvier.system.terminal import TextTable
+from ranvier.system.terminal import TextTable, tell
 
 if TYPE_CHECKING:
     from ranvier.config.resolve import ResolvedRun
@@ -54,8 +53,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
 
-    tell = partial(print, file=sys.stderr)
-    trained = open_trained(model, tell, ema=ema)
+    trained = open_trained(model, tell_once, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
     named = _named(sets)

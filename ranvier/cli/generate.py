@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ranvier.cli.options import NUMBER_FORMATS
-from ranvier.cli.ranks import work_as_rank
+from ranvier.cli.ranks import tell_once, work_as_rank
 from ranvier.errors import ConfigError
 from ranvier.system.untrusted_file import parse_json
 
@@ -74,7 +74,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     sampling = Sampling(temperature=options.pop("temperature"), top_k=options.pop("top_k"),
                         top_p=options.pop("top_p"), seed=options.pop("seed"))
     asked = _prompts(prompts, file)
-    found = open_model(model, lambda text: print(text, file=sys.stderr), ema=ema)
+    found = open_model(model, tell_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
     world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
     return work_as_rank(world, lambda: _write(

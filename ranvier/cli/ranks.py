@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from ranvier.launch.launchers import detect
+from ranvier.system.terminal import tell
 
 if TYPE_CHECKING:
     from ranvier.world import World
@@ -12,6 +16,14 @@ if TYPE_CHECKING:
 
 _COLLECTIONS = gc.get_threshold()
 """Python's own pace of collections, at which a rank works: tensors in cycles are freed in time."""
+
+
+def tell_once(text: str) -> None:
+    """Print `text` on standard error in one of the processes that run this command: the one that starts the ranks, or
+    rank 0 of another launcher."""
+    started = detect(os.environ)
+    if started is None or (started.launcher != "local" and started.rank == 0):
+        tell(text)
 
 
 def work_as_rank(world: World, work: Callable[[], None]) -> int:

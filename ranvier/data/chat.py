@@ -20,7 +20,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data import encoded_rows, quiz, token_numbers
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
-from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder
+from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder, check_packages
 from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import FILES, first_rows, open_source, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
@@ -114,6 +114,7 @@ def tokenizer_problems(run: Run) -> list[RanvierError]:
     def look() -> None:
         folder, model = tokenizer_folder(run), token_numbers.local_folder(run)
         if folder is None:
+            check_packages()
             return
         check_folder(folder, run.data.chat_template)
         if model is not None or run.model.pretrained is None:

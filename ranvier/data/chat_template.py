@@ -336,8 +336,7 @@ def check_folder(folder: Path, template: Path | None) -> None:
     settings = json_object(folder / "tokenizer_config.json", _MOST_BYTES)
     if template is None and not (folder / _TEMPLATE).is_file() and not settings.get("chat_template"):
         raise _no_template(folder)
-    if not (has_package("transformers") and has_package("jinja2")):
-        raise missing_transformers()
+    check_packages()
 
 
 def _check_size(files: Mapping[str, Path]) -> None:
@@ -351,6 +350,12 @@ def _check_size(files: Mapping[str, Path]) -> None:
             raise ValueError(f"{path.name} has more than {_MOST_OBJECTS:,} objects and lists")
         level = [inner for outer in level if isinstance(outer, (dict, list))
                  for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, (dict, list))]
+
+
+def check_packages() -> None:
+    """DataError where nothing can render chat templates."""
+    if not (has_package("transformers") and has_package("jinja2")):
+        raise missing_transformers()
 
 
 def missing_transformers() -> DataError:

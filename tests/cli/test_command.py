@@ -12,11 +12,13 @@ import pytest
 from ranvier import __main__
 from ranvier.cli import main, options
 from ranvier.cli.main import run_command
+from ranvier.cli.ranks import tell_once
 from ranvier.cli.train import _planned_flags
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import MeshSettings, Run
 from ranvier.launch import start
+from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 from tests import tiny_runs
 
@@ -348,3 +350,13 @@ def test_ctrl_c_during_the_imports_has_no_traceback(monkeypatch):
     with pytest.raises(SystemExit) as caught:
         __main__.main()
     assert caught.value.code == 130
+
+
+def test_what_concerns_all_ranks_is_told_once(monkeypatch, capsys):
+    """By the process that starts local ranks, and by rank 0 under another launcher."""
+    for launcher, rank, is_told in ((None, 0, True), ("local", 0, False), ("torchrun", 0, True),
+                                    ("torchrun", 1, False)):
+        started = launcher and Started(launcher=launcher, rank=rank, size=2)
+        monkeypatch.setattr("ranvier.cli.ranks.detect", lambda environ, found=started: found)
+        tell_once("a line")
+        assert capsys.readouterr().err == "a line\n" * is_told

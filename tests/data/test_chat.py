@@ -154,6 +154,10 @@ def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(chat_template, "has_package", lambda name: False)
     with raises("chat-packages-missing"):
         ChatTokenizer(tokenizer_in(tmp_path / "tok"))
+    run = run_of(tmp_path)
+    unfetched = replace(run, model=replace(run.model, pretrained="smollm2-135m-instruct"),
+                        data=replace(run.data, train="quiz", tokenizer="bpe"))
+    assert [problem.code for problem in problems(unfetched)] == ["chat-packages-missing"]
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with raises("chat-packages-missing"):

