@@ -35,7 +35,6 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
-from ranvier.system.terminal import three_digits
 
 PROCESS_BYTES = 330 << 20
 """Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
@@ -199,7 +198,7 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
 def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> str:
     parts = {**(entry.device if place != "host" else {}),
              **{f"host {name}": size for name, size in entry.host.items() if place != "device"}}
-    return ", ".join(f"{name} {three_digits(size / 2**20)} MiB" for name, size in parts.items() if size)
+    return ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items() if size)
 
 
 def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
