@@ -57,7 +57,7 @@ class Chat(Task):
         for source in sources:
             data = replace(run.data, train=source.name or None)
             found += first_rows(data, (quiz.NAME,), FORM, partial(conversations, data=run.data))
-        return [*found, *tokenizer_problems(run)]
+        return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
@@ -109,12 +109,14 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
                     value=run.data.tokenizer, remedy="Name the folder of a chat model's tokenizer.")
 
 
-def tokenizer_problems(run: Run) -> list[RanvierError]:
-    """Problems of the run's chat tokenizer, as far as it and the model are on this machine."""
+def tokenizer_problems(run: Run, *, elsewhere: bool) -> list[RanvierError]:
+    """Problems of the run's chat tokenizer, as far as it and the model are on this machine. elsewhere: for another
+    machine, whose packages are unknown."""
     def look() -> None:
         folder, model = tokenizer_folder(run), token_numbers.local_folder(run)
-        if folder is None:
+        if folder is None and not elsewhere:
             check_packages()
+        if folder is None:
             return
         check_folder(folder, run.data.chat_template)
         if model is not None or run.model.pretrained is None:

@@ -62,7 +62,7 @@ class PreferenceTask(Task):
                                    remedy="Set `--data.form auto`, or `--data.task chat`."))
             return found
         found += first_rows(run.data, (quiz.NAME,), FORM, partial(pairs, form=run.data.form))
-        return [*found, *tokenizer_problems(run)]
+        return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left

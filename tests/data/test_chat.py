@@ -158,6 +158,7 @@ def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     unfetched = replace(run, model=replace(run.model, pretrained="smollm2-135m-instruct"),
                         data=replace(run.data, train="quiz", tokenizer="bpe"))
     assert [problem.code for problem in problems(unfetched)] == ["chat-packages-missing"]
+    assert problems(unfetched, elsewhere=True) == []
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with raises("chat-packages-missing"):
