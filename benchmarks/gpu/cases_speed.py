@@ -45,6 +45,7 @@ SHAPES: dict[str, Program] = {
     "1.3B-8-dropout": replace(_1B, dropout=0.1), "1.3B-8-vocab-50257": replace(_1B, vocab=50257),
     "2.7B-2": replace(_3B, samples=2), "2.7B-4": replace(_3B, samples=4), "3.6B-1": replace(_4B, samples=1),
     "3.6B-2-half": replace(_4B, samples=2, optim=_HALF),
+    "3.6B-2-half-float8": replace(_4B, samples=2, optim=_HALF, float8=True),
     "3.6B-8-recompute": replace(_4B, layers=16, memory={"recompute": 1}, optim=_HALF)}
 """Billions of parameters and samples in a microbatch: what fits 80 GB."""
 LARGE_SHAPES: dict[str, Program] = {
@@ -97,7 +98,7 @@ def _engine(program: Program, device: torch.device, **changed: Any) -> Iterator[
     engine = Engine(model, world_of_one(device), mesh=Mesh(), optim=Optim(**{**program.optim, **changed}),
                     learning_rate=1e-4, dtype=torch.bfloat16, guard=Guard(), memory=Memory(**program.memory),
                     nominal_weight=float(program.microbatches * program.samples * program.sequence),
-                    compile=program.compile)
+                    compile=program.compile, float8=program.float8)
     yield engine
     engine.close()
 
