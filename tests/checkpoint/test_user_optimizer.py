@@ -122,9 +122,17 @@ def test_other_groups_are_refused(tmp_path):
         checkpoints.close()
 
     run_ranks(first, 1)
-    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    parameters = []
+
+    def second(world):
+        engine = build(world, Mesh(), partial(torch.optim.AdamW, lr=1e-2))
+        parameters.extend(engine.named_parameters().values())
+        torch._foreach_zero_([parameter.detach() for parameter in parameters])
+        Checkpoints(engine, tmp_path).load()
+
     with raises("optimizer-groups-differ", 0, "step-0"):
-        run_ranks(lambda world: Checkpoints(build(world, Mesh(), adamw), tmp_path).load(), 1)
+        run_ranks(second, 1)
+    assert parameters and not any(parameter.any() for parameter in parameters), "refused before anything is read"
 
 
 class WithAFunction(torch.optim.SGD):

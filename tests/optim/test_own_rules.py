@@ -153,6 +153,7 @@ def test_whole_tensors_have_owners():
         order = flat_order(gradients, {None: (2, index)}, 16, shard=True)
         assert len(order.chunks_of[0]) == 4, "50 elements in chunks of 16"
         assert all(len(chunks) == 1 for chunks in order.chunks_of[1:])
+        assert order.chunks_of[2] == order.chunks_of[3] != order.chunks_of[4], "12 and 4 elements fill a chunk"
         shares.append([chunk.share for chunk in order.chunks])
         for chunk in order.chunks:
             assert chunk.shares is None or chunk.share == chunk.shares[index]
