@@ -6,6 +6,7 @@ of those with several do not spin. Times of hypothesis' examples say nothing on 
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 gc.disable()  # until all tests are collected: what modules and tests allocate stays
 gc.set_threshold(20_000)  # before `ranvier.cli.ranks` is imported: ranks in this process go back to what was then set
 
