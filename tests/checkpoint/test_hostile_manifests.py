@@ -11,7 +11,7 @@ import pytest
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.files import publish
 from ranvier.checkpoint.manifest import MANIFEST, read_manifest
-from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.saved import Saved, find, run_folders
 from ranvier.mesh import Mesh
 from tests.checkpoint.anywhere import on, train, write_manifest
 from tests.errors import raises
@@ -111,6 +111,13 @@ def test_a_size_that_no_file_has_is_not_allocated(tmp_path, one_checkpoint):
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300])
 def test_names_that_no_checkpoint_can_have(path):
     assert find(Path(path)) == []
+
+
+def test_settings_and_tokenizer_are_looked_for_in_the_checkpoints_own_run(tmp_path):
+    """That is the folder above, also where the checkpoint itself is named; above a copy elsewhere there is none."""
+    run, copy = tmp_path / "run", tmp_path / "copies" / "one" / "step-1"
+    assert run in run_folders(run / "checkpoint" / "step-1", run / "checkpoint" / "step-1")
+    assert run_folders(copy, copy) == [copy]
 
 
 def test_what_is_not_published(tmp_path, one_checkpoint):
