@@ -95,6 +95,8 @@ def pytest_configure(config):
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        if torch.version.cuda is not None:  # torch's first tracing calls this, which crashes there behind some tests
+            torch._C._ensureCUDADeviceGuardSet()
     leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
     if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
         files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
