@@ -318,6 +318,7 @@ class FakeCuda:
             "is_available": lambda: self.count > 0, "device_count": lambda: self.count, "is_initialized": lambda: True,
             "_lazy_init": lambda: None, "current_device": lambda: self.current, "set_device": self._set_device,
             "synchronize": of("synchronize", None), "current_stream": self._stream_of,
+            "is_current_stream_capturing": lambda: False,
             "default_stream": self._stream_of, "Stream": FakeStream, "Event": FakeEvent, "stream": self._on_stream,
             "mem_get_info": of("mem_get_info", lambda index: (self.memory_bytes - self._live, self.memory_bytes)),
             "memory_allocated": of("memory_allocated", lambda index: self._live),

@@ -28,6 +28,7 @@ from benchmarks.gpu import (
     rows,
     suite,
 )
+from ranvier.tensor.float8 import runs_on_cpu
 from ranvier.testing.ranks import RanksFailed
 from tests.executed_lines import ExecutedLines
 from tests.fake_cuda import FakeCuda
@@ -276,7 +277,7 @@ def test_every_line_for_devices_runs_on_a_fake_one(small, monkeypatch, capsys, t
     with recorded.recording():
         for name in {row.case: name for name, row in MEASURED.items()}.values():
             well = suite.run_row(name, options, tmp_path / "results.jsonl")
-            assert well or name == "lazy", lines_of(tmp_path)[-1]
+            assert well or name == "lazy" or (name == "float8" and not runs_on_cpu()), lines_of(tmp_path)[-1]
         memory.measure(memory.parse([*TINY, "--minutes", "5", "--start-layers", "1", "--only", "none",
                                      "stream-half-d3", "--output", str(tmp_path / "sizes.json")]))
         layers.main(["--layers", "1", "--hidden", "32", "--heads", "2", "--sequence", "8", "--microbatch", "1",
