@@ -109,6 +109,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
+        self._attached: dict[str, Tensor] = {}
+        """The gradients that parameters were given: one who has another has been given it by somebody else."""
         self._left: dict[str, int] = {}
         """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
@@ -152,6 +154,7 @@ class Gradients:
                 spec.parameter.grad_dtype = self.flat.dtype
                 grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
                 self._versions[spec.name] = -1 if early else grad._version
+                self._attached[spec.name] = grad
 
     # ------------------------------------------------------------------ counting
 
@@ -316,7 +319,8 @@ class Gradients:
         """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
         if spec.name in self._unreached:
             return
-        self._take_replaced(spec)
+        if spec.parameter.grad is not self._attached.get(spec.name):
+            self._take_replaced(spec)
         grad = spec.parameter.grad
         untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
             and spec.name not in self._frozen and not grad.any()
@@ -362,6 +366,7 @@ class Gradients:
     def forget(self) -> None:
         """After `detach`: the buffer is gone, and what reductions have worked in."""
         self.flat = self.reductions.flat = self.flat.new_empty(0)
+        self._attached.clear()
         self.reductions.forget_buffers()
         for chunk in self.chunks:
             chunk.work, chunk.gather = CompletedWork(), None
