@@ -18,8 +18,10 @@ from benchmarks.gpu.programs import Program, on_one_rank, world_of_one
 from ranvier.cli import doctor_report
 from ranvier.comm.mpi_backend import _cuda_aware
 from ranvier.config.run import Batch, Checkpoint, Data, Launch, Optim, Run, Train, Transformer
+from ranvier.elastic.cache import _equal
 from ranvier.launch import rank_processes, start
 from ranvier.launch.launchers import Started
+from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.planner import auto, measure, microbenchmarks
 from ranvier.planner.microbenchmarks import Sizes
 from ranvier.tensor.float8 import float8_layers, runs_on_cpu
@@ -39,6 +41,8 @@ ELSEWHERE = {
     "system/pinned_memory.py": "tests/train/test_device_figures.py", "comm/torch_group.py": "tests/comm/test_torch.py",
     "planner/count.py": "tests/elastic/test_memory_budget.py",
     "comm/torch_backend.py": "tests/train/test_device_figures.py",
+    "comm/mpi_backend.py": "tests/comm/test_mpi_devices.py", "config/rules.py": "tests/config/test_resolve.py",
+    "cli/options.py": "tests/cli/test_first_guesses.py", "tensor/layers/norms.py": "tests/test_fake_cuda.py",
     "tensor/deferred_linear.py": "tests/test_fake_cuda.py",
     "tensor/keyed_dropout.py": "tests/tensor/test_dropout_kernel.py"}
 """Files whose branches for devices run in tests of their own."""
@@ -87,6 +91,7 @@ def cached_states(folder):
         computed, _ = cached(0, 1)
         state, calls = cached(1, 0)
     assert calls == HIT and state.is_cuda and torch.equal(state.flip(0).cpu(), computed.cpu())
+    assert _equal(state, 1.0001 * state, exactly=False) and not _equal(state, 1.1 * state, exactly=False)
 
 
 def measured(monkeypatch):
@@ -117,6 +122,10 @@ def choices():
         assert rank_processes._device("cuda", 3) == DEVICE
     info = SimpleNamespace(Get=lambda name: "system,mpi,cuda:device")
     assert _cuda_aware(SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_info=lambda: info)))
+    outside = torch.cuda.default_generators[1].initial_seed()
+    with ReplicaRandomness(1, 0, DEVICE).batch():
+        assert torch.cuda.default_generators[1].initial_seed() != outside
+    assert torch.cuda.default_generators[1].initial_seed() == outside
     store, joins = HashStore(), Started(launcher="local", rank=0, size=1, local_rank=0, local_size=1)
     assert [joining._device("cuda", joins, store).index for _ in range(2)] == [0, 1]
     with raises("join-needs-device"):
