@@ -82,7 +82,7 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
 def evaluation_loader(run: ResolvedRun, engine: Engine, data: Dataset, total: int, *, at_once: int) -> Loader:
     """The microbatches of this rank of the first `total` samples, `at_once` of them over all replicas in a batch."""
     return Loader(data, Sampler(len(data), None), global_size=min(at_once, total), total=total,
-                  lengths=lengths_of(run, data),
+                  lengths=padded_lengths(run, data),
                   **loader_options(engine, run.batch.microbatch_size, length_multiple(run)))
 
 
@@ -96,10 +96,14 @@ def loader_options(engine: Engine, microbatch_size: int, length_multiple: int = 
 
 
 def lengths_of(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
-    """Lengths of samples by which batches are grouped and padded; None where all are padded to the maximum. So are
-    those of a cache whose ranks have parts of the sequence: a sample's part would depend on its microbatch."""
-    is_cut = run.elastic.cache and length_multiple(run) > 1
-    return None if run.data.padding == "maximum" or is_cut else sample_lengths(data)
+    """Lengths of samples by which batches are grouped; None where all are padded to the maximum."""
+    return None if run.data.padding == "maximum" else sample_lengths(data)
+
+
+def padded_lengths(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
+    """Those by which microbatches are padded. With a cache whose ranks have parts of the sequence all are padded to the
+    maximum, in the same groups: a sample's part would depend on its microbatch."""
+    return None if run.elastic.cache and length_multiple(run) > 1 else lengths_of(run, data)
 
 
 def length_multiple(run: ResolvedRun) -> int:

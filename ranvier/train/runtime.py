@@ -16,7 +16,14 @@ from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
-from ranvier.inference.evaluation import SAMPLES_AT_ONCE, evaluation_loader, length_multiple, lengths_of, loader_options
+from ranvier.inference.evaluation import (
+    SAMPLES_AT_ONCE,
+    evaluation_loader,
+    length_multiple,
+    lengths_of,
+    loader_options,
+    padded_lengths,
+)
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.make import make_for_run
@@ -113,9 +120,9 @@ def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, 
     """Training samples in the seed's order, and held-out ones in their own, once through."""
     nodes = [run.mesh.rank(run.mesh.place(replica=replica)) // engine.world.local_size  # of each replica's first stage
              for replica in range(run.mesh.num_replicas)] if run.elastic.cache else ()
-    lengths = lengths_of(run, data.train)
-    sampler = Sampler(len(data.train), run.seed, lengths=lengths, shares=data.shares)
-    return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes, lengths=lengths,
+    sampler = Sampler(len(data.train), run.seed, lengths=lengths_of(run, data.train), shares=data.shares)
+    return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes,
+                   lengths=padded_lengths(run, data.train),
                    **loader_options(engine, run.batch.microbatch_size, length_multiple(run))),
             {"": _eval_loader(run, engine, data.eval, is_scored=data.scoring is not None),
              **{name: _eval_loader(run, engine, one.data, is_scored=one.scoring is not None)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from ranvier.config.resolve import resolve
-from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, Train
+from ranvier.config.run import Batch, Checkpoint, Comm, Elastic, TensorParallel, Train
 from ranvier.data.prepare import prepare
 from ranvier.elastic.cache import AutoCache
 from ranvier.elastic.cache_profile import Times
@@ -66,6 +66,17 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
         run_all(run)
         found.append(losses(run))
     assert found[0] == found[1] != losses(first)
+
+
+def test_a_cache_of_parts_of_the_sequence_changes_no_order(sentences, tmp_path):
+    """Such microbatches are padded to the maximum, and have the samples of those that are padded to the longest."""
+    run = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=Elastic(
+        freeze="manual", manual=("0:2",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"), train=Train(steps=3))
+    cut = replace(run, run_dir=tmp_path / "two", mesh=Mesh(col=2),
+                  tensor=TensorParallel(scheme="megatron", sequence_sharding=True))
+    for one in (run, cut):
+        run_all(one)
+    assert losses(cut) == pytest.approx(losses(run), rel=1e-4)
 
 
 def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):
