@@ -30,7 +30,8 @@ _RANKS_SECONDS = RANKS_SECONDS + 30.0
 """One rank trains before, and ranks that hang are ended."""
 _TESTS = ("tests/gpu", "tests/optim/test_optimizer_on_cuda.py", "tests/models/test_next_token_loss.py",
           "tests/elastic/test_cache_forward.py", "tests/tensor/test_dropout_kernel.py",
-          "tests/tensor/test_cross_entropy_kernel.py", "tests/test_keyed_random.py", "tests/train/test_attention.py")
+          "tests/tensor/test_cross_entropy_kernel.py", "tests/test_keyed_random.py",
+          "tests/train/test_attention_kernel.py")
 
 
 @dataclass(frozen=True, kw_only=True)
