@@ -43,6 +43,7 @@ from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
 from ranvier.optim.touched_rows import TouchedRows
+from ranvier.originals.same_memory import storage_of
 
 _MAKER = "ranvier_gradients"
 """Attribute of a buffer's storage, which is not saved with tensors: its `Gradients`, as a weak reference."""
@@ -109,8 +110,6 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
-        self._attached: dict[str, Tensor] = {}
-        """The gradients that parameters were given: one who has another has been given it by somebody else."""
         self._left: dict[str, int] = {}
         """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
@@ -145,16 +144,15 @@ class Gradients:
         begin, each = self.flat.data_ptr(), self.flat.itemsize
         for spec, start, stop in self._places_of[run]:
             grad = spec.parameter.grad
-            if grad is None or grad.data_ptr() != begin + start * each:
+            if grad is None or not _is_at(grad, begin + start * each):
                 place = self.flat[start:stop]
                 early = run is not None and grad is not None
                 if early and grad is not None:
-                    place.copy_(grad.reshape(-1))
+                    place.copy_(grad.to_dense().reshape(-1))
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
                 grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
                 self._versions[spec.name] = -1 if early else grad._version
-                self._attached[spec.name] = grad
 
     # ------------------------------------------------------------------ counting
 
@@ -319,8 +317,7 @@ class Gradients:
         """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
         if spec.name in self._unreached:
             return
-        if spec.parameter.grad is not self._attached.get(spec.name):
-            self._take_replaced(spec)
+        self._take_replaced(spec)
         grad = spec.parameter.grad
         untouched = grad is not None and grad._version == self._versions.get(spec.name, -1) \
             and spec.name not in self._frozen and not grad.any()
@@ -333,7 +330,7 @@ class Gradients:
         None: it becomes the gradient."""
         chunk, grad = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
-        if (chunk.run is None or chunk.entered) and (grad is None or (grad.numel() and grad.data_ptr() != begin)):
+        if (chunk.run is None or chunk.entered) and (grad is None or not _is_at(grad, begin)):
             place = self._place(spec)
             if grad is None:
                 place.zero_()
@@ -366,7 +363,6 @@ class Gradients:
     def forget(self) -> None:
         """After `detach`: the buffer is gone, and what reductions have worked in."""
         self.flat = self.reductions.flat = self.flat.new_empty(0)
-        self._attached.clear()
         self.reductions.forget_buffers()
         for chunk in self.chunks:
             chunk.work, chunk.gather = CompletedWork(), None
@@ -411,7 +407,7 @@ class Gradients:
             if grad is None:
                 place.fill_(-0.0)
                 self._removed.add(spec.name)
-            elif grad.data_ptr() != place.data_ptr():
+            elif not _is_at(grad, place.data_ptr()):
                 place.copy_(grad.to_dense().reshape(-1))
                 spec.parameter.grad = place.view(spec.parameter.shape).data
                 self._frozen.discard(spec.name)
@@ -475,9 +471,16 @@ class Gradients:
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
+def _is_at(grad: Tensor, address: int) -> bool:
+    """Whether the elements of a gradient lie from `address` on, in order and as they are: it is no view such as
+    `grad.t()` or `grad.conj()`, which begin there, too."""
+    return not grad.numel() or (grad.layout is torch.strided and grad.data_ptr() == address and grad.is_contiguous()
+                                and not (grad.is_conj() or grad.is_neg()))
+
+
 def maker_of(grad: Tensor | None) -> ref[Gradients] | None:
     """Whose buffer a gradient is a part of; None for others."""
-    if type(grad) is not Tensor or grad.layout is not torch.strided:
+    if grad is None or not storage_of(grad):
         return None
     return getattr(grad.untyped_storage(), _MAKER, None)
 

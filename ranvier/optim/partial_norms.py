@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from ranvier.optim.gradients import Gradients, maker_of
@@ -27,7 +28,8 @@ def warn_of_norms(gradients: Gradients) -> None:
     @wraps(torchs)
     def total_norm(tensors: Any, *args: Any, **options: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if any(maker is not None and maker() in _OF_A_PART for maker in map(maker_of, tensors)):
+        if not torch.compiler.is_compiling() and any(
+                maker is not None and maker() in _OF_A_PART for maker in map(maker_of, tensors)):
             warnings.warn("torch.nn.utils.clip_grad_norm_ clips the parameters of this rank by their own norm, not by "
                           "that of the whole model. Call engine.clip_grad_norm_(max_norm) on all ranks.", stacklevel=4)
         return torchs(tensors, *args, **options)

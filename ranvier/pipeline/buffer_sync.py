@@ -109,7 +109,7 @@ class ReplicaBuffers:
             if buffer._version != version or not (new is buffer or torch.equal(new.to(buffer), buffer)):
                 self._has_warned = True
                 warnings.warn(f"evaluations change buffer {name}, on each replica by its own samples: their results "
-                              "are not those of one process, and until a training batch has run replicas have "
-                              "different values. Switch this off for evaluations, for example by "
+                              "may differ from those of one process, and until a training batch has run replicas may "
+                              "have different values. Switch this off for evaluations, for example by "
                               "model.apply(torch.ao.quantization.disable_observer)", stacklevel=6)
                 return

@@ -48,7 +48,22 @@ def freeze(name, parameter):
         parameter.requires_grad_(False)
 
 
-EDITS = [remove, remove_all, scale, replace, freeze]
+def transpose(name, parameter):
+    """A view that begins where the gradient does."""
+    parameter.grad = parameter.grad.t()
+
+
+def transpose_data(name, parameter):
+    """The gradient stays the same object."""
+    parameter.grad.data = 2.0 * parameter.grad.data.t()
+
+
+def sparse(name, parameter):
+    if name.startswith("b1"):
+        parameter.grad = (2.0 * parameter.grad).to_sparse()
+
+
+EDITS = [remove, remove_all, scale, replace, freeze, transpose, transpose_data, sparse]
 
 
 def by_torch(edit, steps, max_norm=None):
@@ -59,6 +74,8 @@ def by_torch(edit, steps, max_norm=None):
         reference.forward_backward([one for replica in batch for one in replica])
         for name, parameter in reference.parameters.items():
             edit(name, parameter)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense()
         if max_norm is not None:
             norms.append(float(nn.utils.clip_grad_norm_(reference.parameters.values(), max_norm)))
         optimizer.step()
@@ -108,15 +125,19 @@ def copied(name, parameter):
 
 
 @pytest.mark.parametrize(("mesh", "options", "edit"), pairwise(
-    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, [copied, remove, remove_all]), ids=label)
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, [copied, remove, remove_all, transpose, transpose_data, sparse]),
+    ids=label)
 def test_a_hook_replaces_gradients_in_the_backward(mesh, options, edit):
     clip = options.get("optim", OWN).clip_norm or None
-    expected, _ = by_torch(edit, batches(mesh), clip)
+    steps = batches(mesh)
+    if edit not in (copied, remove, remove_all):  # the hook is called after each microbatch, by_torch's once
+        steps = [points([[2], [1]][:mesh.data], seed=seed) for seed in range(2)]
+    expected, _ = by_torch(edit, steps, clip)
 
     def work(engine):
         for name, parameter in engine.named_parameters().items():
             parameter.register_post_accumulate_grad_hook(partial(edit, name))
-        for batch in batches(mesh):
+        for batch in steps:
             engine.train_batch(share(engine, batch))
         return values(engine)
 
@@ -248,6 +269,18 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
 
     found = on_mesh(make, mesh, rank)[0]
     assert bool(found) is warns and all("engine.clip_grad_norm_" in text for text in found)
+
+
+def test_norms_of_other_models_are_torchs_beside_an_engine():
+    """In one graph of torch.compile, and in transforms of functions."""
+    def rank(engine):
+        norm = partial(nn.utils.get_total_norm, foreach=False)
+        compiled = torch.compile(lambda tensor: norm([tensor]), fullgraph=True, backend="eager")
+        tensors = torch.arange(6.0).view(2, 3)
+        return [*map(compiled, tensors), *torch.func.vmap(lambda tensor: norm([tensor]))(tensors)], tensors.norm(dim=1)
+
+    found, expected = on_mesh(make, Mesh(pipe=2), lambda engine: engine.world.rank or rank(engine))[0]
+    assert torch.equal(torch.stack(found), expected.repeat(2))
 
 
 @pytest.mark.parametrize("options", [{"optimizer": ADAMW}, {"optim": OWN}], ids=["torch", "ranvier"])
