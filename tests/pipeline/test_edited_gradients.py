@@ -125,8 +125,8 @@ def copied(name, parameter):
 
 
 @pytest.mark.parametrize(("mesh", "options", "edit"), pairwise(
-    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS, [copied, remove, remove_all, transpose, transpose_data, sparse]),
-    ids=label)
+    [Mesh(), Mesh(data=2), Mesh(pipe=2), Mesh(data=2, pipe=2)], KINDS,
+    [copied, remove, remove_all, transpose, transpose_data, sparse]), ids=label)
 def test_a_hook_replaces_gradients_in_the_backward(mesh, options, edit):
     clip = options.get("optim", OWN).clip_norm or None
     steps = batches(mesh)
