@@ -72,6 +72,8 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
         return future.result(_STORE_SECONDS if seconds is None else seconds)
     except Exception:  # the process that hosts the store has exited, or it is late
         return None
+    finally:
+        del future  # the error has this frame
 
 
 def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:

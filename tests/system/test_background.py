@@ -1,6 +1,9 @@
 """Calls on threads that may be left behind."""
 
+import gc
 import threading
+import time
+import weakref
 from concurrent.futures import wait
 
 import pytest
@@ -33,3 +36,22 @@ def test_a_call_with_a_limit_that_fails_or_is_late_has_no_result():
     assert call_with_timeout(fail) is None
     assert call_with_timeout(may_end.wait, 0.01) is None
     may_end.set()
+
+
+def test_a_call_that_fails_keeps_nothing_until_the_collector_runs():
+    held = threading.Event()
+    left = weakref.ref(held)
+
+    def work(held=held):
+        raise ValueError
+
+    gc.disable()
+    try:
+        assert call_with_timeout(work) is None
+        del held, work
+        until = time.monotonic() + 10
+        while left() is not None and time.monotonic() < until:
+            time.sleep(0.01)  # the thread ends a moment later
+        assert left() is None
+    finally:
+        gc.enable()
