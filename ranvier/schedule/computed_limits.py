@@ -37,8 +37,8 @@ from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 MAX_SIMULATED_STAGES = 64
 """Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
 _MAX_FINE_STAGES = 16
-"""With so many stages, or twice as many where each rank has several, all numbers in flight are tried; with more, one of
-them, and all that the memory holds."""
+"""With so many stages, or twice as many where each rank has several, all numbers in flight are tried; with more, the
+largest that the memory holds, and all that it holds beside."""
 UNKNOWN = Conditions()
 _DRAWS = 2
 """Simulations with times of their own, whose mean counts."""
@@ -336,10 +336,12 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     several = min(2, case.placement.per_rank)
     is_fine = case.placement.num_stages <= several * _MAX_FINE_STAGES
     flights = [given] if given is not None else range(
-        pipe, 2 * pipe + 1, max(1, pipe // 4)) if is_fine else [several * pipe]
+        pipe, 2 * pipe + 1, max(1, pipe // 4)) if is_fine else range(several * pipe, pipe - 1, -max(1, pipe // 2))
     has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
     found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.waits(2 * pipe)
     for in_flight in flights:
+        if not is_fine and any(each.needs <= cap for each in found):
+            break
         for max_stored in _rooms(case, in_flight, cap)[:None if is_fine else 1] if has_room else [None]:
             if max_stored is not None:
                 waits, last_waits = case.waits(max_stored)

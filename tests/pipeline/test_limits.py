@@ -245,6 +245,17 @@ def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
     assert found.memory <= 1.1 and found.step < (1 - gain) * other.step
 
 
+@pytest.mark.parametrize("how", ["v-shape", "interleaved"])
+def test_deep_pipelines_have_fewer_in_flight_where_a_stage_keeps_more(how):
+    """The first stage needs too much for an even flow of the most in flight; the rule waits for longer."""
+    placement, policy = StagePlacement(num_ranks=16, per_rank=4, how=how), MessageDriven()
+    stages = [replace(load(), graph=1.3), *[load()] * 63]
+    chosen = computed_limits(stages, policy, memory=1.0, placement=placement, num_microbatches=32)
+    found, rule = (predicted(stages, policy, limits, placement, 32)
+                   for limits in (chosen, rule_limits([True] * 64, placement)))
+    assert found.memory <= 1.0 and found.step < 0.96 * rule.step
+
+
 def test_where_the_rule_holds():
     stages = [load(), load(1.5)]
     for policy in (OneForwardOneBackward(), GPipe()):
