@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.node_placement import best_tile, bytes_between_nodes
-from ranvier.cost.volume import SplitLayer, layer_trips, layer_volume, volume_scheme
+from ranvier.cost.volume import block_volume, layer_trips, transformer_layer, volume_scheme
 from ranvier.precision import DTYPES, sum_dtype
 
 

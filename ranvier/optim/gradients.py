@@ -474,8 +474,8 @@ class Gradients:
 def _is_at(grad: Tensor, address: int) -> bool:
     """Whether the elements of a gradient lie from `address` on, in order and as they are: it is no view such as
     `grad.t()` or `grad.conj()`, which begin there, too."""
-    return not grad.numel() or (grad.layout is torch.strided and grad.data_ptr() == address and grad.is_contiguous()
-                                and not (grad.is_conj() or grad.is_neg()))
+    return (grad.layout is torch.strided and grad.data_ptr() == address and grad.is_contiguous()
+            and not (grad.is_neg() or grad.is_conj())) or not grad.numel()
 
 
 def maker_of(grad: Tensor | None) -> ref[Gradients] | None:

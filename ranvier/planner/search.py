@@ -139,6 +139,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                 break
             for frugal in memory_saving_variants(found.run, cluster, searched) if is_first else ():
                 queue.add(frugal, _Known.COUNTED)
+        if fitting and "stages-per-rank" in searched:
+            progress("trying several stages per rank")
+            _add_more_stages(fitting, cluster, work)
     except KeyboardInterrupt:
         if not (fitting and interruptible):
             raise
@@ -147,8 +150,6 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     dropped += queue.least_of_too_large()
     if not fitting:
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
-    if "stages-per-rank" in searched:
-        fitting = _with_more_stages(fitting, cluster, work)
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     best.sort(key=lambda found: found.cost.seconds)
@@ -321,12 +322,12 @@ def _followed(found: Candidate, cluster: Cluster, work: Work, searched: Sequence
     return min(followed, key=Candidate.ranked_seconds) if followed[0].course else found
 
 
-def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work) -> list[Candidate]:
-    """With those that have two or four stages on each rank, and are faster than all. The limits of many stages take
+def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> None:
+    """Add those that have two or four stages on each rank, and are faster than all. The limits of many stages take
     seconds to find: tried are only those of the fastest of each mesh and microbatch, in the order of their times with
     ample limits, and only as long as these are short enough."""
     best, waiting = min(each.cost.seconds for each in fitting), list[tuple[float, int, Candidate]]()
-    fastest, faster = dict[object, Candidate](), dict[object, Candidate]()
+    fastest, faster, given = dict[object, Candidate](), dict[object, Candidate](), tuple(fitting)
     for one in sorted(fitting, key=lambda one: one.cost.seconds):
         fastest.setdefault(_group(one), one)
     for one in fastest.values():
@@ -343,7 +344,7 @@ def _with_more_stages(fitting: Sequence[Candidate], cluster: Cluster, work: Work
         if other.fits and other.cost.seconds < _WORTH * best:
             faster[_group(one)] = other
             best = other.cost.seconds
-    return [*fitting, *faster.values()]
+            fitting[:] = [*given, *faster.values()]
 
 
 def _group(one: Candidate) -> object:

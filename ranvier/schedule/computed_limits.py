@@ -34,8 +34,9 @@ from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
-MAX_SIMULATED_STAGES = 64
-"""Deeper pipelines follow `rule_limits`; their simulation would take seconds."""
+MAX_SIMULATED_STAGES = 32
+"""Deeper pipelines, or with several stages on each rank those of twice as many, follow `rule_limits`; their simulation
+would take many seconds."""
 _MAX_FINE_STAGES = 16
 """With so many stages, or twice as many where each rank has several, all numbers in flight are tried; with more, the
 largest that the memory holds, and all that it holds beside."""
@@ -113,7 +114,7 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 
 def are_searched(placement: StagePlacement) -> bool:
     """Whether the limits of so many stages are found by simulations."""
-    return placement.num_stages <= MAX_SIMULATED_STAGES
+    return placement.num_stages <= MAX_SIMULATED_STAGES * min(2, placement.per_rank)
 
 
 def _where_it_pays(rule: Limits, case: _Case) -> Limits:

@@ -262,8 +262,8 @@ def test_where_the_rule_holds():
         assert computed_limits(stages, policy, memory=2.0) == rule_limits([True] * 2)
     deep = [load()] * (MAX_SIMULATED_STAGES + 1)
     assert computed_limits(deep, MessageDriven(), memory=2.0) == rule_limits([True] * len(deep))
-    head = replace(deep[0], operands=3.0)  # a third of what is left beside 10 and one of 0.5 in 1F1B's 42.5
-    assert computed_limits([*deep[1:], head], MessageDriven(), memory=1.0).deferred[-1] == 10
+    head = replace(deep[0], operands=3.0)  # a third of what is left beside 10 and one of 0.5 in 1F1B's 26.5
+    assert computed_limits([*deep[1:], head], MessageDriven(), memory=1.0).deferred[-1] == 5
     assert computed_limits([load()], MessageDriven(), memory=2.0) == rule_limits([True])
     assert computed_limits([load(trains=False)] * 2, MessageDriven(), memory=2.0) == rule_limits([False] * 2)
     assert computed_limits(stages, MessageDriven(), memory=2.0, in_flight=7).in_flight == 7

@@ -174,3 +174,12 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch, interruptible)
     plan = search(SMALL, load_cluster("h100"), 4, SEARCHED, work=WORK, progress=told.append, interruptible=True)
     assert [found.run.mesh for found in plan.best] == [found.run.mesh for found in seen]
     assert "interrupted" in told[-1]
+
+
+def test_a_search_that_is_interrupted_among_several_stages_per_rank_keeps_the_best_so_far(monkeypatch):
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module, "stage_variants", interrupted)
+    plan = search(SMALL, load_cluster("h100"), 4, (*SEARCHED, "stages-per-rank"), work=WORK, interruptible=True)
+    assert plan.interrupted and len(plan.best) >= 12
