@@ -22,7 +22,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.bert import bert
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.reference import Reference
-from ranvier.train.runtime import length_multiple, lengths_of
+from ranvier.train.runtime import length_multiple, lengths_of, padded_lengths
 from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on
 
@@ -149,9 +149,10 @@ def test_lengths_are_rounded_up_to_what_the_columns_divide():
     assert set(shapes) <= {4, 8, 12}
     run = resolve(Run(mesh=Mesh(col=2), tensor=SCHEMES["sequence"]))
     assert length_multiple(run) == 2 and length_multiple(resolve(Run())) == 1
-    assert lengths_of(run, Texts()) is Texts.sample_lengths
+    assert padded_lengths(run, Texts()) is lengths_of(run, Texts()) is Texts.sample_lengths
     assert lengths_of(replace(run, data=Data(padding="maximum")), Texts()) is None
-    assert lengths_of(replace(run, elastic=replace(run.elastic, cache=True)), Texts()) is None
+    cached = replace(run, elastic=replace(run.elastic, cache=True))
+    assert padded_lengths(cached, Texts()) is None and lengths_of(cached, Texts()) is Texts.sample_lengths
 
 
 @pytest.mark.parametrize(("mesh", "scheme"), [
