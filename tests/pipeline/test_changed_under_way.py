@@ -119,7 +119,7 @@ class ScaledByMean(Norm):
 def trained(block, mesh, **options):
     """The state of a model with this block on the first stage, as of a plain loop, and as of the engine."""
     torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 4), nn.Linear(4, 4)).double()]
+    models = [nn.Sequential(nn.Linear(4, 4), copy.deepcopy(block), nn.Linear(4, 4), nn.Linear(4, 4)).double()]
     models += [copy.deepcopy(models[0]) for _ in range(mesh.size)]
     x = torch.randn(8, 4, dtype=torch.float64)
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
