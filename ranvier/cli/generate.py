@@ -16,7 +16,7 @@ from ranvier.errors import ConfigError
 from ranvier.system.untrusted_file import parse_json
 
 if TYPE_CHECKING:
-    from ranvier.inference.generate import Text
+    from ranvier.inference.generate import StopWords, Text
     from ranvier.inference.prompts import ChatPrompts, TextPrompts
     from ranvier.inference.trained import LanguageModel
     from ranvier.mesh import Mesh
@@ -125,37 +125,34 @@ def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: Wo
            stop: Sequence[str], max_tokens: int, scheme: str, precision: str, as_json: bool) -> None:
     """Collective; rank 0 prints."""
     from ranvier.config.run import TensorParallel
+    from ranvier.inference.generate import StopWords
     from ranvier.inference.generate import generate as texts_of
     from ranvier.inference.trained import build_language_engine
     from ranvier.precision import DTYPES
 
     engine = build_language_engine(model, world, mesh, tensor=TensorParallel(scheme=scheme),  # type: ignore[arg-type]  # a choice
                           dtype=DTYPES[precision])
+    stops = StopWords(words=stop, decode=writer.decode)
     ranks = world.backend.group("generate", [tuple(range(world.size))])
     rounds = texts_of(engine, ranks, [writer.encode(prompt) for prompt in asked], sampling, max_tokens=max_tokens,
                       longest=model.longest, vocab=min(writer.vocab, model.config.vocab), ends=writer.ends,
-                      is_stopped=lambda written: any(word in writer.decode(written[-_STOP_TOKENS:]) for word in stop))
+                      is_stopped=stops.are_in)
     streams = world.rank == 0 and len(asked) == 1 and not as_json
-    for text in _complete(rounds, writer, sys.stdout if streams else None, stop):
+    for text in _complete(rounds, stops, sys.stdout if streams else None):
         if world.rank == 0:
-            _print(text, writer, asked, stop, as_json, is_streamed=streams)
+            _print(text, stops, asked, as_json, is_streamed=streams)
     engine.close()
     ranks.close()
 
 
-_STOP_TOKENS = 32
-"""The last tokens of a text, in which a stop word is looked for."""
-
-
-def _complete(rounds: Iterator[list[Text]], writer: Writer, stream: TextIO | None, stop: Sequence[str]
-              ) -> Iterator[Text]:
+def _complete(rounds: Iterator[list[Text]], stops: StopWords, stream: TextIO | None) -> Iterator[Text]:
     """Texts as they become complete; stream: where the only one is printed while it is written."""
     printed = 0
     for texts in rounds:
         if stream is not None:
-            answer = answer_of(texts[0], writer, stop)
+            answer = stops.answer(texts[0])
             if texts[0].reason is not None or not answer.endswith("\ufffd"):  # else the rest of a character follows
-                ready = len(answer) - (0 if texts[0].reason is not None else _held_back(answer, stop))
+                ready = len(answer) - (0 if texts[0].reason is not None else _held_back(answer, stops.words))
                 stream.write(answer[printed:ready])
                 stream.flush()
                 printed = max(printed, ready)
@@ -167,16 +164,8 @@ def _held_back(answer: str, stop: Sequence[str]) -> int:
     return max((size for word in stop for size in range(len(word)) if answer.endswith(word[:size])), default=0)
 
 
-def answer_of(text: Text, writer: Writer, stop: Sequence[str]) -> str:
-    """The generated text, up to the first stop word."""
-    answer = writer.decode(text.written)
-    places = [place for place in map(answer.find, stop) if place >= 0]
-    return answer[:min(places)] if places else answer
-
-
-def _print(text: Text, writer: Writer, asked: Sequence[Any], stop: Sequence[str], as_json: bool, *, is_streamed: bool
-           ) -> None:
-    answer = answer_of(text, writer, stop)
+def _print(text: Text, stops: StopWords, asked: Sequence[Any], as_json: bool, *, is_streamed: bool) -> None:
+    answer = stops.answer(text)
     if as_json:
         print(json.dumps({"prompt": asked[text.number], "answer": answer, "tokens": len(text.written),
                           "reason": text.reason}, ensure_ascii=False), flush=True)

@@ -36,6 +36,27 @@ class Text:
     reason: Reason | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StopWords:
+    """Texts that end an answer and are no part of it. decode: the text of tokens."""
+
+    words: Sequence[str]
+    decode: Callable[[Sequence[int]], str]
+
+    def are_in(self, written: Sequence[int]) -> bool:
+        """Whether the newest tokens hold one."""
+        return any(word in self.decode(written[-_STOP_TOKENS:]) for word in self.words)
+
+    def answer(self, text: Text) -> str:
+        """The generated text, up to the first stop word."""
+        answer = self.decode(text.written)
+        return answer[:min((place for place in map(answer.find, self.words) if place >= 0), default=None)]
+
+
+_STOP_TOKENS = 32
+"""The last tokens of a text, in which a stop word is looked for."""
+
+
 def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int,
              longest: int, vocab: int, ends: Collection[int] = (),
              is_stopped: Callable[[Sequence[int]], bool] = lambda written: False) -> Iterator[list[Text]]:

@@ -16,7 +16,7 @@ from ranvier.comm.protocol import Group
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import ConfigError
 from ranvier.inference.evaluation import Request, loglikelihoods
-from ranvier.inference.generate import generate
+from ranvier.inference.generate import StopWords, generate
 from ranvier.models.token_sampling import Sampling
 from ranvier.pipeline.engine import Engine
 
@@ -96,25 +96,12 @@ class SharedEngine:
         if command["do"] == "score":
             return loglikelihoods(self._engine, self._ranks, command["requests"], longest=self.longest,
                                   microbatch_size=self._size)
-        until = command["until"]
-
-        def text_of(written: Sequence[int]) -> str:
-            text = self.tokenizer.decode(written)
-            places = [place for place in map(text.find, until) if place >= 0]
-            return text[:min(places)] if places else text
-
-        def is_stopped(written: Sequence[int]) -> bool:
-            return any(stop in self.tokenizer.decode(written[-_STOP_TOKENS:]) for stop in until)
-
+        stops = StopWords(words=command["until"], decode=self.tokenizer.decode)
         texts = [""] * len(command["prompts"])
         for active in generate(self._engine, self._ranks, command["prompts"], Sampling(**command["sampling"]),
                                max_tokens=command["max_tokens"], longest=self.longest, vocab=self._vocab,
-                               ends=self.tokenizer.ends, is_stopped=is_stopped):
+                               ends=self.tokenizer.ends, is_stopped=stops.are_in):
             for text in active:
                 if text.reason is not None:
-                    texts[text.number] = text_of(text.written)
+                    texts[text.number] = stops.answer(text)
         return texts
-
-
-_STOP_TOKENS = 32
-"""The last tokens of a text, in which a stop text is looked for."""

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import types
 from contextlib import nullcontext
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from ranvier.cli.generate import _complete
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import load, train
-from ranvier.inference.generate import Text
+from ranvier.inference.generate import StopWords, Text
 from tests.errors import reports
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
@@ -111,7 +110,7 @@ def test_a_stop_word_is_left_out(folder, capsys):
 
 def test_what_may_begin_a_stop_word_is_not_streamed_yet():
     """Tokens are characters here; "e" may begin the stop word "end", and so may the "e" of "ex", until the "x"."""
-    writer = types.SimpleNamespace(decode="".join)
+    stops = StopWords(words=["end"], decode="".join)
     text, stream, seen = Text(number=0, prompt=[0]), io.StringIO(), []
 
     def rounds():
@@ -121,7 +120,7 @@ def test_what_may_begin_a_stop_word_is_not_streamed_yet():
             yield [text]
             seen.append(stream.getvalue())
 
-    assert list(_complete(rounds(), writer, stream, ["end"])) == [text]
+    assert list(_complete(rounds(), stops, stream)) == [text]
     assert seen == ["a", "a", "aex", "aex", "aex", "aex"]
 
 
