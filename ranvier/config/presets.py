@@ -16,11 +16,13 @@ from ranvier.system.untrusted_file import parse_toml
 _Settings = Mapping[str, object]
 
 _SIZES = ("num_layers", "hidden", "heads", "kv_heads", "intermediate")
-OF_WEIGHTS = (*_SIZES, "vocab", "max_positions", "norm_epsilon", "head_dim", "activation", "bias", "tied", "untied",
-              "patch_size", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window", "full_every",
-              "full_layers", "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor",
-              "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier",
-              "logits_scaling", "attention_softcap", "logit_softcap")
+COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
+            "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
+            "full_every", "full_layers", "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor",
+            "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier",
+            "logits_scaling", "attention_softcap", "logit_softcap")
+"""Settings of [model] that decide what a Llama computes."""
+OF_WEIGHTS = (*COMPUTED, "max_positions", "untied", "patch_size")
 """Settings of [model] that pretrained weights decide, whatever a recipe says."""
 
 SEQUENCE = 2048

@@ -21,10 +21,10 @@ from ranvier import keyed_random
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import check_head
-from ranvier.checkpoint.hf.llama import COMPUTED
 from ranvier.checkpoint.hf.peft import with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig, without_weights
 from ranvier.config.named_object import is_object_name
+from ranvier.config.presets import COMPUTED
 from ranvier.config.run import Run, Transformer
 from ranvier.data.cache import cache_folder
 from ranvier.data.offline.pretrained_models import described_by, has_weights, missing_package, sizes_of

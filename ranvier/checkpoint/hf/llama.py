@@ -27,6 +27,7 @@ from functools import partial
 from torch import Tensor
 
 from ranvier.checkpoint.hf import form as hf
+from ranvier.config.presets import COMPUTED
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError
 from ranvier.models.family import inner_width
@@ -429,14 +430,6 @@ def _written_scores(config: Transformer, head: str) -> dict[str, object]:
 def _whole(value: float) -> float:
     """An int where it is one: transformers takes no other number."""
     return int(value) if value == int(value) else value
-
-
-COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "intermediate", "norm_epsilon",
-             "activation", "bias", "tied", "norms", "norm_offset", "qk_norm", "query_pre_attn_scalar", "window",
-             "full_every", "full_layers", "nope_layers", "rope_base", "window_rope_base", "rope_scaling",
-             "rope_factor", "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale",
-             "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")
-"""Settings that decide what is computed."""
 
 
 def _with_defaults(config: Transformer, name: str) -> object:
