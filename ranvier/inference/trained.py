@@ -30,7 +30,6 @@ from ranvier.data.class_numbers import named_labels_in, with_labels
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.task import Prepared
 from ranvier.errors import CheckpointError, ConfigError, DataError
-from ranvier.layout import index_of, whole
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.families import family_named
@@ -268,8 +267,5 @@ def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, ten
     sample = Microbatch(inputs=ids_BS, targets=ids_BS, samples=torch.zeros(1, dtype=torch.int64))
     engine = Engine(replace(blocks, initial=lambda name: Initial("constant", 0.0)), world, mesh=mesh,
                     tensor=replace(tensor, sequence_sharding=False), dtype=dtype, sample=sample, flags=True)
-    for piece in state.pieces_held(engine):
-        if piece.kind == "parameter":
-            value = model.read(piece.name)
-            piece.tensor.copy_(value[index_of(piece.box, whole(piece.shape))])
+    state.set_parameters(engine, model.read)
     return engine
