@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ranvier.block import State, named
 from ranvier.data.loader import Loader, longest_first
 from ranvier.data.sampler import Sampler
+from ranvier.data.subset import Subset
 from ranvier.data.task import Dataset
 from ranvier.elastic.similarity import Similarity, normalised, products
 from ranvier.errors import ConfigError
@@ -41,9 +42,10 @@ def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similar
     each = max(1, run.batch.microbatch_size // rows)
     order = np.concatenate([table[:, first:first + each].reshape(-1) for first in range(0, per_row, each)])
     if lengths is not None:  # padded alike, whatever the size of a microbatch
-        lengths = np.full_like(lengths, lengths[order].max())
+        lengths = np.full(len(order), lengths[order].max())
     options = loader_options(engine, each * rows, length_multiple(run)) | {"replica": 0, "num_replicas": 1}
-    loader = Loader(data, _Given(order), global_size=len(order), total=len(order), lengths=lengths, **options)
+    loader = Loader(Subset(data, order), Sampler(len(order), None), global_size=len(order), total=len(order),
+                    lengths=lengths, **options)
     parts: dict[int, list[Tensor]] = {}
     hooks = [engine.blocks[layer[-1]].register_forward_hook(_keeping(parts.setdefault(number, [])))
              for number, layer in enumerate(engine.layers) if layer[-1] in engine.blocks]
@@ -63,18 +65,6 @@ def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similar
             before, part = sums[int(number)][rank["part"]], nothing if part is None else torch.tensor(part).double()
             sums[int(number)][rank["part"]] = part if before is None else before + part
     return [[normalised(nothing if part is None else part) for part in layer] for layer in sums]
-
-
-class _Given(Sampler):
-    """Samples in a given order, once."""
-
-    def __init__(self, order: np.ndarray) -> None:
-        super().__init__(len(order), None)
-        self._order_given = order
-
-    def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
-        """See `Sampler`."""
-        return self._order_given
 
 
 def _keeping(outputs: list[Tensor]) -> Callable[[nn.Module, object, State], None]:
