@@ -12,7 +12,7 @@ one step ahead, hence two copies. The agreement between survivors is `ranvier.la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
@@ -31,19 +31,13 @@ from ranvier.train.runtime import RankRuntime
 from ranvier.world import World
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    held: Held
-    part: dict[str, object]
-    """The part of the model's state that it copies, for JSON."""
-
-
 class LastSteps:
     """Copies of this rank's state after the last finished steps and, where states are sharded, of those of the replica
     before."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, tuple[Held, dict[str, object]]] = {}
+        """Step -> the state after it, and the part of the model's state that this is, for JSON."""
         self._engine: Engine | None = None
         self._replicas: Group | None = None
 
@@ -51,7 +45,7 @@ class LastSteps:
         """Copy the state after `step`; earlier ones but the last are dropped, and later ones, which are taken again.
         Collective where states are sharded."""
         earlier = sorted(other for other in self._copies if other < step)[-(KEPT_STEPS - 1):]
-        host_buffers = next((copy.held for other, copy in self._copies.items() if other not in earlier), None)
+        host_buffers = next((held for other, (held, _) in self._copies.items() if other not in earlier), None)
         self._copies = {other: self._copies[other] for other in earlier}
         mesh, at, held = runtime.run.mesh, runtime.engine.coordinates, take(runtime.engine, host_buffers)
         places = [at]
@@ -61,7 +55,7 @@ class LastSteps:
                                      position=at.position))
         part: dict[str, object] = {"mesh": mesh.sizes, "places": [dict(place) for place in places],
                                    "replica_axes": mesh.replica_axes, "frozen": sorted(runtime.frozen.layers)}
-        self._copies[step] = _Copy(held=held, part=part)
+        self._copies[step] = held, part
 
     def _group(self, runtime: RankRuntime) -> Group:
         """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
@@ -74,15 +68,15 @@ class LastSteps:
     @property
     def host_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(piece.tensor.nbytes for copy in self._copies.values() for piece in copy.held.pieces)
+        return sum(piece.tensor.nbytes for held, _ in self._copies.values() for piece in held.pieces)
 
     def parts(self) -> dict[str, dict[str, object]]:
         """The parts that this rank has, by step, for JSON."""
-        return {str(step): copy.part for step, copy in self._copies.items()}
+        return {str(step): part for step, (_, part) in self._copies.items()}
 
     def held(self, step: int) -> Held | None:
         """The state after `step`; None on a rank that has none."""
-        return self._copies[step].held if step in self._copies else None
+        return self._copies[step][0] if step in self._copies else None
 
 
 def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *, sharded: bool) -> str | None:
