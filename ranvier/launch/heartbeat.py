@@ -32,7 +32,7 @@ from ranvier.comm.signed_store import clone_shared_store
 from ranvier.errors import LaunchError
 from ranvier.launch import stopped_ranks
 from ranvier.launch.failure_watch import FailureWatch
-from ranvier.launch.launchers import Started
+from ranvier.launch.launchers import LAUNCHERS, Started
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, StoppedRankDetector, find_rank_processes_by_variable
 from ranvier.system import parent_death
 from ranvier.system.background import in_background
@@ -46,19 +46,10 @@ _MAX_NEIGHBOUR_SEARCHES = 60
 _STORE_HOST_SECONDS = 2.0
 """Time for the process that hosted the store to report its own error, and for its launcher to end this rank."""
 
-_RANK_VARIABLES: dict[str, tuple[str, ...]] = {
-    "local": ("RANVIER_LOCAL_SIZE",), "torchrun": ("TORCHELASTIC_RUN_ID",),
-    "mpiexec": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"), "srun": ("SLURM_PROCID",)}
-"""Environment variables of a launcher's ranks, and of shells in between, but not of the launcher itself."""
-
-_NAMES: dict[str, str] = {"local": "the command that started it", "torchrun": "torchrun's agent",
-                               "mpiexec": "mpiexec", "srun": "Slurm's step daemon"}
-_STORE_HOSTS: dict[str, str] = {"local": "the command that started the ranks", "torchrun": "torchrun's agent"}
-
 
 def launcher_variable(launcher: str) -> str:
     """An environment variable that this process has because it is a rank of `launcher`."""
-    names = _RANK_VARIABLES[launcher]
+    names = LAUNCHERS[launcher].variables
     return next((name for name in names if name in os.environ), names[0])
 
 
@@ -84,7 +75,7 @@ def exit_with_launcher(started: Started) -> None:
         while all(process.runs for process in watched):
             time.sleep(_INTERVAL_SECONDS)
         gone = next((process for process in watched if not process.runs), watched[-1])
-        exit_now(f"rank {started.rank} ends: {_NAMES[started.launcher]} is gone (process {gone.pid})")
+        exit_now(f"rank {started.rank} ends: {LAUNCHERS[started.launcher].process} is gone (process {gone.pid})")
 
     threading.Thread(target=watch, name="ranvier-launcher", daemon=True).start()
 
@@ -177,14 +168,15 @@ class Heartbeat:
     def _find_neighbours(self, launcher: Process) -> dict[int, Process]:
         published = call_with_timeout(lambda: stopped_ranks.find_rank_processes(
             self._store, self._world.size, launcher), CHECK_SECONDS)
-        if published is not None or self._world.launcher in _STORE_HOSTS:
+        if published is not None or LAUNCHERS[self._world.launcher].store_host:
             return published or {}
         return stopped_ranks.find_rank_processes_by_variable(launcher, launcher_variable(self._world.launcher))
 
 
 def store_is_gone(world: World, error: BaseException) -> str:
     """The sentence for a rank that ends because its store does not answer. error: what it met."""
-    host = _STORE_HOSTS.get(world.launcher, "rank 0")
+    known = LAUNCHERS.get(world.launcher)
+    host = (known and known.store_host) or "rank 0"
     return f"rank {world.rank} ends: the store that {host} hosts is gone ({str(error).partition(chr(10))[0]})"
 
 

@@ -15,7 +15,7 @@ environment is an argument.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -57,6 +57,25 @@ class Started:
         return f"{self.launcher} says rank {self.rank} of {self.size}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LauncherForm:
+    """What there is to know of a launcher.
+
+    read: the rank that environment variables describe; None where it has not started this process.
+    variables: that its ranks have, and shells in between, but not the launcher itself.
+    sign: the variables that show it, in words. process: its process on a rank's machine, in words.
+    store_host: the process that hosts the shared store, in words; None where rank 0 does.
+    command: starts as many ranks as the number behind it says.
+    """
+
+    read: Callable[[Mapping[str, str]], Started | None]
+    variables: tuple[str, ...]
+    process: str
+    store_host: str | None = None
+    sign: str = ""
+    command: str = ""
+
+
 def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | None:
     """The rank that `environ` describes, or None under plain python.
 
@@ -81,12 +100,12 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         return ours
     if setting == "local":
         return None
-    found = {"torchrun": _torchrun, "mpiexec": _mpiexec, "srun": _srun}
     if setting != "auto":
-        started = found[setting](environ)
+        started = LAUNCHERS[setting].read(environ)
         if started is None:
-            raise _refusal("launcher-absent", f"{setting} did not start this process: {_SIGNS[setting]} is not set",
-                           setting, f"Start the command with {setting}, or set `--launch.launcher local`.")
+            raise _refusal("launcher-absent", f"{setting} did not start this process: {LAUNCHERS[setting].sign} "
+                           "is not set", setting,
+                           f"Start the command with {setting}, or set `--launch.launcher local`.")
         return started
     mpiexec, srun = _mpiexec(environ), _srun(environ)
     known, exported = srun or mpiexec, (environ.get("RANK"), environ.get("WORLD_SIZE"))
@@ -111,8 +130,6 @@ def _refusal(code: str, what: str, value: str | None, remedy: str) -> ConfigErro
 
 
 _AGENT = "TORCHELASTIC_RUN_ID"
-_SIGNS = {"torchrun": f"{_AGENT}, or RANK with a WORLD_SIZE above 1,",
-          "mpiexec": "PMI_RANK or OMPI_COMM_WORLD_RANK", "srun": "SLURM_STEP_ID"}
 
 
 def local_variables(rank: int | None, size: int, store: tuple[str, int], transport: str, reason: str
@@ -199,6 +216,17 @@ def _srun(environ: Mapping[str, str]) -> Started | None:
 
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
+LAUNCHERS: Mapping[str, LauncherForm] = {
+    "local": LauncherForm(read=_local, variables=("RANVIER_LOCAL_SIZE",), process="the command that started it",
+                          store_host="the command that started the ranks"),
+    "torchrun": LauncherForm(read=_torchrun, variables=(_AGENT,), process="torchrun's agent",
+                             store_host="torchrun's agent", sign=f"{_AGENT}, or RANK with a WORLD_SIZE above 1,",
+                             command="torchrun --nproc-per-node"),
+    "mpiexec": LauncherForm(read=_mpiexec, variables=("PMI_RANK", "OMPI_COMM_WORLD_RANK"), process="mpiexec",
+                            sign="PMI_RANK or OMPI_COMM_WORLD_RANK", command="mpiexec -n"),
+    "srun": LauncherForm(read=_srun, variables=("SLURM_PROCID",), process="Slurm's step daemon", sign="SLURM_STEP_ID",
+                         command="srun --ntasks")}
+"""All launchers, by name."""
 
 
 def _given_master(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -36,7 +36,7 @@ from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
 from ranvier.launch.devices import choose_devices, exchange, visible_devices
 from ranvier.launch.heartbeat import exit_with_launcher, mpi_start_watch
-from ranvier.launch.launchers import Setting, Started, detect
+from ranvier.launch.launchers import LAUNCHERS, Setting, Started, detect
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import check_mpi, open_store
 from ranvier.mesh import Mesh
@@ -375,12 +375,10 @@ def _check_size(mesh: Mesh, started: Started) -> None:
                           f"{started.size}", code="second-start", where="mesh",
                           remedy="Start once, with as many ranks as any engine of the program needs, and give each "
                                  "engine its mesh of all of them: Engine(mesh=...).")
-    how = {"torchrun": f"torchrun --nproc-per-node {mesh.size}", "mpiexec": f"mpiexec -n {mesh.size}",
-           "srun": f"srun --ntasks {mesh.size}"}[started.launcher]
     raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}",
                       code="launcher-started-other-number", where="mesh",
-                      remedy=f"Start the command with {how}, or change `--mesh.data` and `--mesh.pipe` so that data x "
-                             f"pipe x row x col is {started.size}.")
+                      remedy=f"Start the command with {LAUNCHERS[started.launcher].command} {mesh.size}, or change "
+                             f"`--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is {started.size}.")
 
 
 def _with_local_rank(started: Started) -> tuple[Started, int, int]:
