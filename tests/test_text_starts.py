@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from ranvier.data import lm
-from ranvier.data.arrays import open_tokens
+from ranvier.data.arrays import Tokens, open_arrays
 from ranvier.data.corpus import Document
 from ranvier.data.tokenizer import Tokenizer, load
 from ranvier.errors import DataError
@@ -122,7 +122,7 @@ def _written(folder, tokenizer, documents, processes):
     monkeypatch.setattr(lm.corpora, "split", lambda read: iter(documents))
     lm._write(folder, corpus, "text", 1 << 20, tokenizer, PreparationProgress(tell=print, processes=processes))
     monkeypatch.undo()
-    return [token for name in ("train", "eval") for token in open_tokens(folder / name).head(1 << 20)]
+    return [token for name in ("train", "eval") for token in Tokens(open_arrays(folder / name)).head(1 << 20)]
 
 
 @pytest.mark.parametrize(("start", "settings", "context"), [

@@ -257,8 +257,3 @@ def write_tokens(folder: Path, *, vocab: int, tokenizer: str, corpus: str,
     with array_writer(folder, {_TOKENS: (dtype, ())}, facts) as append:
         yield lambda ids: append({_TOKENS: np.asarray(ids, dtype=dtype)})
         facts["cut"] = cut()
-
-
-def open_tokens(folder: Path) -> Tokens:
-    """The tokens that `write_tokens` has left. DataError as `open_arrays` and `Tokens`."""
-    return Tokens(open_arrays(folder))

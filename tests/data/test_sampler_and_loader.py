@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.data.arrays import open_tokens, write_tokens
+from ranvier.data.arrays import Tokens, open_arrays, write_tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
@@ -74,7 +74,7 @@ def tokens(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokens") / "train"
     with write_tokens(path, vocab=10_000, tokenizer="", corpus="") as append:
         append(range(8 * 40 + 1))
-    return open_tokens(path)
+    return Tokens(open_arrays(path))
 
 
 def loader(tokens, **settings):

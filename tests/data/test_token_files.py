@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data.arrays import open_tokens, write_tokens
+from ranvier.data.arrays import Tokens, open_arrays, write_tokens
 from ranvier.data.cache import PreparationProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
@@ -23,7 +23,7 @@ def write(path, ids, vocab=1000):
     with write_tokens(path, vocab=vocab, tokenizer="t", corpus="c") as append:
         for part in np.array_split(ids, 3):
             append(part.tolist())
-    return open_tokens(path)
+    return Tokens(open_arrays(path))
 
 
 @pytest.mark.parametrize(("vocab", "dtype", "bytes_each"),
@@ -86,7 +86,7 @@ def test_damage_is_named_with_its_remedy(tmp_path, damage, error):
     write(tmp_path / "train", np.arange(20))
     damage(tmp_path / "train")
     with raises("cached-arrays-changed", *error, "Delete this folder"):
-        open_tokens(tmp_path / "train")
+        Tokens(open_arrays(tmp_path / "train"))
 
 
 def test_a_number_outside_the_vocabulary_is_named(tmp_path):
@@ -97,7 +97,7 @@ def test_a_number_outside_the_vocabulary_is_named(tmp_path):
 def test_a_file_that_is_cut_while_it_is_open_is_named(tmp_path):
     """A read beyond the end of a mapped file would end all ranks by SIGBUS, which says nothing."""
     write(tmp_path / "train", np.arange(10_000) % 1000)
-    tokens = open_tokens(tmp_path / "train")
+    tokens = Tokens(open_arrays(tmp_path / "train"))
     packed = TokenSamples(tokens, np.array([4]), np.array([9]), 4)
     os.truncate(tmp_path / "train" / "tokens.npy", 5000)
     for read in (lambda: tokens.sequences(np.array([1]), 4), lambda: packed.inputs(np.array([0])),
@@ -111,7 +111,7 @@ def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
     monkeypatch.setattr("ranvier.data.arrays.MOST_READ_BYTES", 39)
     write(tmp_path / "train", np.arange(20))
     damage_number(tmp_path / "train")
-    tokens = open_tokens(tmp_path / "train")
+    tokens = Tokens(open_arrays(tmp_path / "train"))
     assert tokens.sequences(np.array([1]), 4).tolist() == [[4, 5, 6, 7, 8]]
     for read in (lambda: tokens.sequences(np.array([1, 0]), 4), lambda: tokens.documents(7)):
         with raises("token-file-beyond-vocabulary", "tokens.npy", 1000):

@@ -31,7 +31,7 @@ from ranvier.config.run import Data, Transformer
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data import wordpiece
-from ranvier.data.arrays import open_arrays, open_tokens, write_arrays, write_tokens
+from ranvier.data.arrays import Tokens, open_arrays, write_arrays, write_tokens
 from ranvier.data.chat import conversations
 from ranvier.data.corpus import open_corpus
 from ranvier.data.named_files import readable_file
@@ -265,7 +265,7 @@ def _cache(folder: Path) -> None:
 
 
 def _read_tokens(folder: Path) -> None:
-    tokens = open_tokens(folder / "train")
+    tokens = Tokens(open_arrays(folder / "train"))
     assert tokens.head(len(tokens)) == NUMBERS.tolist()
 
 
