@@ -25,7 +25,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
 from ranvier.data import tables
 from ranvier.data.cache import Progress, fingerprint
-from ranvier.data.named_files import readable_file
+from ranvier.data.named_files import readable_file, visible_files
 from ranvier.data.offline.fetch import SOTU, fetch
 from ranvier.errors import DataError
 
@@ -200,7 +200,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         return own_corpus(name)
     if name == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        names = list(_walk(root, lambda folder: folder not in _NOT_SOURCE, ".py"))
+        names = [name for name in _names(root, lambda folder: folder not in _NOT_SOURCE) if name.endswith(".py")]
         return _files(name, root, names, progress, version=platform.python_version())
     if name == "sotu":
         return OpenCorpus(name=name, fingerprint=fingerprint(name, SOTU.sha256),
@@ -215,8 +215,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if tables.is_saved(path):
         return _saved(name, column)
     if stat.S_ISDIR(found.st_mode):
-        names = list(_walk(path, _is_visible, ""))
-        return replace(_files(name, path, names, progress, column=column), is_path=True)
+        return replace(_files(name, path, _names(path), progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
         raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write the output of a pipe to a file.")
@@ -236,13 +235,9 @@ def plain_bytes(name: str, column: str | None) -> int:
     there = _stat(path)
     if there is None or tables.is_saved(path):
         return 0
-    files = (path / file for file in _walk(path, _is_visible, "")) if stat.S_ISDIR(there.st_mode) else [path]
+    files = visible_files(path) if stat.S_ISDIR(there.st_mode) else [path]
     return sum(found.st_size for file in files if (found := _stat(file)) is not None and stat.S_ISREG(found.st_mode)
                and not tables.is_compressed(file) and not is_rows(file, column))
-
-
-def _is_visible(folder: str) -> bool:
-    return not folder.startswith(".")
 
 
 def missing_path(name: str) -> DataError | None:
@@ -264,13 +259,9 @@ def _stat(path: Path) -> os.stat_result | None:
         return None
 
 
-def _walk(root: Path, enter: Callable[[str], bool], ending: str) -> Iterator[str]:
-    """Names under `root` of visible files with this ending, '/' between parts."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = filter(enter, folders)
-        for file in files:
-            if file.endswith(ending) and not file.startswith("."):
-                yield Path(folder, file).relative_to(root).as_posix()
+def _names(root: Path, enter: Callable[[str], bool] | None = None) -> list[str]:
+    """Names under `root` of `visible_files`, '/' between parts."""
+    return [path.relative_to(root).as_posix() for path in visible_files(root, enter)]
 
 
 def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None,

@@ -31,7 +31,7 @@ from ranvier.config.task_form import SHIPPED
 from ranvier.data.arrays import Arrays, array_writer, made_once, write_arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import Accuracy, with_labels_of_model
-from ranvier.data.named_files import first_looks, name_problems, training_name
+from ranvier.data.named_files import first_looks, name_problems, training_name, visible_files
 from ranvier.data.offline.fetch import Package, fetch
 from ranvier.data.subset import chosen, held_out, numbers_taken, taken
 from ranvier.data.tables import read_known
@@ -181,7 +181,8 @@ def _folder(path: Path, setting: str, progress: Progress) -> Images:
     where = f"data.{setting} {path}"
     try:
         classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-        found = [(file, label) for label, name in enumerate(classes) for file in sorted(_walk(path / name))]
+        found = [(file, label) for label, name in enumerate(classes) for file in sorted(
+            each for each in visible_files(path / name) if each.name.lower().endswith(ENDINGS) and each.is_file())]
         stats = [file.stat() for file, _ in found]
     except OSError as error:
         raise _unfit("image-folder-unreadable", "cannot be read", where, str(error)) from error
@@ -197,15 +198,6 @@ def _folder(path: Path, setting: str, progress: Progress) -> Images:
                   fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
                   state=fingerprint(str(path.resolve()), names, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
                   load=lambda number: _opened(path / names[number]))
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(root, name)
-            if name.lower().endswith(ENDINGS) and not name.startswith(".") and path.is_file():
-                yield path
 
 
 def _opened(path: Path) -> Image.Image:

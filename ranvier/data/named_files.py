@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -121,6 +122,18 @@ def read_bytes(path: Path, setting: str, form: str) -> bytes:
             raise DataError("is larger than 4 GiB, the limit for a file of text", code="data-file-too-large",
                             where=f"data.{setting}", value=str(path), remedy="Give a part of it.")
         return path.read_bytes()
+
+
+def visible_files(root: Path, enter: Callable[[str], bool] | None = None) -> Iterator[Path]:
+    """What lies under `root` and has no name that begins with a dot. enter: whether to look into folders of a name; by
+    default into those without a dot."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = filter(enter or _is_visible, folders)
+        yield from (Path(folder, file) for file in files if _is_visible(file))
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _exists(name: str) -> bool:
