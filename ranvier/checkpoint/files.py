@@ -23,6 +23,7 @@ import torch
 
 from ranvier.checkpoint import manifest as manifests
 from ranvier.errors import CheckpointError
+from ranvier.system.atomic_file import folder_problem
 from ranvier.system.pinned_memory import pinned_together
 from ranvier.system.tensor_file import Slot, write_tensors
 from ranvier.system.untrusted_file import new_file, read_json
@@ -225,15 +226,19 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         os.rename(unfinished, out)
         to_disk(out.parent)
     except OSError as error:
-        raise CheckpointError(f"cannot be written: {error.strerror or error}", code="output-not-writable",
-                              where=str(out),
-                              remedy="Free space on that disk, or name a folder that can be written.") from error
+        raise _output_not_writable(out, error.strerror or str(error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _output_not_writable(out: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"cannot be written: {problem}", code="output-not-writable", where=str(out),
+                           remedy="Free space on that disk, or name a folder that can be written.")
+
+
 def check_free(out: Path) -> None:
-    """CheckpointError unless `out` can become a folder: nothing is there, or an empty folder."""
+    """CheckpointError unless `out` can become a folder: nothing is there, or an empty folder, and a file can be written
+    beside it."""
     try:
         taken = out.is_symlink() or (out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None))
     except OSError as error:
@@ -242,3 +247,5 @@ def check_free(out: Path) -> None:
     if taken:
         raise CheckpointError("exists already, and is not an empty folder", code="output-exists", where=str(out),
                               remedy="Name a new folder, or remove that one.")
+    if (problem := folder_problem(out.parent)) is not None:
+        raise _output_not_writable(out, problem)

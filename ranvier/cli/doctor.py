@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from ranvier.cli.options import json_option, prose
+from ranvier.config import read
 from ranvier.errors import ConfigError
 
 
@@ -22,10 +23,12 @@ def doctor(measure: bool, out: Path | None, as_json: bool) -> int:
     if out is not None and not measure:
         raise ConfigError("has no effect without `--measure`", code="out-without-measure", where="--out",
                           value=str(out), remedy="Add `--measure`.")
+    file = out or Path("cluster.toml")
+    if measure:
+        read.check_out(file)
     from ranvier.cli.doctor_report import examine, measure_to, print_table
 
     findings = examine()
-    file = out or Path("cluster.toml")
     with prose(as_json):
         print_table(findings)
         if measure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +18,7 @@ from ranvier.errors import RanvierError
 from ranvier.launch.launchers import detect
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.start import choose_device, choose_transport
+from ranvier.system.atomic_file import folder_problem
 from ranvier.system.machine import available_cores, cpu_quota, memory_limit_bytes, threads_per_rank
 from ranvier.system.terminal import Screen, TextTable, memory_text
 
@@ -93,21 +93,10 @@ def _automatic() -> Iterator[Finding]:
 
 def _folders() -> Iterator[Finding]:
     for name, folder in (("cache", Path(platformdirs.user_cache_dir("ranvier"))), ("runs", Path.cwd() / "runs")):
-        problem = _write_problem(folder)
+        problem = folder_problem(folder)
         yield Finding(topic="folders", name=name, value=f"{folder}: {problem or 'can be written'}",
                       remedy="" if problem is None else "Set --data.cache-dir to a folder you own." if name == "cache"
                       else "Set --run-dir to a folder you own.")
-
-
-def _write_problem(folder: Path) -> str | None:
-    """Why `folder`, or its nearest existing parent, is not writable; None if it is."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def print_table(findings: list[Finding]) -> None:
@@ -121,12 +110,10 @@ def print_table(findings: list[Finding]) -> None:
 
 
 def measure_to(path: Path) -> None:
-    """Measure this machine, write the cluster file `path`, and print a summary. ConfigError if it cannot be written."""
-    from ranvier.config import read
+    """Measure this machine, write the cluster file `path`, and print a summary."""
     from ranvier.cost.cluster_files import write_cluster
     from ranvier.planner.measure import measure
 
-    read.check_out(path)
     cluster = measure(lambda line: print(f"measuring: {line}", file=sys.stderr, flush=True))
     write_cluster(cluster, path)
     device = cluster.device

@@ -38,7 +38,7 @@ from ranvier.config.section import alternatives, bare, describe, words
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
-from ranvier.system.atomic_file import write_atomically
+from ranvier.system.atomic_file import write_atomically, write_problem
 from ranvier.system.untrusted_file import json_object, parse_toml, read_bytes, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
@@ -561,19 +561,9 @@ def origin(run_dir: Path) -> str:
     return said if isinstance(said, str) and said else "none"
 
 
-def not_writable(path: Path) -> str | None:
-    """Why no file can be written to `path`; None where one can. For before the work whose result it is to hold."""
-    folder = path.absolute().parent
-    try:
-        return ("it is a folder" if path.is_dir() else "no such folder" if not folder.is_dir() else
-                None if os.access(path if path.exists() else folder, os.W_OK) else "permission denied")
-    except OSError as error:
-        return error.strerror or str(error)
-
-
 def check_out(path: Path) -> None:
     """ConfigError where no .toml file can be written to `path` of --out."""
-    if (problem := not_writable(path)) is not None:
+    if (problem := write_problem(path)) is not None:
         raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
     if path.suffix != ".toml":

@@ -33,7 +33,7 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     cannot be written, or where the devices do not fill whole nodes. step_seconds: what a step takes, of which a run
     that is told to stop needs two before it saves."""
     nodes, per_node = nodes_of(run.mesh.size, cluster)
-    path = run_file.with_suffix(_SUFFIXES[launcher])
+    path = job_path(launcher, run_file)
     saved = saved_bytes(run)
     makes: dict[Launcher, Callable[..., str]] = {
         "slurm": partial(_slurm, checkpoints=run.checkpoint.dir, saving=(
@@ -46,9 +46,19 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
     try:
         write_atomically(path, text)
     except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", code="job-not-writable", where="--launcher",
-                          value=str(path), remedy="Name a file for `--out` in a folder you own.") from error
+        raise job_not_writable(path, error.strerror or str(error)) from error
     return path
+
+
+def job_path(launcher: Launcher, run_file: Path) -> Path:
+    """The job file of `run_file`, beside it."""
+    return run_file.with_suffix(_SUFFIXES[launcher])
+
+
+def job_not_writable(path: Path, reason: str) -> ConfigError:
+    """The error for a job file that cannot be written."""
+    return ConfigError(f"cannot be written: {reason}", code="job-not-writable", where="--launcher", value=str(path),
+                       remedy="Name a file for `--out` in a folder you own.")
 
 
 def nodes_of(ranks: int, cluster: Cluster) -> tuple[int, int]:

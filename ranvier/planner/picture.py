@@ -20,6 +20,7 @@ from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import Simulated, StageTimes
 from ranvier.schedule.spans import Category
+from ranvier.system.atomic_file import write_problem
 
 _KINDS: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
@@ -27,6 +28,20 @@ _MOST_ACTIONS = 100
 """Most actions of a stage in a picture."""
 _MOST_STAGES = 24
 _UNIT = 1 << 20  # bytes, of which products are parts
+
+
+def check_picture(path: Path) -> None:
+    """ConfigError where no picture can be written to `path`."""
+    formats = new_figure(1, 1).canvas.get_supported_filetypes()
+    if (problem := write_problem(path)) is not None:
+        raise _not_writable(path, problem)
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise _not_writable(path, f"no format of pictures is {path.suffix}")
+
+
+def _not_writable(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"cannot be written: {problem}", code="picture-not-writable", where="--draw", value=str(path),
+                       remedy="Name a .png file in a folder you own.")
 
 
 def draw_simulation(found: Simulation, path: Path) -> None:
@@ -44,9 +59,7 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot be written: {getattr(error, 'strerror', None) or error}",
-                          code="picture-not-writable", where="--draw", value=str(path),
-                          remedy="Name a .png file in a folder you own.") from error
+        raise _not_writable(path, getattr(error, "strerror", None) or str(error)) from error
 
 
 def draw_actions(axes: Axes, shown: Simulated) -> None:

@@ -21,7 +21,7 @@ from ranvier.pictures.report_page import Page
 from ranvier.planner import report
 from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
-from ranvier.planner.job_files import Launcher, nodes_of, start_command, write_job
+from ranvier.planner.job_files import Launcher, job_not_writable, job_path, nodes_of, start_command, write_job
 from ranvier.planner.page import page_of
 from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
@@ -49,7 +49,7 @@ from ranvier.planner.training import columns as training_columns
 from ranvier.planner.trial import measured
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
-from ranvier.system.atomic_file import write_atomically
+from ranvier.system.atomic_file import write_atomically, write_problem
 from ranvier.system.terminal import Screen, TextTable, fitted, terminal_width
 
 
@@ -107,10 +107,6 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     first cluster is returned."""
     _check(request, len(cluster_names))
     clusters = [_sized(load_cluster(each), request) for each in cluster_names]
-    if request.out is not None:
-        read.check_out(request.out)
-    if request.out_html is not None and (reason := read.not_writable(request.out_html)) is not None:
-        raise _no_page(request.out_html, reason)
     run, problems = with_pretrained(run)
     for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
         raise problem
@@ -207,6 +203,12 @@ def _check(request: Request, num_clusters: int) -> None:
     if request.launcher is not None and request.out is None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
                           value=request.launcher, remedy="Give `--out FILE.toml`, too.")
+    if request.out is not None:
+        read.check_out(request.out)
+        if request.launcher is not None and (reason := write_problem(job_path(request.launcher, request.out))):
+            raise job_not_writable(job_path(request.launcher, request.out), reason)
+    if request.out_html is not None and (reason := write_problem(request.out_html)) is not None:
+        raise _no_page(request.out_html, reason)
 
 
 def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchResult:
@@ -342,6 +344,10 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
              slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False,
              as_published: bool = False) -> Simulation:
     """Simulate a step of the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
+    if draw is not None:
+        from ranvier.planner.picture import check_picture, draw_simulation
+
+        check_picture(draw)
     cluster = load_cluster(cluster_name)
     check_finite("--jitter", jitter)
     check_finite("--mtbf-hours", mtbf_hours)
@@ -365,8 +371,6 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     lost = None if failures is None else goodput(found.seconds, run.mesh.size, failures)
     document = _document(name, found, lost)
     if draw is not None:
-        from ranvier.planner.picture import draw_simulation
-
         draw_simulation(found, draw)
     if as_json:
         print(json.dumps(document, indent=1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,3 +37,26 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
     """Write a file atomically, text as UTF-8; `private` as above. OSError if that fails; `path` is then unchanged."""
     with replace_atomically(path, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_problem(path: Path) -> str | None:
+    """Why `write_atomically` could not write `path`; None where it can. Asked before the work whose result it
+    is to hold."""
+    try:
+        return "it is a folder" if path.is_dir() else "no such folder" if not path.absolute().parent.is_dir() else (
+            folder_problem(path.parent))
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Why nothing could be written into `folder`, or into its nearest parent if there is none yet; None where a file
+    can be, which is tried: permissions do not tell all."""
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

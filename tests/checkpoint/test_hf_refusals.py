@@ -305,6 +305,7 @@ def test_out_must_be_free(tmp_path, monkeypatch, way):
     for out in (full, file, link, nowhere, source, full / ".."):
         refused(tmp_path, [way, source, out], "output-exists")
     refused(tmp_path, [way, source, file / "out"], "output-not-writable")
+    refused(tmp_path, [way, tmp_path / "gone", "/proc/out"], "output-not-writable")  # before anything is read
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(1000))
     refused(tmp_path, [way, source, tmp_path / "out"], "disk-too-small", "1,000")

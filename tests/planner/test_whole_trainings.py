@@ -22,7 +22,7 @@ from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.mesh import Mesh
 from ranvier.planner import page, report
 from ranvier.planner.job_files import LAUNCHERS, write_job
-from ranvier.planner.plan import Request, plan
+from ranvier.planner.plan import Request, plan, simulate
 from ranvier.planner.run_cost import saved_bytes
 from ranvier.planner.search import search
 from ranvier.planner.training import Goal, _least_days, changed_cluster, dollars_of, goal_of, tokens_of, training
@@ -246,9 +246,20 @@ def test_what_cannot_be_written_is_told_before_the_search(here, tmp_path, monkey
     monkeypatch.setattr("ranvier.planner.plan.search", pytest.fail)
     with raises("plan-page-not-writable", where="--out-html", value=str(tmp_path / "none" / "x.html")):
         plan("small", RUN, [here], Request(ranks=8, out_html=tmp_path / "none" / "x.html"))
+    with raises("plan-page-not-writable", where="--out-html", value="/proc/x.html"):  # its mode says that root may
+        plan("small", RUN, [here], Request(ranks=8, out_html=Path("/proc/x.html")))
+    (tmp_path / "job.sbatch").mkdir()
+    with raises("job-not-writable", where="--launcher", value=str(tmp_path / "job.sbatch")):
+        plan("small", RUN, [here], Request(ranks=8, out=tmp_path / "job.toml", launcher="slurm"))
+    monkeypatch.setattr("ranvier.cli.doctor_report.examine", pytest.fail)
+    assert run_command(["doctor", "--measure", "--out", str(tmp_path / "none" / "x.toml")]) == 2
     with raises("job-of-partial-nodes", 2, value=3):
         plan("small", RUN, [here], Request(ranks=3, out=tmp_path / "x.toml", launcher="slurm"))
     assert not (tmp_path / "x.toml").exists()
+    monkeypatch.setattr("ranvier.planner.plan.load_cluster", pytest.fail)
+    for name in ("none/x.png", "x.doc"):
+        with raises("picture-not-writable", where="--draw", value=str(tmp_path / name)):
+            simulate("small", RUN, "laptop", draw=tmp_path / name)
 
 
 def test_a_job_file_beside_the_run(here, tmp_path, capsys, monkeypatch):
