@@ -20,7 +20,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
-from ranvier.data.prepare import cached
+from ranvier.data.prepare import cached, hub_names
 from ranvier.data.prepare import problems as data_problems
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
@@ -114,7 +114,11 @@ remedies(run, shared=run.launch.device != "cuda")) + ".")
 def _missing_here(run: ResolvedRun, found: Sequence[RanvierError]) -> list[RanvierError]:
     """Weights and data that are not on this machine: likewise."""
     told = set(map(str, found))
-    return [problem for problem in (*missing_weights(run), *data_problems(run)) if str(problem) not in told]
+    hub = [ConfigError("names no file or folder here, so that a run looks for it on the Hugging Face hub",
+                       code="data-from-hub", where=setting, value=name,
+                       remedy="If it is meant to be a file, give its path from ./ or / on.")
+           for setting, name in hub_names(run)]
+    return [problem for problem in (*missing_weights(run), *data_problems(run), *hub) if str(problem) not in told]
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
@@ -167,9 +171,9 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     asked, found = with_pretrained(run)
     is_stand_in = bool(found)
     run, more = with_plan(asked, num_ranks, ranks_per_node)
-    is_planned = is_open and not more
+    is_unplanned = bool(more) or (bool(open_axes_of(asked)) and num_ranks not in (None, run.mesh.size))
     found += more
-    found += problems(run, None if found else num_ranks)
+    found += problems(run, None if found or is_unplanned else num_ranks)
     stages: StageTable | None = None
     memory: tuple[RankMemory, ...] = ()
     note = ""
@@ -192,7 +196,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages, place),
-                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_planned else None,
+                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_open and not is_unplanned else None,
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if data is None else data.padding)

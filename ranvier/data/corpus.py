@@ -359,14 +359,16 @@ def archive_texts(path: Path, folder: str) -> Iterator[Document]:
         yield Document(name.removeprefix(folder), texts[name])
 
 
+def on_hub(name: str) -> bool:
+    """Whether this corpus is neither built in nor a file or folder, and is looked for on the Hugging Face hub."""
+    return not (name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None
+                or _stat(Path(name).expanduser()) is not None)
+
+
 def missing_package(name: str) -> DataError | None:
     """That a corpus needs the package `datasets`, where that is not installed."""
-    if name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None:
-        return None
-    path = Path(name).expanduser()
-    if _stat(path) is not None and not tables.is_saved(path):
-        return None
-    return None if tables.has_package("datasets") else DataError(
+    is_needed = on_hub(name) or (missing_path(name) is None and tables.is_saved(Path(name).expanduser()))
+    return None if not is_needed or tables.has_package("datasets") else DataError(
         "is neither a file nor built in, and the package `datasets` is not installed",
         code="corpus-needs-datasets", where=_SETTING, value=name,
         remedy=f"{tables.INSTALL} to read it from the Hugging Face hub, or give {_INSTEAD}.")

@@ -10,6 +10,7 @@ from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
 from ranvier.data.cache import CacheOnly, NotInCache, Progress
+from ranvier.data.corpus import HUB, on_hub
 from ranvier.data.named_files import is_data_set
 from ranvier.data.task import EvalSet, Prepared, Task, eval_set_runs
 from ranvier.errors import ConfigError, DataError, RanvierError
@@ -51,6 +52,15 @@ def warnings(run: Run) -> list[RanvierError]:
         return []
     with blamed(run.data.task, "data.task", "`warnings`"):
         return list(task.warnings(run))
+
+
+def hub_names(run: Run) -> list[tuple[str, str]]:
+    """(setting, name) of each corpus and table that is no file here, and would be read from the Hugging Face hub."""
+    data, is_text = run.data, run.data.task == "lm"
+    sources = {"data.corpus": (data.corpus if is_text and not data.mixture else None,), "data.train": (data.train,),
+               "data.mixture": [entry.rpartition("=")[0] or entry for entry in data.mixture], "data.eval": (data.eval,)}
+    return [(setting, name) for setting, names in sources.items() for name in names
+            if name and name not in HUB and (on_hub if is_text else is_data_set)(name)]
 
 
 def cached(run: Run) -> Prepared | None:

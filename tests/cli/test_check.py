@@ -27,6 +27,29 @@ def run_with(**flags):
     return found.run
 
 
+def test_data_that_a_run_would_look_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").write_text("text")
+    for name, is_named in (("gone", True), ("no/where", True), ("here", False), ("./gone", False), ("wikitext-2", False),
+                           ("python-stdlib", False), ("json:dumps", False)):
+        report = check.check(run_with(data__corpus=name))
+        found = [one for one in report.warnings if one.code == "data-from-hub"]
+        assert bool(found) == is_named, name
+        for one in found:
+            check_error(one, "data-from-hub", where="data.corpus", value=name)
+    found = check.check(run_with(data__mixture="here=1,gone=2", data__eval="also")).warnings
+    assert [(one.where, one.value) for one in found if one.code == "data-from-hub"] == [
+        ("data.mixture", "gone"), ("data.eval", "also")]
+
+
+def test_an_open_mesh_that_cannot_be_planned_is_no_problem_of_its_own():
+    run = run_with(mesh__data="auto", mesh__pipe="auto", data__task="classification", data__train="gone.tsv",
+                   model__family="bert", data__tokenizer="wordpiece")
+    report = check.check(run, 2)
+    assert "data.train" in {one.where for one in report.problems} and report.planned is None
+    assert "mesh-needs-ranks" not in {one.code for one in report.problems}
+
+
 @pytest.mark.parametrize(("flags", "where", "message"), [
     ({"mesh__row": "2", "batch__microbatch_size": "3"}, "mesh.row", "does not divide batch.microbatch-size 3"),
     ({"mesh__col": "3"}, "mesh.col", "does not divide model.heads 4"),
