@@ -227,7 +227,8 @@ SHORTER = {
                                     "--model.num-layers 4",
     "ranvier train start/run.toml": FEW, "ranvier train best.toml": TINY.replace("--model.vocab 300 ", ""),
     "ranvier train": FEW}
-"""What is appended to commands that begin so, so that they take seconds. The plan has the vocabulary of its tokenizer."""
+"""What is appended to commands that begin so, so that they take seconds. The plan has the vocabulary of GPT-2's
+tokenizer."""
 ELSEWHERE_RUN = ("smollm2-sft", "runs/chat", "pip install", "--lm-eval", "--measure", "llama-3.1-8b")
 """In lines that need the network, a package that tests have not, an idle machine, or minutes."""
 

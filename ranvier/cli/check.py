@@ -171,9 +171,9 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     asked, found = with_pretrained(run)
     is_stand_in = bool(found)
     run, more = with_plan(asked, num_ranks, ranks_per_node)
-    is_unplanned = bool(more) or (bool(open_axes_of(asked)) and num_ranks not in (None, run.mesh.size))
+    is_planned = not more and (not open_axes_of(asked) or num_ranks in (None, run.mesh.size))
     found += more
-    found += problems(run, None if found or is_unplanned else num_ranks)
+    found += problems(run, None if found or not is_planned else num_ranks)
     stages: StageTable | None = None
     memory: tuple[RankMemory, ...] = ()
     note = ""
@@ -196,7 +196,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages, place),
-                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_open and not is_unplanned else None,
+                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_open and is_planned else None,
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if data is None else data.padding)

@@ -83,7 +83,8 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
     if mesh.pipe > num_blocks:
         yield ConfigError(f"is more than the {num_blocks} blocks of the model", code="fewer-blocks-than-ranks",
                           where="mesh.pipe", value=mesh.pipe,
-                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, or raise `--model.num-layers`.")
+                          remedy=f"Set `--mesh.pipe {num_blocks}` or less"
+                                 f"{'' if run.model.pretrained else ', or raise `--model.num-layers`'}.")
     elif num_stages > num_blocks:
         yield ConfigError(f"makes {num_stages} stages on {mesh.pipe} ranks, more than the {num_blocks} blocks of the "
                           "model", code="fewer-blocks-than-stages", where="pipeline.stages-per-rank",
@@ -168,8 +169,9 @@ def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
         yield ConfigError("is for layers that train, and the layers below adapters are frozen", code="float8-with-lora",
                           where="model.float8", value=True, remedy="Set `--lora.rank 0`, or `--model.float8 false`.")
     if run.model.hidden % 16:
+        wider = "" if run.model.pretrained else f"`--model.hidden {-(-run.model.hidden // 16) * 16}`, or "
         yield ConfigError("needs a hidden size that 16 divides", code="float8-hidden", where="model.float8", value=True,
-                          remedy=f"Set `--model.hidden {-(-run.model.hidden // 16) * 16}`, or `--model.float8 false`.")
+                          remedy=f"Set {wider}`--model.float8 false`.")
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
@@ -186,13 +188,14 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         if size % count:
             largest = next(part for part in range(count, 0, -1) if size % part == 0)
             other = what.partition(" ")[0]
-            change, larger = f"change {other}", -(-size // count) * count
+            is_given = run.model.pretrained is not None and other in ("model.heads", "model.hidden")
+            change, larger = "" if is_given else f", or change {other}", -(-size // count) * count
             if other == "batch.microbatch-size":
                 fits = larger * mesh.num_replicas <= run.batch.global_size
-                change = ("" if fits else f"--batch.global-size {larger * mesh.num_replicas} with ") + (
+                change = (", or " if fits else f", or --batch.global-size {larger * mesh.num_replicas} with ") + (
                     f"--{other} {larger}: rows share the sequences of a microbatch")
             yield ConfigError(f"does not divide {what} {size}", code="mesh-does-not-divide", where=f"mesh.{axis}",
-                              value=count, remedy=f"Set `--mesh.{axis} {largest}`, or {change}.")
+                              value=count, remedy=f"Set `--mesh.{axis} {largest}`{change}.")
     if model.vocab < max(mesh.row, mesh.col):
         yield ConfigError(f"is smaller than the tensor mesh: every rank needs a part of it, on {mesh.row} rows and "
                           f"{mesh.col} columns", code="vocab-below-tensor-mesh", where="model.vocab", value=model.vocab,

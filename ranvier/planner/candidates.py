@@ -316,8 +316,11 @@ def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
 
 
 def _smaller_model(run: Run, cluster: Cluster, ranks: int) -> str:
-    """The number of layers of this width that would fit, or of half, a quarter ... of it."""
+    """The number of layers of this width that would fit, or of half, a quarter ... of it; none of a pretrained model,
+    which has the sizes of its weights."""
     model = run.model
+    if model.pretrained is not None:
+        return ""
     for halvings in range(8):
         narrow = 2 ** halvings
         if model.heads % narrow or model.hidden % narrow:

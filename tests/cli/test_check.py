@@ -7,12 +7,13 @@ import pytest
 
 from benchmarks.tensor import exposed
 from ranvier.cli import check
-from ranvier.config import read
+from ranvier.config import read, rules
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
 from ranvier.planner.auto import with_plan
+from ranvier.planner.candidates import _smaller_model
 from ranvier.planner.problems import problems, warnings
 from ranvier.planner.search import search
 from tests.covering import covering
@@ -30,8 +31,8 @@ def run_with(**flags):
 def test_data_that_a_run_would_look_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").write_text("text")
-    for name, is_named in (("gone", True), ("no/where", True), ("here", False), ("./gone", False), ("wikitext-2", False),
-                           ("python-stdlib", False), ("json:dumps", False)):
+    for name, is_named in (("gone", True), ("no/where", True), ("here", False), ("./gone", False),
+                           ("wikitext-2", False), ("python-stdlib", False), ("json:dumps", False)):
         report = check.check(run_with(data__corpus=name))
         found = [one for one in report.warnings if one.code == "data-from-hub"]
         assert bool(found) == is_named, name
@@ -86,6 +87,18 @@ def test_ranks_that_are_not_the_meshs():
     assert [str(problem) for problem in report.problems] == [
         "mesh: needs 4 ranks, not 6 (got 'data 2 x pipe 2 x row 1 x col 1'). Change --mesh.data and --mesh.pipe so "
         "that data x pipe x row x col is 6, or start 4 ranks."]
+
+
+def test_sizes_of_weights_are_not_offered_to_be_changed():
+    run = resolve(run_with(mesh__pipe="99", mesh__col="3", model__float8="true", model__hidden="120"))
+    own = replace(run, model=replace(run.model, pretrained="there"))
+    for model, sizes in ((run, {"model.num-layers", "model.hidden"}), (own, set())):
+        found = list(rules.problems(model, num_blocks=10))
+        assert {"mesh.pipe", "mesh.col", "model.float8"} <= {problem.where for problem in found}
+        assert {name for one in found for name in one.settings if name in ("model.num-layers", "model.hidden")} == sizes
+        (heads,) = [problem.remedy for problem in found if problem.where == "mesh.col"]
+        assert ("model.heads" in heads) == bool(sizes)
+    assert _smaller_model(replace(run_with(), model=own.model), load_cluster("h100"), 8) == ""
 
 
 def test_all_problems_at_once():
