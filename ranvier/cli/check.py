@@ -196,7 +196,8 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
                             *(() if data is None else data.warnings)),
                   stages=stages, memory=memory, tensor_mesh=tensor_mesh_facts(run, ranks_per_node), machine=machine,
                   schedule=() if stages is None else memory_curve(run, stages, place),
-                  planned=f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_open and is_planned else None,
+                  planned=(f"{run.mesh}, microbatches of {run.batch.microbatch_size}" if is_open and is_planned
+                           else None),
                   schedule_note=note,
                   cluster=_cluster_line(place, memory) if place is not None and memory else "",
                   learning_rate=describe(run.train), padding="" if data is None else data.padding)

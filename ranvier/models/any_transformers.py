@@ -181,8 +181,14 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def _transformers() -> Any:
-    import transformers
-
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModelError("needs the package `transformers`, which is not installed",
+                         code="transformers-not-installed", where="model.family", value="transformers",
+                         remedy="Run `pip install transformers`.") from error
     return transformers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Run, Train, Transformer
 from ranvier.mesh import Mesh
-from ranvier.models import families
+from ranvier.models import any_transformers, families
 from ranvier.models.any_transformers import TRANSFORMERS, cut_model, release, sizes_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -269,3 +270,9 @@ def test_settings_that_it_cannot_have(folder_of, run, tmp_path):
     with raises("differs-from-pretrained", "model.vocab", 999):
         settled(replace(run, model=replace(run.model, vocab=999)))
     assert settled(run).model.num_layers == 3
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with raises("transformers-not-installed", where="model.family", value="transformers"):
+        any_transformers._transformers()
