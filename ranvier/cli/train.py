@@ -44,13 +44,13 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
 
     Under plain python this command starts the local ranks; under torchrun, mpiexec or srun this process is one of them.
     """
+    name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)  # before torch, which takes seconds
     from ranvier.launch import start as launch
     from ranvier.launch.launchers import detect
     from ranvier.planner.problems import warnings as warnings_of
     from ranvier.system.lease import check_usable
     from ranvier.train.restart import Restarts
 
-    name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
     resolved = options.for_this_machine(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print

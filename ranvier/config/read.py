@@ -355,11 +355,33 @@ def _from_text(annotation: Any, text: str) -> object:
 
 def _remedy(setting: Setting, origin: str, value: object) -> str:
     near = difflib.get_close_matches(str(value), words(setting.annotation), n=1)
-    shown = near[0] if near else as_text(setting.default) or ",".join(words(setting.annotation)[:1])
+    meant = _FORMATS_ELSEWHERE.get(str(value).lower()) if setting.name == "precision" else _number_of(setting, value)
+    shown = meant or near[0] if meant or near else as_text(setting.default) or ",".join(words(setting.annotation)[:1])
     if not shown:
         return f"Correct it, or leave out --{setting.flag}."
     place = "" if origin == "flag" else f"Change it in {origin}, or set"
-    return f"{place or 'Set'} --{setting.flag} {shown}, for example."
+    return f"{place or 'Set'} --{setting.flag} {shown}{'' if meant else ', for example'}."
+
+
+_FORMATS_ELSEWHERE = types.MappingProxyType({
+    **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"), **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
+    **dict.fromkeys(("float32", "float", "32", "tf32"), "fp32"), **dict.fromkeys(("float64", "double", "64"), "fp64")})
+"""Number formats as other programs call them."""
+_UNITS = types.MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30})
+
+
+def _number_of(setting: Setting, value: object) -> str | None:
+    """The whole number that `value` has with a unit of bytes or times, as 8M or 4MiB; of time, as 5min, the seconds."""
+    number = {int, float} & set(map(bare, alternatives(setting.annotation)))
+    found = re.fullmatch(r"(\d+)\s*([A-Za-z]+)", str(value)) if number else None
+    if found is None:
+        return None
+    count, unit = int(found[1]), found[2]
+    if setting.name.endswith("_seconds"):
+        seconds = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(unit)
+        return None if seconds is None else str(count * seconds)
+    factor = None if unit == "m" else _UNITS.get(unit.lower().removesuffix("b"))  # m may be minutes
+    return None if factor is None else str(count * factor)
 
 
 def as_text(value: object) -> str:

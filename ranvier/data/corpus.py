@@ -25,7 +25,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
 from ranvier.data import tables
 from ranvier.data.cache import Progress, fingerprint
-from ranvier.data.named_files import readable_file, visible_files
+from ranvier.data.named_files import TO_UTF8, readable_file
 from ranvier.data.offline.fetch import SOTU, fetch
 from ranvier.errors import DataError
 
@@ -292,9 +292,11 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                     continue
                 yield Document(file, text)
         if len(unreadable) == len(names):
-            reason = next((f"{type(why).__name__}: {file}: {why}" for file, why in unreadable.items()), "no files")
+            file, why = next(iter(unreadable.items()), ("", "no files"))
+            place = f"{name}: {file}" if file not in ("", Path(name).name) else name
             raise DataError("has no file of UTF-8 text", code="corpus-without-text", where="data.corpus",
-                            value=f"{name}: {reason}", remedy="Give a file or folder of plain text.")
+                            value=f"{place}: {why.reason if isinstance(why, UnicodeDecodeError) else why}",
+                            remedy=f"Give a file or folder of plain text. {TO_UTF8}")
         if unreadable:
             some = ", ".join(map(ascii, sorted(unreadable)[:3])) + (", ..." if len(unreadable) > 3 else "")
             text = f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}"
@@ -339,7 +341,7 @@ def _text(path: Path, max_bytes: int) -> str:
     with tables.open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
         while piece := file.read(min(_PIECE, limit - len(data))):
             if b"\0" in piece:  # before what is compressed and no text fills the memory
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "binary file")
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "has zero bytes, as binary files and UTF-16")
             data += piece
     if len(data) > _MOST_UNPACKED_BYTES and tables.is_compressed(path):
         raise DataError("is longer than texts in compressed files may be", code="gzip-too-long", where=str(path),

@@ -16,6 +16,8 @@ from ranvier.errors import DataError
 
 MOST_BYTES = 4 << 30
 """Largest file of text."""
+TO_UTF8 = "Other text is converted by iconv -f LATIN1 -t UTF-8 FILE."
+"""Remedy for text in another encoding."""
 
 
 def _given(data: Data) -> list[tuple[str, str]]:
@@ -57,7 +59,7 @@ def readable_file(path: Path, setting: str, form: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise DataError("is not UTF-8 text", code="data-not-utf8", where=f"data.{setting}",
-                        value=f"{path}: {error.reason}", remedy=f"Give {form}.") from error
+                        value=f"{path}: {error.reason}", remedy=f"Give {form}. {TO_UTF8}") from error
     except OSError as error:
         raise DataError("cannot be read", code="data-unreadable", where=f"data.{setting}", value=f"{path}: {error}",
                         remedy=f"Give {form}.") from error

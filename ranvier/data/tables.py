@@ -113,7 +113,7 @@ def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> 
     return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed,
                      remedy="Give conversations as `--data.train`, with `--data.task chat`."
                      if setting == "data.text-column" and _TALKS & set(there) else
-                     f"Set --{setting} to one of its columns.")
+                     f"Set --{setting} to one of its columns, or give every row a `{column}`.")
 
 
 def without_rows(table: str) -> DataError:
@@ -418,7 +418,7 @@ def text_of(row: Row, column: str, setting: str) -> str:
     text: Any = row.values[column]
     if not isinstance(text, str):
         raise row.wrong("column-not-text", f"has a column `{column}` that is no text", text,
-                        f"Set --{setting} to a column of text.")
+                        f"Correct that row, or set --{setting} to a column of text.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -110,6 +110,20 @@ def test_remedies_suggest_what_was_meant(tree, remedy):
     assert [problem.remedy for problem in resolved(tree).problems] == [remedy]
 
 
+@pytest.mark.parametrize(("name", "text", "meant"), [
+    ("data.max_bytes", "8M", 8_000_000), ("optim.bucket_size", "4MiB", 4 << 20), ("train.steps", "1k", 1000),
+    ("comm.timeout_seconds", "5m", 300), ("comm.timeout_seconds", "2 h", 7200), ("checkpoint.every", "10m", ...),
+    ("precision", "float16", "fp16"), ("precision", "BF16-mixed", "bf16"), ("data.corpus", "8M", None)])
+def test_numbers_with_units_and_formats_of_others_are_understood_in_the_remedy(name, text, meant):
+    problems = resolved(flags={name: text}).problems
+    if meant is None:
+        assert not problems  # a name
+    elif meant is ...:
+        assert "10" not in str(problems[0].remedy).removeprefix("Set --checkpoint.every 100")
+    else:
+        assert problems[0].remedy == f"Set --{read.flag(name)} {meant}."
+
+
 def test_all_problems_at_once():
     found = resolved({"seed": -1, "mesh": {"data": 0}, "nothing": 1}, {"train.steps": "0", "precision": "x"})
     assert [problem.where for problem in found.problems] == ["seed", "mesh.data", "nothing", "train.steps", "precision"]

@@ -148,8 +148,10 @@ def test_a_changed_file_has_another_fingerprint(tmp_path):
 def test_a_file_that_is_no_text_is_refused(tmp_path, content):
     file = tmp_path / "data.bin"
     file.write_bytes(content)
-    with raises("corpus-without-text"):
+    with raises("corpus-without-text", "iconv") as caught:
         list(opened(file, tmp_path).documents(100))
+    assert caught.value.value.count("data.bin: ") == 1
+    assert ("UTF-16" in caught.value.value) == (b"\0" in content)
 
 
 def test_an_empty_folder_is_refused(tmp_path):
