@@ -56,7 +56,7 @@ class Chat(Task):
             return [*found, problem]
         for source in sources:
             data = replace(run.data, train=source.name or None)
-            found += first_rows(data, (quiz.NAME,), FORM, partial(conversations, data=run.data))
+            found += first_rows(data, (quiz.NAME,), FORM, partial(conversations, data=run.data), elsewhere=elsewhere)
         return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:

@@ -89,7 +89,7 @@ class Classification(Task):
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
         """Problems of the data settings that show without reading more than a header."""
         found: list[RanvierError] = [
-            *table_name_problems(run.data, NAMES, FORM),
+            *table_name_problems(run.data, NAMES, FORM, elsewhere=elsewhere),
             *first_looks(run.data, NAMES, partial(look_at_header, columns=Columns.of(run.data))), *text_only(run.data),
             *(tokenizers.text_tokenizer_problems if _is_decoder(run) else tokenizers.problems)(run)]
         if run.model.sequence < SHORTEST_SEQUENCE + 2 * (run.data.pair_column is not None):

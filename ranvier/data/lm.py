@@ -153,8 +153,9 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
 
 
 def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierError]:
-    """Problems of a corpus that a first look shows. elsewhere: it may lie on another machine."""
-    missing = (None if elsewhere else corpora.missing_path(name)) or corpora.missing_package(name)
+    """Problems of a corpus that a first look shows. elsewhere: it, and the package that reads it, may be on another
+    machine."""
+    missing = None if elsewhere else corpora.missing_path(name) or corpora.missing_package(name)
     found: list[RanvierError] = [missing] if missing else []
     with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read
         found += refusals(lambda: corpora.look_at_columns(name, column))

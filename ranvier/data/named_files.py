@@ -38,11 +38,12 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
             for name, setting in _given(data) if name not in names and not _exists(name)]
 
 
-def table_name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
-    """Problems as of `name_problems`, where the name may also be that of a data set on the Hugging Face hub."""
+def table_name_problems(data: Data, names: Sequence[str], form: str, *, elsewhere: bool) -> list[DataError]:
+    """Problems as of `name_problems`, where the name may also be that of a data set on the Hugging Face hub. elsewhere:
+    the package that reads it may be on another machine."""
     hub = tuple(name for name, _ in _given(data) if is_data_set(name))
     found = name_problems(data, (*names, *hub), form)
-    if hub and not tables.has_package("datasets"):
+    if hub and not elsewhere and not tables.has_package("datasets"):
         found.append(tables.missing_package("datasets", hub[0], "data.train", form))
     return found
 
@@ -96,14 +97,14 @@ def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], No
             for problem in refusals(partial(look, Path(name).expanduser(), setting))]
 
 
-def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]]
-               ) -> list[DataError]:
+def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]], *,
+               elsewhere: bool) -> list[DataError]:
     """`table_name_problems`, else what `rows` of (name, setting) raises for the first row of each data set that is not
     on the hub."""
     def look(name: str, setting: str) -> None:
         next(rows(name, setting), None)
 
-    return table_name_problems(data, names, form) or [
+    return table_name_problems(data, names, form, elsewhere=elsewhere) or [
         problem for name, setting in _given(data) if not is_data_set(name)
         for problem in refusals(partial(look, name, setting))]
 

@@ -61,7 +61,7 @@ class PreferenceTask(Task):
                                    where="data.form", value=run.data.form,
                                    remedy="Set `--data.form auto`, or `--data.task chat`."))
             return found
-        found += first_rows(run.data, (quiz.NAME,), FORM, partial(pairs, form=run.data.form))
+        found += first_rows(run.data, (quiz.NAME,), FORM, partial(pairs, form=run.data.form), elsewhere=elsewhere)
         return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
