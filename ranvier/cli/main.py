@@ -75,7 +75,7 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
         return 2
     except click.exceptions.UsageError as error:
         text = _usage_text(error)
-        if not sys.argv[1:] and args is None:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help of a group; click 8.1 prints it itself
             error.show()
         else:
             print_error(text)
@@ -112,7 +112,7 @@ def _usage_text(error: click.exceptions.UsageError) -> str:
             and error.param.name == "recipe"):
         return (f"Missing argument 'RECIPE': one of {', '.join(recipe_names())}; a preset (docs/models.md); a folder "
                 "in Hugging Face format; a .toml file; or module:function.")
-    return error.format_message()
+    return error.format_message().replace("integer range", "whole number").replace("float range", "number")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

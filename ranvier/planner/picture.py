@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from ranvier.errors import ConfigError
 from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
@@ -73,7 +75,8 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
     axes.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
     axes.set_xlim(0, end)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds" if end >= shown.seconds else f"seconds (of {shown.seconds:.4g})")
+    axes.set_xlabel("seconds of a replica's schedule" + (
+        "" if end >= shown.seconds else f": the first {end:.3g} of {shown.seconds:.4g}"))
     axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in _KINDS.items()], ncols=3,
                 loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     clean(axes)
@@ -106,20 +109,21 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
     depths = [depth for depth in (1, 2, 4, 8, 12, 16) if depth <= max(4, 2 * pipe)]
     limits = sorted({max(1, round(pipe * factor)) for factor in (0.5, 1, 1.5, 2, 3)})
     jitters = (0.0, 0.1, 0.2, 0.4, 0.6)
-    for policy in POLICIES:
-        label = policy.name + (", in 1F1B's memory" if policy.defers else "")
-        axes[0].plot(depths, [100 * bubble(stage, depth, count, policy, hop=hop) for depth in depths], "o-",
-                     label=label)
-        axes[1].plot(limits, [100 * bubble(stage, pipe, count, policy, in_flight=limit, hop=hop) for limit in limits],
-                     "o-", label=policy.name)
-        axes[2].plot(jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
-            jitter=jitter, seed=seed)) for seed in range(4 if jitter else 1)) for jitter in jitters], "o-",
-                     label=policy.name)
+    for number, policy in enumerate(POLICIES):
+        drawn = partial(Axes.plot, linestyle="-", marker="o", label=policy.name + (
+            ", in 1F1B's memory" if policy.defers else ""),
+            linewidth=4 - 1.2 * number, markersize=8 - 2 * number)  # a curve below an equal one remains visible
+        drawn(axes[0], depths, [100 * bubble(stage, depth, count, policy, hop=hop) for depth in depths])
+        drawn(axes[1], limits, [100 * bubble(stage, pipe, count, policy, in_flight=limit, hop=hop) for limit in limits])
+        drawn(axes[2], jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
+            jitter=jitter, seed=seed)) for seed in range(4 if jitter else 1)) for jitter in jitters])
     for one, what in zip(axes, ("stages", f"microbatches in flight ({pipe} stages)",
-                                f"jitter of an action's time ({pipe} stages)"), strict=True):
+                                f"jitter: deviation / mean of an action's time ({pipe} stages)"), strict=True):
         one.set_xlabel(what)
+        if one is not axes[2]:
+            one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.set_ylabel("bubble, %")
         one.set_ylim(bottom=0)
         clean(one)
     axes[0].legend()
-    axes[0].set_title(f"{count} microbatches, messages of 0.1 forward", fontsize="medium")
+    axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium")

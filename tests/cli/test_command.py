@@ -57,6 +57,7 @@ def test_help_and_version_do_not_import_torch():
     (["train", "gpt-tiny", "--memory.checkpoints", "1"], "Did you mean one of: '--checkpoint.best', '--memory-report'"),
     (["trian"], "No such command 'trian'"), (["train"], "Missing argument 'RECIPE'"),
     (["check", "gpt-tiny", "--ranks", "0"], "Invalid value for '--ranks'"),
+    (["plan", "gpt-tiny", "--cluster", "h100", "--price", "free"], "'free' is not a valid number"),
     (["train", "gpt-tyni"], "recipe: is neither .*Did you mean gpt-tiny"),
     (["train", "gpt-tiny", "--seed", "x"], "seed: must be a whole number of at least 0"),
     (["train", "gpt-tiny", "--mesh.col", "3"], "mesh.col: does not divide model.heads 4"),
@@ -360,3 +361,10 @@ def test_what_concerns_all_ranks_is_told_once(monkeypatch, capsys):
         monkeypatch.setattr("ranvier.cli.ranks.detect", lambda environ, found=started: found)
         tell_once("a line")
         assert capsys.readouterr().err == "a line\n" * is_told
+
+
+@pytest.mark.parametrize("args", [[], ["data"]])
+def test_a_group_without_a_command_shows_its_help(args, capsys):
+    run_command(args)
+    out, err = capsys.readouterr()
+    assert len((out + err).splitlines()) > 5 and "Commands:" in out + err
