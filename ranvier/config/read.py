@@ -485,6 +485,8 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     if path.suffix == ".py":
         remedy = (f"Run a program of your own with `python {recipe}`. A function of it that returns a recipe is named "
                   f"{path.stem}:FUNCTION.")
+    elif path.is_file() and (path.parent / "config.json").is_file():
+        remedy = f"Name the folder of the model, {path.parent}."
     elif _may_be_model(path):
         remedy += (f" A model of the Hugging Face hub or a GGUF file is given to a recipe, with `--model.pretrained "
                    f"{recipe}`, or first converted, by `ranvier import {recipe} FOLDER`.")

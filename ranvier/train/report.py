@@ -234,17 +234,19 @@ def draw_course(path: Path, history: History, title: str) -> None:
     for axes, label in zip(panels, labels, strict=False):
         _prepare(axes, label)
         for step in list(history.meshes)[1:]:
-            axes.axvline(step + 0.5, color=FAINT, linewidth=0.8, linestyle=":")
+            line = axes.axvline(step, color=FAINT, linewidth=0.8, linestyle=":")
     _stairs(panels[0], history.frozen, last, COLOURS["forward"], "")
+    if len(history.meshes) > 1:
+        panels[0].legend([line], ["transition"], frameon=False, fontsize=9, loc="upper left")
     _stairs(panels[1], {step: mesh[0] for step, mesh in history.meshes.items()}, last, COLOURS["forward"], "stages")
     _stairs(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"], "replicas")
     panels[1].legend(frameon=False, fontsize=9, ncols=2)
     for axes in panels[:2]:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.25 * axes.get_ylim()[1])  # room for the legend
         axes.yaxis.get_major_locator().set_params(integer=True)
     steps, speeds = list(speeds_by_step), list(speeds_by_step.values())
     panels[2].plot(steps, speeds, color=COLOURS["weight"], linewidth=0.9, label="each step")
-    _plot_smoothed(panels[2], steps, speeds, "mean of {}")
+    _plot_smoothed(panels[2], steps, speeds, "mean of {} steps")
     panels[2].set_ylim(bottom=0)
     panels[2].legend(frameon=False, fontsize=9, ncols=2)
     if history.accuracies:

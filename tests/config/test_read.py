@@ -215,7 +215,11 @@ def test_a_mistyped_name_is_told_what_there_is(tmp_path, monkeypatch):
     (tmp_path / "my_refusal.py").write_text(
         "from ranvier.errors import ConfigError\n"
         "raise ConfigError('no', code='own-code', where='here', remedy='')\n")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     for recipe, code, hint in (("gpt-tyni", "unknown-recipe", "gpt-tiny? Recipes are: bert-sentiment"),
+                               ("model/model.safetensors", "unknown-recipe", "folder of the model, model."),
                                ("own/train.py", "unknown-recipe", "python own/train.py"),
                                ("my_typos:nut", "name-not-in-module", "my_typos:nuts"),
                                ("my_typos:nuts", "recipe-function-raised", "my_typos.py, line 3"),

@@ -307,3 +307,12 @@ def test_the_real_onnx_graph_computes_the_same_features(real):
     images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor(session.run([output], {"input_image": images.numpy()})[0])
     assert (features(found, images) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_file_of_a_model_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pretrained_models.hub_model, "fetch", pytest.fail)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with raises("unknown-pretrained-model", value="model/config.json"):
+        pretrained_models.folder_of("model/config.json", tmp_path, print)

@@ -17,8 +17,8 @@ _WEIGHTS = (["model.safetensors", "model-*.safetensors", "model.safetensors.inde
 
 
 def is_name(name: str) -> bool:
-    """Whether this may be the name of a model on the hub: OWNER/NAME, or OWNER/NAME@REVISION."""
-    return _NAME.fullmatch(name) is not None
+    """Whether this may be the name of a model on the hub: OWNER/NAME, or OWNER/NAME@REVISION; not that of a file."""
+    return _NAME.fullmatch(name) is not None and not Path(name).is_file()
 
 
 def fetch(name: str, progress: Progress) -> Path:
