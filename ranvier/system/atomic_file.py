@@ -1,11 +1,12 @@
 """Atomic writing of files.
 
 A reader of a file that is written here sees either the old content or the new one, whenever the writer is killed. A
-link in the place of the file is replaced, and never followed.
+link in the place of the file is replaced, and never followed; a device, such as /dev/null, is not replaced.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import tempfile
@@ -23,6 +24,8 @@ def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryI
     OSError if it cannot be written.
     """
     fresh, mode = path.with_name(f".{path.name}.{secrets.token_hex(6)}"), 0o600 if private else 0o666
+    if _is_special(path):
+        raise OSError(errno.EINVAL, _SPECIAL)
     try:
         with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
@@ -31,6 +34,13 @@ def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryI
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+_SPECIAL = "it is a device, a pipe or a socket"
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir())
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -43,8 +53,8 @@ def write_problem(path: Path) -> str | None:
     """Why `write_atomically` could not write `path`; None where it can. Asked before the work whose result it
     is to hold."""
     try:
-        return "it is a folder" if path.is_dir() else "no such folder" if not path.absolute().parent.is_dir() else (
-            folder_problem(path.parent))
+        return "it is a folder" if path.is_dir() else _SPECIAL if _is_special(path) else (
+            "no such folder" if not path.absolute().parent.is_dir() else folder_problem(path.parent))
     except OSError as error:
         return error.strerror or str(error)
 
