@@ -1,4 +1,4 @@
-"""Processes of this machine that a test has started, found by what they were started with."""
+"""Processes that a test starts: what they import, and how they are found by what they were started with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from contextlib import suppress
 
 import psutil
+
+
+def python_path(folder):
+    """PYTHONPATH of a process that finds packages in `folder` as well."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)]))
 
 
 def processes_with(path, variable=""):

@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu import suite
 from ranvier.cli.main import run_command
 from ranvier.testing.freezing import check_freeze_policy
+from tests.processes import python_path
 
 pytestmark = pytest.mark.pictures
 ROOT = Path(__file__).parent.parent
@@ -57,7 +58,7 @@ IN_PROCESS = ("check", "plan", "simulate", "resize")
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     """`command` in a shell, as in an activated environment with the checkout at hand."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "PYTHONPATH": str(ROOT)}
+                   "PYTHONPATH": python_path(ROOT)}
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 

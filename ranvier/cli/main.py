@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line eac
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -47,13 +48,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     # Imports, and counting a model, make very many objects that stay, and few cycles: at Python's own pace collections
     # take a fifth of the time of `check`. Ranks set it back (`work_as_rank`).
     gc.set_threshold(200_000, 20, 100)
+    atexit.register(gc.freeze)  # the collections at the end look at no object of torch's: they take half a CPU second
     code = run_command(args)
     if any(thread.name == _CONNECT_THREAD for thread in threading.enumerate()):
         # It returns from C++ at some time, and while the interpreter ends that aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    gc.freeze()  # the collections at the end look at no object of torch's modules: they take half a CPU second
     sys.exit(code)
 
 

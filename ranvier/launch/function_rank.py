@@ -1,6 +1,6 @@
-"""The program of `ranvier.run`: `python -m ranvier.launch.function_rank FOLDER` starts the ranks and is each of them.
+"""The program of `ranvier.run`: its process starts the ranks, and is each of them.
 
-FOLDER has the pickled job. Each rank leaves N.result or N.error there.
+Its folder has the pickled job. Each rank leaves N.result or N.error there.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 
 from ranvier.errors import LaunchError
-from ranvier.launch.run_function import cloudpickle_module
+from ranvier.launch.run_function import cloudpickle_module, rank_command
 from ranvier.launch.start import start
-from ranvier.system import child
 
 
-def main(folder: Path) -> None:
-    """Start the ranks; on a rank run the function."""
+def main(name: str) -> None:
+    """Start the ranks; on a rank run the function. name: the folder."""
+    folder = Path(name)
     where = "ranvier.run"
     try:
         settings, function, args = pickle.loads((folder / "job").read_bytes())
-        world = start(**settings, rerun=child.python("-m", "ranvier.launch.function_rank", str(folder)))
+        world = start(**settings, rerun=rank_command(folder))
         where = f"rank {world.rank} of {world.size}"
         if world.rank:
             with open(os.devnull, "wb") as nothing:
@@ -39,7 +39,3 @@ def main(folder: Path) -> None:
     except Exception as error:
         (folder / f"{os.getpid()}.error").write_text(f"{where}\n{type(error).__name__}: {error}")
         raise
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

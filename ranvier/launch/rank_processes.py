@@ -47,16 +47,6 @@ class RanksFailed(RuntimeError):
         self.hung = hung
 
 
-_RANK_PROGRAM = """\
-import gc, sys
-gc.disable()
-from ranvier.launch.rank_processes import run_one_rank
-gc.freeze()
-gc.enable()
-run_one_rank(sys.argv[1])
-"""
-"""Modules stay: the collector looks at none of their objects, neither while they are imported nor at the end. That is a
-quarter of the CPU time of a short process."""
 _GRACE_SECONDS = 10.0
 
 
@@ -81,7 +71,7 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
             target=target, size=size, transport=transport, args=list(args), port=store.port, secret=secret,
             device=device, timeout_seconds=timeout_seconds)))
         environment = child.environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))
-        command = child.python("-c", _RANK_PROGRAM, name)
+        command = child.calling("ranvier.launch.rank_processes", "run_one_rank", name)
         if transport != "torch":
             commands = [mpiexec_command(size, command)]
         else:

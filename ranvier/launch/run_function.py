@@ -79,10 +79,15 @@ def cloudpickle_module() -> ModuleType:
     return module
 
 
+def rank_command(folder: Path) -> list[str]:
+    """The command line of the program that starts the ranks of the job in `folder`, and of each rank."""
+    return child.calling("ranvier.launch.function_rank", "main", str(folder))
+
+
 def _run_program(folder: Path) -> int:
     """Run the program that starts the ranks of the job in `folder`, and show its output; returns its exit code."""
     environ = child.environment(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))  # as it is here
-    process = child.start(child.python("-m", "ranvier.launch.function_rank", str(folder)), environ=environ, output=PIPE,
+    process = child.start(rank_command(folder), environ=environ, output=PIPE,
                           errors=STDOUT, end_signal=signal.SIGTERM, new_session=True)
     try:
         _show(process)

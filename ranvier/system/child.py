@@ -3,6 +3,7 @@
     start    a process that runs beside this one
     run      a command that ends by itself, or at a deadline
     python   the command line of an interpreter for Ranvier's own programs
+    calling  that of one which calls a function
 
 Ranvier's own interpreters run with -P: a file in the current folder never takes the place of a package. A user's own
 program keeps its folder, as under `python`. No child reads this process's standard input: it has a pipe, or nothing.
@@ -30,6 +31,16 @@ _PRIVATE = "RANVIER_SECRET"
 def python(*arguments: str) -> list[str]:
     """The command line of this interpreter with `arguments`, for a program of Ranvier's own."""
     return [sys.executable, "-P", *arguments]
+
+
+def calling(module: str, function: str, *arguments: str) -> list[str]:
+    """The command line of this interpreter that calls `function` of `module` with `arguments`.
+
+    Modules stay: the collector looks at none of their objects, neither while they are imported nor at the end. That is
+    a third of the CPU time of a short process.
+    """
+    program = f"import gc, sys; gc.disable(); from {module} import {function}; gc.freeze(); gc.enable(); "
+    return python("-c", f"{program}{function}(*sys.argv[1:])", *arguments)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.pipeline.case import LOSS_TOLERANCE, LossesDiffer, check_losses
 from benchmarks.pipeline.contender import TORCH_SCHEDULES
+from tests.processes import python_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def losses():
     """Name -> losses of the first steps, the ranks' shares added up."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)}
     ranks = [subprocess.Popen([sys.executable, "-m", "tests.benchmarks.peer_rank", str(store.port), str(rank), "2"],
                               cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
              for rank in range(2)]

@@ -19,14 +19,13 @@ from benchmarks.tensor.run import WorkDiffers, check_work, main, measure
 from benchmarks.tensor.stem import Stem, reference
 from benchmarks.tensor.team import phase_seconds
 from ranvier.comm.mpi_backend import MPIBackend
-from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import relative_error
+from tests.mpi import NEEDS_MPI
 
 RANKS = 4
 STEM = Stem(num_layers=2, hidden=32, heads=4, sequence=8, microbatch=4, dtype="float64")
 TINY = ["--layers", "1", "--hidden", "16", "--heads", "4", "--sequence", "8", "--microbatch", "4", "--quick"]
-UNUSABLE = mpiexec.mpi_available()
 HERE = "tests.benchmarks.test_tensor_peers"
 
 
@@ -117,7 +116,7 @@ def test_all_contenders_over_gloo_compute_what_plain_pytorch_does(over_gloo):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
+@NEEDS_MPI
 @pytest.mark.skipif(all(one.transport != "mpi" for one in contenders(RANKS)), reason="no contender over MPI")
 def test_all_contenders_over_mpi_compute_what_plain_pytorch_does():
     _check(run_processes(f"{HERE}:compared", RANKS, "mpi", args=["mpi"], timeout_seconds=240), "mpi")
@@ -196,7 +195,7 @@ def _measured(tmp_path, contender: Contender, rounds: int = 1) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
+@NEEDS_MPI
 def test_ranks_are_started_by_mpiexec_too(tmp_path):
     (entry,) = _measured(tmp_path, Contender(name="all", build=f"{HERE}:open_over_mpi", mesh=(2, 1),
                                                           transport="mpi"))

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.tensor import counted, limits, scaling
 from ranvier.config.run import Transformer
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.planner.count import laid_out
+from tests.mpi import NEEDS_MPI
 
 CIRCUMSTANCES = {"date", "commit", "machine", "versions", "command"}
 
@@ -94,7 +94,7 @@ def test_the_largest_that_fits():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(mpi_available() is not None, reason=str(mpi_available()))
+@NEEDS_MPI
 @pytest.mark.slow
 def test_scaling(tmp_path, capsys):
     path = tmp_path / "scaling.json"

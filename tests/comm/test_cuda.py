@@ -7,14 +7,13 @@ import torch
 
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.nccl_transport import _shared
-from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
+from tests.mpi import NEEDS_MPI
 
 HERE = "tests.comm.test_cuda"
 pytestmark = pytest.mark.gpu
-UNUSABLE = mpiexec.mpi_available()
 
 
 def devices(count: int):
@@ -111,7 +110,7 @@ def test_nccl(program):
 
 @devices(1)
 @pytest.mark.mpi
-@pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
+@NEEDS_MPI
 @pytest.mark.parametrize("program", ["messages", "collectives"])
 def test_mpi_stages_through_pinned_memory(program):
     assert run_processes(f"{HERE}:{program}", 2, "mpi", device="cuda", timeout_seconds=120) == [True, True]

@@ -16,15 +16,15 @@ from ranvier.world import World
 from tests.comm import conformance
 from tests.covering import quick
 from tests.errors import raises
+from tests.mpi import NEEDS_MPI
 
 HERE = "tests.comm.test_mpi"
 MIXED = ["edges_are_fifo", "objects_and_barriers"]
-UNUSABLE = mpiexec.mpi_available()
 
 
 def mpi(function):
     """A test that starts ranks with mpiexec."""
-    return pytest.mark.mpi(pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))(function))
+    return pytest.mark.mpi(NEEDS_MPI(function))
 
 
 def told_by_rank(world: World, cases: list) -> list:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.world import World
 from tests.errors import raises
+from tests.mpi import UNUSABLE
 
 HERE = "tests.comm.test_ranks"
 
@@ -92,7 +92,7 @@ def _are_killed(transport: str, folder: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_do_not_end_are_killed(tmp_path):
     """Over both transports at the same time, for all of it is waiting."""
-    transports = ["torch", "mpi"] if mpi_available() is None else ["torch"]
+    transports = ["torch", "mpi"] if UNUSABLE is None else ["torch"]
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(_are_killed, transport, tmp_path) for transport in transports]:
             done.result()

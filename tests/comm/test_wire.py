@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ranvier.comm.collectives import CheckedGroup, CompletedWork, TwoRoundWork, reduce_into
 from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.sum_algorithms import choose_algorithm, ring_bytes
-from ranvier.launch import mpiexec
 from ranvier.testing.ranks import run_processes
 from tests.covering import examples
+from tests.mpi import NEEDS_MPI
 
 HERE = "tests.comm.test_wire"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool)
@@ -310,7 +310,7 @@ def over_mpi(world):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(mpiexec.mpi_available() is not None, reason="needs mpi4py and mpiexec")
+@NEEDS_MPI
 def test_mpi_is_handed_what_is_counted():
     for rank in run_processes(f"{HERE}:over_mpi", 3, "mpi"):
         for name, counted, handed in rank:

@@ -29,14 +29,14 @@ from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 PAYS = Ledger.pays
 SIZES = dict(num_layers=4, hidden=16, heads=2, vocab=300, sequence=12)
 MODELS = {"gpt": Transformer(**SIZES), "llama": Transformer(family="llama", tied=True, kv_heads=1, **SIZES)}
-NUM_STEPS = 16
+NUM_STEPS = 12
 BY_HAND = Elastic(freeze="manual", manual=("4:1", "9:3"), auto_pipe=True, auto_dp=True, cache=True, cache_from=1,
                   cache_precision="full")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A few hundred tokens, so that a run of 16 steps sees each window several times."""
+    """A few hundred tokens, so that a run of 12 steps sees each window several times."""
     folder = tmp_path_factory.mktemp("text")
     lines = [f"{number} the quick brown fox number {number * 7 % 13} jumps over {number * 3 % 11} lazy dogs"
              for number in range(60)]
@@ -126,7 +126,7 @@ UPPER = Lora(rank=2, alpha=4.0, targets=("layer2.*", "layer3.*"))
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monkeypatch, family):
     """It is cached across epochs, its ranks become replicas before the first step, and nothing else changes."""
-    train = Train(steps=14, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)
+    train = Train(steps=11, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)
     plain = run_of(text, tmp_path / "plain", family, mesh=Mesh(), lora=UPPER, train=train, batch=AT_ONCE)
     run_all(plain)
     always(monkeypatch)
@@ -216,7 +216,7 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
     always(monkeypatch)
     monkeypatch.setattr(Ledger, "pays", pays)
     run = run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), lora=UPPER,
-                 train=Train(steps=14, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0),
+                 train=Train(steps=10, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0),
                  elastic=Elastic(freeze="untrained", auto_pipe=True, auto_dp=True))
     run_all(run)
     told = [(line["step"], line["frozen_layers"], line["mesh"]["data"]) for line in transitions(run)]

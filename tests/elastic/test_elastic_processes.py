@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 
 from ranvier.config import read
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.mesh import Mesh
 from ranvier.testing.ranks import run_processes
 from ranvier.train.resize import ask
 from tests.elastic.processes import resize
 from tests.elastic.runs import losses, run_all
+from tests.mpi import MPI
 
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
 BOTH = pytest.mark.parametrize("transport", ["torch", MPI])
 MOSTLY_MPI = pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), MPI])

@@ -28,6 +28,7 @@ from ranvier.config import read
 from ranvier.mesh import STANDARD_AXES, Axis, Mesh
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.loop import train
+from tests.processes import python_path
 
 HERE = Path(__file__).parent
 NUMBERS = ("loss", "grad_norm", "eval_loss")
@@ -108,7 +109,7 @@ def as_words(flags: Mapping[str, object]) -> list[str]:
 def train_by_command(recipe: str, flags: Mapping[str, object], folder: Path) -> str:
     """`ranvier train` in `folder`, without pictures; returns what it printed. AssertionError with that if it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
-    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": python_path(HERE.parents[1])}
     done = subprocess.run([sys.executable, "-m", "tests.without_pictures", "train", recipe, *as_words(flags)],
                           cwd=folder, env=environment, text=True, timeout=240, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, check=False)

@@ -9,14 +9,12 @@ import time
 
 import pytest
 
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.system.processes import Process
 
 LIMIT_SECONDS = 10
 """No rank outlives its run by more."""
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
-NO_MPI = pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
 
 
 class Ranks:

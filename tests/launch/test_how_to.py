@@ -19,7 +19,7 @@ import pytest
 
 from ranvier.config import read
 from tests import tiny_runs
-from tests.processes import processes_with
+from tests.processes import processes_with, python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SBATCH = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -71,7 +71,7 @@ def shell(tmp_path):
             (folder / name).chmod(0o755)
         foreign = ("PYTEST", "COVERAGE", "SLURM_")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        environ |= {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        environ |= {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": python_path(ROOT),
                     "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
                     **{name: str(value) for name, value in variables.items()}}
         started.append(subprocess.Popen([*map(str, command)], env=environ, cwd=tmp_path, stdout=subprocess.PIPE,

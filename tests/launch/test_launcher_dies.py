@@ -17,7 +17,8 @@ from ranvier.launch.heartbeat import exit_with_launcher
 from ranvier.launch.launchers import Started
 from ranvier.launch.mpiexec import find_mpiexec
 from ranvier.system.processes import Process, ancestors_with, descendants
-from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
+from tests.launch.announced import LIMIT_SECONDS, LINUX, torchrun
+from tests.mpi import NEEDS_MPI
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 SHELL = ["bash", "-c", '"$@"; true', "-"]
@@ -42,7 +43,7 @@ def test_torchruns_agent_is_killed(start_ranks, between):
 
 @LINUX
 @pytest.mark.mpi
-@NO_MPI
+@NEEDS_MPI
 @BETWEEN
 def test_mpiexecs_proxy_is_killed(start_ranks, between):
     each = start_ranks(find_mpiexec(), "-n", 2, *between, sys.executable, SCRIPT, "hang", "auto")
@@ -57,7 +58,7 @@ def test_mpiexecs_proxy_is_killed(start_ranks, between):
 
 @LINUX
 @pytest.mark.mpi
-@NO_MPI
+@NEEDS_MPI
 @pytest.mark.slow
 def test_mpiexec_of_our_own_starter_is_killed(start_ranks):
     started = [start_ranks(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.launch.mpiexec import find_mpiexec, mpi_available
+from ranvier.launch.mpiexec import find_mpiexec
 from ranvier.system.processes import Process
+from tests.mpi import MPI, NEEDS_MPI, UNUSABLE
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
-HERE = ["torch"] if mpi_available() else ["torch", "mpi"]
+HERE = ["torch"] if UNUSABLE else ["torch", "mpi"]
 """The transports of this machine. What is mostly waiting runs over all of them at the same time."""
 MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
 RANK_1 = "rank 1 (data 0, pipe 1, row 0, col 0)"
@@ -90,7 +90,7 @@ def test_plain_python_starts_the_ranks_and_ends_with_them(start, transport, how)
 def test_auto_says_what_it_chose_and_why(start):
     code, out, _ = start(sys.executable, SCRIPT, "succeed", "auto").finish()
     assert code == 0
-    name = "torch" if mpi_available() else "mpi"
+    name = "torch" if UNUSABLE else "mpi"
     assert ranks_in(out) == [("0", "local", name), ("1", "local", name)]
     assert len(re.findall(rf"^transport {name}.*: .*MPI|^transport {name}.*faster than Gloo", out, re.MULTILINE)) == 1
     assert len(re.findall(r"^device cpu: .* threads for each of 2 ranks on \d+ cores: \d", out, re.MULTILINE)) == 1
@@ -181,7 +181,7 @@ def test_settings_that_torchrun_cannot_serve_are_told_once(start, num_ranks, tra
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
+@NEEDS_MPI
 @pytest.mark.parametrize(("transport", "backend"), [
     pytest.param("auto", "mpi", marks=pytest.mark.slow), pytest.param("torch", "torch", marks=pytest.mark.slow)])
 def test_mpiexec(start, transport, backend):
@@ -192,7 +192,7 @@ def test_mpiexec(start, transport, backend):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
+@NEEDS_MPI
 @pytest.mark.parametrize(("how", "expected"), [
     ("raise", 1), pytest.param("refuse", 2, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_under_mpiexec(start, how, expected):
@@ -220,7 +220,7 @@ def test_a_program_on_standard_input_has_one_rank_without_a_second_process(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(mpi_available() is not None, reason="no MPI")
+@NEEDS_MPI
 def test_a_folder_that_holds_a_run_is_refused_under_mpiexec(start, tmp_path):
     (tmp_path / "run.toml").write_text("")
     command = [sys.executable, "-m", "ranvier", "train", "gpt-tiny", "--mesh.pipe", "1", "--run-dir", tmp_path]

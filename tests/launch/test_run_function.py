@@ -83,7 +83,7 @@ def test_a_result_that_cannot_be_pickled(tmp_path, monkeypatch):
     monkeypatch.setattr(function_rank, "start", lambda **_: Mock(rank=0, size=2))
     (tmp_path / "job").write_bytes(cloudpickle.dumps(({}, lambda world: threading.Lock(), ())))
     with raises("result-not-picklable", value="lock"):
-        function_rank.main(tmp_path)
+        function_rank.main(str(tmp_path))
     assert next(tmp_path.glob("*.error")).read_text().startswith("rank 0 of 2\nLaunchError: ranvier.run: ")
 
 

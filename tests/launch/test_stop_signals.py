@@ -17,16 +17,15 @@ import torch
 
 from ranvier.launch import supervision
 from ranvier.launch.failures import flush_or_discard
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.stop import FINISHED_RUN, STOP_SIGNALS, StopRequest
 from ranvier.mesh import Mesh
 from ranvier.schedule.spans import Timeline
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.metrics import Meter, PeakRate
 from tests.covering import first, quick
+from tests.mpi import MPI
 
 SCRIPT = str(Path(__file__).parent / "saving.py")
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
 BOTH = pytest.mark.parametrize("transport", ["torch", MPI])
 MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])

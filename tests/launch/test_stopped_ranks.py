@@ -16,11 +16,11 @@ from ranvier.launch.stopped_ranks import StoppedRankDetector, find_rank_processe
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
 from tests.covering import quick
-from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI, torchrun
+from tests.launch.announced import LIMIT_SECONDS, LINUX, torchrun
+from tests.mpi import MPI, NEEDS_MPI
 
 SCRIPT = str(Path(__file__).parent / "ending.py")
 RANK_1 = r"rank 1 \(data 0, pipe 1, row 0, col 0\)"
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, NO_MPI])
 
 
 def stop_and_wait(started, seconds, rank=1):
@@ -45,7 +45,7 @@ def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
 @pytest.mark.slow
 @LINUX
 @pytest.mark.mpi
-@NO_MPI
+@NEEDS_MPI
 @pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
     each = (start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "mpi", 2, 300)
@@ -57,7 +57,7 @@ def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
 
 @LINUX
 @pytest.mark.mpi
-@NO_MPI
+@NEEDS_MPI
 def test_the_host_of_the_store_is_stopped(start_ranks):
     """Its store answers nobody, so whoever asks it first never comes to look for stopped ranks."""
     each = start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "torch", 2, 300)
@@ -80,7 +80,7 @@ def test_a_rank_that_is_stopped_before_it_is_connected(start_ranks):
 
 @LINUX
 @pytest.mark.mpi
-@NO_MPI
+@NEEDS_MPI
 @pytest.mark.parametrize(("stopped_seconds", "timeout_seconds", "cause"), [
     (2, 300, r"rank 0: is stopped \(SIGSTOP\) while all others wait for it to start MPI"),
     pytest.param(0, 4, r"MPI: has not started on all ranks \(got 'more than 4 s'\)", marks=pytest.mark.slow)])

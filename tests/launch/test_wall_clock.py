@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.announced import LIMIT_SECONDS, LINUX, NO_MPI
+from tests.launch.announced import LIMIT_SECONDS, LINUX
+from tests.mpi import NEEDS_MPI
 
 HERE = Path(__file__).parent
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, NO_MPI, pytest.mark.slow])
+MPI = pytest.param("mpi", marks=[pytest.mark.mpi, NEEDS_MPI, pytest.mark.slow])
 
 
 @pytest.fixture(scope="module")

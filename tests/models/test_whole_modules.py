@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import python_path
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "whole_modules"
 CUTS = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", (ROOT / "docs" / "own-model.md").read_text(), re.MULTILINE))
@@ -18,7 +20,7 @@ CUTS = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", (ROOT / "docs" / "own-mo
 def losses(*command):
     """What a program prints for each step."""
     done = subprocess.run([sys.executable, *command], cwd=FOLDER, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+                          env={**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)
     assert len(found) == 6, done.stdout

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ranvier.comm.meta import MetaGroup
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Optim, Transformer
-from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.optim.chunks import Chunk
@@ -25,6 +24,7 @@ from ranvier.planner.count import laid_out
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
 from tests.covering import covering, examples, quick
+from tests.mpi import NEEDS_MPI
 from tests.optim.test_gradients import spec
 
 HERE = "tests.optim.test_reductions_in_flight"
@@ -182,7 +182,7 @@ def on_processes(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", quick(1, ["torch", pytest.param("mpi", marks=[
-    pytest.mark.mpi, pytest.mark.skipif(mpiexec.mpi_available() is not None, reason="needs mpiexec")])]))
+    pytest.mark.mpi, NEEDS_MPI])]))
 def test_real_processes(transport):
     assert run_processes(f"{HERE}:on_processes", 3, transport) == [True] * 3
 

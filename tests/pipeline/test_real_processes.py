@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ranvier.config.run import Optim, Pipeline, Transformer
-from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
@@ -12,8 +11,8 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
+from tests.mpi import NEEDS_MPI
 
-UNUSABLE = mpiexec.mpi_available()
 CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
 
 
@@ -61,7 +60,7 @@ def errors_of_all(world: World, cases: list[tuple[int, int, str]]) -> list[list[
     pytest.param([(1, 2, "message-driven"), (1, 2, "1f1b")], marks=pytest.mark.slow),
     pytest.param([(1, 4, "1f1b")], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("mpi", marks=[
-    pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])])
+    pytest.mark.mpi, NEEDS_MPI])])
 def test_gradients_equal_plain_pytorch(transport, cases):
     data, pipe, _ = cases[0]
     ranks = run_processes("tests.pipeline.test_real_processes:errors_of_all", data * pipe, transport, args=[cases],

@@ -5,15 +5,13 @@ import torch
 from torch import nn
 
 from ranvier.config.run import Optim
-from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
+from tests.mpi import NEEDS_MPI
 from tests.tensor.split_parity import SCHEMES, SEED, every, share, tiny_gpt, token_batches
-
-UNUSABLE = mpiexec.mpi_available()
 
 
 class Descent:
@@ -55,7 +53,7 @@ def errors_and_end(world: World, rows: int, cols: int, scheme: str) -> list[floa
     return found
 
 
-MPI = [pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))]
+MPI = [pytest.mark.mpi, NEEDS_MPI]
 
 
 @pytest.mark.slow
@@ -71,7 +69,7 @@ def test_gradients_equal_plain_pytorch(transport, scheme):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["stationary", "summa"])
-@pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))
+@NEEDS_MPI
 def test_ranks_that_share_a_gpu(scheme):
     """What travels goes through host memory."""
     ranks = run_processes("tests.tensor.test_tensor_real_processes:errors_and_end", 4, "mpi", args=[2, 2, scheme],

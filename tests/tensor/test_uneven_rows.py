@@ -18,7 +18,6 @@ from ranvier.comm import inprocess
 from ranvier.comm.board import Board
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel, Transformer
 from ranvier.errors import MessageTimeout, ModelError, RanvierError
-from ranvier.launch import mpiexec
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline import connections
@@ -31,6 +30,7 @@ from ranvier.testing.split import MESHES
 from ranvier.world import World
 from tests.covering import chosen, quick
 from tests.errors import raises
+from tests.mpi import NEEDS_MPI
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share, weights_of
 
 HIDDEN, LENGTH = 12, 6
@@ -305,12 +305,11 @@ def errors(world: World, scheme: str) -> list[float]:
     return found
 
 
-UNUSABLE = mpiexec.mpi_available()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "scheme"), quick(1, [("torch", "stationary"), pytest.param(
-    "mpi", "summa", marks=[pytest.mark.mpi, pytest.mark.skipif(UNUSABLE is not None, reason=str(UNUSABLE))])]))
+    "mpi", "summa", marks=[pytest.mark.mpi, NEEDS_MPI])]))
 def test_over_processes(transport, scheme):
     for found in run_processes("tests.tensor.test_uneven_rows:errors", 2, transport, args=[scheme]):
         assert max(found) < 1e-12

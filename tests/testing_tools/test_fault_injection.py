@@ -20,7 +20,6 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
-from ranvier.launch.mpiexec import mpi_available
 from ranvier.testing.faults import faulty, flipped, parse
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
@@ -30,12 +29,12 @@ from tests.comm import conformance
 from tests.comm.conformance import everyone, receive
 from tests.covering import quick
 from tests.errors import raises
+from tests.mpi import MPI
 from tests.pipeline.parity import points, squared
 from tests.pipeline.test_unusual_blocks import Plain
 from tests.processes import processes_with
 
 HERE = "tests.testing_tools.test_fault_injection"
-MPI = pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.skipif(mpi_available() is not None, reason="no MPI")])
 
 # ---------------------------------------------------------------------- as text
 
