@@ -71,8 +71,8 @@ def shell(tmp_path):
             (folder / name).chmod(0o755)
         foreign = ("PYTEST", "COVERAGE", "SLURM_")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        environ |= {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": python_path(ROOT),
-                    "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        environ |= {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+                    "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
                     **{name: str(value) for name, value in variables.items()}}
         started.append(subprocess.Popen([*map(str, command)], env=environ, cwd=tmp_path, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True, start_new_session=True))
