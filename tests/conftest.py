@@ -7,20 +7,20 @@ of those with several do not spin. Times of hypothesis' examples say nothing on 
 import gc
 import os
 import signal
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
 from functools import cache, partial
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.processes import python_path
+
 os.environ.pop("COLUMNS", None)  # of the terminal that tests are started in
-START = str(Path(__file__).with_name("interpreter"))  # whose sitecustomize each process of a test runs first
-if START not in os.environ.get("PYTHONPATH", ""):  # it is, in a worker
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [START, os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("interpreter"))  # whose sitecustomize runs first
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
 gc.disable()  # until all tests are collected: what modules and tests allocate stays
 gc.set_threshold(20_000)  # before `ranvier.cli.ranks` is imported: ranks in this process go back to what was then set
