@@ -26,6 +26,7 @@ from ranvier.config import other_mesh, read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Data, Launch, Lora, MeshSettings, Optim, Run, Transformer
 from ranvier.data import corpus, run_tokenizer, tables
+from ranvier.data.preference import WithReference
 from ranvier.data.tables import Row, open_file, text_of
 from ranvier.elastic import transition
 from ranvier.inference import model_evaluation
@@ -192,10 +193,19 @@ def test_samples_that_change_are_not_cached():
 
 
 def test_the_reference_of_other_pairs(tmp_path):
-    data = types.SimpleNamespace(train=None, eval=None, eval_sets={}, fingerprint="now", tokenizer=None)
-    (tmp_path / "reference.json").write_text(json.dumps({"data": "before", "sets": {}}))
-    with raises("reference-of-other-pairs", where=str(tmp_path / "reference.json")):
-        reference_log_probs._read(tmp_path / "reference.json", data)
+    """Those of the run before, a set that is new, and sets that have exchanged their names."""
+    pairs = object.__new__(WithReference)
+    one, other = (types.SimpleNamespace(data=pairs, fingerprint=text) for text in ("one", "other"))
+    path, sets = tmp_path / "reference.json", dict.fromkeys(("", "eval-", "a", "b"), [])
+
+    def data(text, **eval_sets):
+        return types.SimpleNamespace(train=pairs, eval=pairs, fingerprint=text, eval_sets=eval_sets)
+
+    for before, now in ((data("before"), data("now")), (data("same"), data("same", c=one)),
+                        (data("same", a=one, b=other), data("same", b=one, a=other))):
+        path.write_text(json.dumps({"data": setup.fingerprint(before), "sets": sets}))
+        with raises("reference-of-other-pairs", where=str(path)):
+            reference_log_probs._read(path, now)
 
 
 def test_a_reference_without_two_numbers_a_pair(tmp_path, monkeypatch):

@@ -97,8 +97,8 @@ def _read(path: Path, data: Prepared) -> Mapping[str, np.ndarray]:
     """The values in the file. RanvierError where it cannot be used."""
     try:
         document: Any = read_json(path, _MOST_BYTES, own=True)
-        values = {name: np.asarray(document["sets"][name], dtype=np.float64) for name in _sets(data)}
         same = document["data"] == fingerprint(data)
+        values = {name: np.asarray(document["sets"][name], dtype=np.float64) for name in _sets(data) if same}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError("cannot be read, and the weights of a run that resumes are not its reference",
                               code="no-reference", where=str(path), value=f"{type(error).__name__}: {error}"[:200],

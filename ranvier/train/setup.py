@@ -148,8 +148,8 @@ def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
 
 
 def fingerprint(data: Prepared) -> str:
-    """Fingerprint of all sets of the data, equal on all ranks."""
-    return " ".join([data.fingerprint, *(one.fingerprint for one in data.eval_sets.values())])
+    """Fingerprint of all sets of the data and their names, equal on all ranks."""
+    return " ".join([data.fingerprint, *(f"{name}={one.fingerprint}" for name, one in data.eval_sets.items())])
 
 
 def held_out_line(data: Prepared) -> list[int]:
