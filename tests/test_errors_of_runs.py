@@ -196,7 +196,7 @@ def test_the_reference_of_other_pairs(tmp_path):
     """Those of the run before, a set that is new, and sets that have exchanged their names."""
     pairs = object.__new__(WithReference)
     one, other = (types.SimpleNamespace(data=pairs, fingerprint=text) for text in ("one", "other"))
-    path, sets = tmp_path / "reference.json", dict.fromkeys(("", "eval-", "a", "b"), [])
+    path, sets = tmp_path / "reference.json", {name: [] for name in ("", "eval-", "a", "b")}
 
     def data(text, **eval_sets):
         return types.SimpleNamespace(train=pairs, eval=pairs, fingerprint=text, eval_sets=eval_sets)

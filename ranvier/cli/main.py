@@ -74,6 +74,13 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
     except RanvierError as error:
         print_problems([error], as_json=as_json)
         return 2
+    except OSError as error:  # of a path that cannot even be looked up: `Path.is_file` and its like raise it
+        if error.filename is None:
+            raise
+        print_problems([RanvierError(f"cannot be used: {error.strerror}", code="path-unusable",
+                                     where=os.fsdecode(error.filename),
+                                     remedy="Name a path that this user may reach.")], as_json=as_json)
+        return 2
     except click.exceptions.UsageError as error:
         text = _usage_text(error)
         if type(error).__name__ == "NoArgsIsHelpError":  # the help of a group; click 8.1 prints it itself

@@ -33,6 +33,17 @@ def tiny(tmp_path):
     return tiny_runs.flags(tmp_path, model__num_layers=1, batch__global_size=4, train__steps=2, train__sample_tokens=2)
 
 
+@pytest.mark.parametrize("words", [["train", "{}"], ["check", "{}"], ["export", "{}", "out"], ["import", "{}", "out"],
+                                   ["generate", "{}", "--prompt", "a"], ["evaluate", "{}"],
+                                   ["check", "gpt-tiny", "--model.pretrained", "{}"]], ids=" ".join)
+def test_a_path_that_cannot_be_looked_up_is_an_error_of_the_user(words, capsys):
+    """Such as one whose name is too long, or one below a folder that this user may not enter."""
+    path = f"/{'n' * 300}"
+    assert run_command([*(word.format(path) for word in words), "--json"]) == 2
+    error, = json.loads(capsys.readouterr().out)["errors"]
+    assert error["code"] == "path-unusable" and path in error["where"]
+
+
 def test_help_and_version_do_not_import_torch():
     program = ("import sys; from ranvier.cli.main import run_command\n"
                "codes = [run_command([*args]) for args in (['--help'], ['train', '--help-all'], ['--version'])]\n"
