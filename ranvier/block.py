@@ -9,7 +9,7 @@ holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -101,6 +101,12 @@ def repeated(layers: Sequence[Sequence[str]]) -> dict[str, str]:
     return {block: first for layer in layers[1:] for block, first in zip(layer, layers[0], strict=True)}
 
 
+def alike_by_kind(kinds: Mapping[str, Hashable]) -> dict[str, str]:
+    """`Model.alike` where blocks of one kind are alike. kinds: of each block, in order."""
+    first: dict[Hashable, str] = {}
+    return {name: earlier for name, kind in kinds.items() if (earlier := first.setdefault(kind, name)) != name}
+
+
 def frozen_prefix(model: Model, num_layers: int) -> int:
     """Number of blocks that are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`).
     ModelError where the model does not say what its layers are, or has fewer."""
@@ -143,12 +149,7 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
     for layer in above:
         names |= _blocks_above(model, num_layers, layer)
     tied, untied, copied = _ties_with_frozen(model, num_layers)
-    alike: dict[str, str] = {}
-    first: dict[tuple[str, bool], str] = {}
-    for name in model.blocks:
-        kind = model.alike.get(name, name), name in names
-        if first.setdefault(kind, name) != name:
-            alike[name] = first[kind]
+    alike = alike_by_kind({name: (model.alike.get(name, name), name in names) for name in model.blocks})
     return replace(model, alike=alike, tied=tied, untied=untied, blocks={
         **model.blocks, **{name: partial(_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
 

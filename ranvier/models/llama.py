@@ -13,14 +13,14 @@ or on both sides. On a mesh with more columns than heads of keys, columns comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, State
+from ranvier.block import Initial, Model, State, alike_by_kind
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models import family
@@ -266,15 +266,12 @@ def num_scores(config: Transformer, head: str) -> int:
 def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
     blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    alike: dict[str, str] = {}
-    first: dict[tuple[int | None, bool], str] = {}
+    kinds: dict[str, Hashable] = {}
     for index, (attention, mlp) in enumerate(layers):
         kind = window_of(config, index), index not in config.nope_layers
+        kinds |= {attention: kind, mlp: "mlp"}
         blocks[attention] = partial(Attention, config, *kind, dtype)
         blocks[mlp] = partial(MLP, config, dtype)
-        for name, earlier in ((attention, first.setdefault(kind, attention)), (mlp, layers[0][1])):
-            if name != earlier:
-                alike[name] = earlier
     loss: nn.Module
     if head == "tokens":
         blocks["head"], loss = partial(Head, config, dtype), NextTokenLoss(config.vocab)
@@ -282,7 +279,8 @@ def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
         blocks["head"] = partial(ScoreHead, config, num_scores(config, head), dtype)
         loss = RewardLoss() if head == "score" else LastTokenLoss()
     tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and head == "tokens" else ()
-    return Model(blocks=blocks, loss=loss, layers=layers, initial=partial(initial, config), alike=alike, tied=tied)
+    return Model(blocks=blocks, loss=loss, layers=layers, initial=partial(initial, config),
+                 alike=alike_by_kind(kinds), tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ranvier.block import Initial, Loss, Model, Modules, as_model, initialise, meta_device
+from ranvier.block import Initial, Loss, Model, Modules, alike_by_kind, as_model, initialise, meta_device
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
@@ -78,12 +78,8 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
                        magnitude=lora.method == "dora")
     fan_in = {f"{_joined(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}
-    first: dict[object, str] = {}
-    alike_now: dict[str, str] = {}
-    for block in model.blocks:
-        kind = model.alike.get(block, block), tuple(targets[block]), block == last
-        if first.setdefault(kind, block) != block:
-            alike_now[block] = first[kind]
+    alike_now = alike_by_kind({block: (model.alike.get(block, block), tuple(targets[block]), block == last)
+                               for block in model.blocks})
     own = model.initial is None
     blocks = {block: partial(_adapted, build, block, targets[block], form, trains=block == last,
                              seed=seed if own else None) for block, build in model.blocks.items()}
