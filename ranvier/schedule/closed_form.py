@@ -14,15 +14,16 @@ further one takes about the same time, so that two short simulations give the lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, repeat
 from operator import add
 from typing import Literal
 
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import StageTimes, simulate
+from ranvier.schedule.simulator import Simulated, StageTimes, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +72,10 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
     placement = placement or StagePlacement(num_ranks=len(stages))
     busy = num_microbatches * sum(each)
     if exact and len(stages) > 1:
-        seconds, busy = _simulated(stages, num_microbatches, policy, limit, way, defer_bytes, cores, placement,
-                                   defer_last, max_stored, alternating)
+        run = partial(simulate, stages, policy=policy, in_flight=limit, hop=way.hop, transfer=way.busy,
+                      defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
+                      max_stored=max_stored, alternating=alternating)
+        seconds, busy = _simulated(run, num_microbatches, *_enough(len(stages), limit))
     elif placement.per_rank > 1:
         seconds = never_resting(stages, num_microbatches, placement)
     else:
@@ -124,20 +127,16 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
     return max(passes(num_microbatches), rounds * once + passes(rest + 1))
 
 
-def _simulated(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, way: Way,
-               defer_bytes: int | Sequence[int] | Literal["auto"], cores: int | None, placement: StagePlacement,
-               defer_last: int | None, max_stored: int | None, alternating: bool) -> tuple[float, float]:
-    """Seconds, and for how many of them ranks are busy, all together."""
-    def run(count: int) -> tuple[float, float]:
-        made = simulate(stages, count, policy, in_flight, hop=way.hop, transfer=way.busy,
-                        defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
-                        max_stored=max_stored, alternating=alternating)
+def _simulated(run: Callable[[int], Simulated], num_microbatches: int, full: int, more: int) -> tuple[float, float]:
+    """Seconds, and for how many of them ranks are busy, all together. run: simulates so many microbatches. full, more:
+    as of `_enough`."""
+    def measured(count: int) -> tuple[float, float]:
+        made = run(count)
         return made.seconds, sum(stop - start for rank in made.actions for _, start, stop in rank)
 
-    full, more = _enough(len(stages), in_flight)
     if num_microbatches <= full + more:
-        return run(num_microbatches)
-    first, longer = run(full), run(full + more)
+        return measured(num_microbatches)
+    first, longer = measured(full), measured(full + more)
     times = (num_microbatches - full) / more
     return first[0] + times * (longer[0] - first[0]), first[1] + times * (longer[1] - first[1])
 
