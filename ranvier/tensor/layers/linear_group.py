@@ -86,7 +86,7 @@ class SharedInputLinear(Layer):
         product: Product = SummaProduct(mesh) if mesh.settings.scheme == "summa" else OutputStationary(mesh)
         leading = next(iter(self.units.values()))
         owned = {name: own_units(features, self.units[name], leading, mesh) for name, features in self.outputs.items()}
-        return SplitLinearGroup(self, mesh, product, self.splits(mesh.settings), owned, self.units)
+        return SplitLinearGroup(self, mesh, product, self.splits(mesh.settings), owned)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x_BSH to [B, S, F] of each output."""
@@ -123,15 +123,14 @@ def own_units(features: int, units: int, leading: int, mesh: TensorMesh) -> OwnU
 class SplitLinearGroup(SplitLinear):
     """A `SharedInputLinear` on the mesh.
 
-    splits: of each parameter of the layer, by its name. owned: of each output, what this column computes. units: of
-    each output.
+    splits: of each parameter of the layer, by its name. owned: of each output, what this column computes.
     """
 
     def __init__(self, layer: Layer, mesh: TensorMesh, product: Product, splits: Mapping[str, Split],
-                 owned: Mapping[str, OwnUnits], units: Mapping[str, int]) -> None:
+                 owned: Mapping[str, OwnUnits]) -> None:
         super().__init__(layer, mesh, product)
         self._has_one_weight = False
-        self._owned, self._units = dict(owned), dict(units)
+        self._owned = dict(owned)
         for name in owned:
             whole, mine = layer.get_submodule(name), nn.Module()
             for kind, parameter in whole.named_parameters(recurse=False):
