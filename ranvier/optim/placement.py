@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -50,35 +50,6 @@ class Update:
 
 
 GradientsOf = Callable[[Bucket], Tensor]
-
-
-class Placement(Protocol):
-    """Holds the states of one rank's buckets."""
-
-    workspace: dict[str, Tensor]
-    """Device memory beside parameters, gradients and resident states."""
-    staging: Sequence[Tensor]
-    """Host memory beside the states."""
-
-    def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
-        """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
-        their own, and "ema" where they are averaged. Views of what lives."""
-
-    def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
-        """Places of the states: (place, name -> all of them there)."""
-
-    def take_parameters(self, start: int, stop: int) -> None:
-        """Master copies of elements [start, stop) become what the parameters are now."""
-
-    def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """These buckets, in this order, are the next that will be updated. They replace those of an earlier call."""
-
-    def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """Update `buckets`, whose gradients are reduced, one for each turn of the caller's loop. On the device's own
-        stream their parameters are new from then on."""
-
-    def synchronize(self) -> None:
-        """Return when states may be read by the host."""
 
 
 def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
@@ -146,19 +117,22 @@ class _Flat:
                        else torch.zeros(sizes[name], dtype=self._dtype, device=device) for name in self._names}
         """Name -> [elements that have it], by `StatePlaces`; copies of parameters: [elements of all buckets]."""
         self.workspace: dict[str, Tensor] = {}
+        """Device memory beside parameters, gradients and resident states."""
         self.staging: Sequence[Tensor] = ()
+        """Host memory beside the states."""
         self.take_parameters(0, len(weights))
         for piece in self._pieces if ema else ():  # what the average is before the first update
             self._of(piece, EMA).copy_(weights[piece.start:piece.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
-        """See `Placement`."""
+        """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
+        their own, and "ema" where they are averaged. Views of what lives."""
         at = bucket.state + start - bucket.start
         return {name: self.states[name][at:at + stop - start] for name in self._copies} | {
             name: self.states[name][self._places.of(name, start, stop)] for name in self._places.sizes}
 
     def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
-        """See `Placement`."""
+        """Places of the states: (place, name -> all of them there)."""
         return [(self._home, self.states)]
 
     def take_parameters(self, start: int, stop: int) -> None:
@@ -218,10 +192,12 @@ class _Flat:
             _copy_updated(weights, states["master"], bucket, update)
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """Nothing to do: states are where they are updated."""
+        """These buckets, in this order, are the next that will be updated. They replace those of an earlier call.
+        Nothing to do here: states are where they are updated."""
 
     def synchronize(self) -> None:
-        """Nothing to do: states are the host's own, or on the device in order with updates."""
+        """Return when states may be read by the host. Nothing to do here: states are the host's own, or on the device
+        in order with updates."""
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
@@ -236,7 +212,8 @@ class Resident(_Flat):
     """States on the device."""
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """See `Placement`."""
+        """Update `buckets`, whose gradients are reduced, one for each turn of the caller's loop. On the device's own
+        stream their parameters are new from then on."""
         # In one piece where possible: fewer launches, and a CPU gains nothing from buckets that fit its cache.
         # Gradients that have to be widened first, and copies of what a skipped step leaves alone, have room for one
         # bucket only.
@@ -302,7 +279,7 @@ class Streamed(_Flat):
             slot.loaded = _event(self._in)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """See `Placement`."""
+        """See `Resident`."""
         for bucket in buckets:
             self._update_one(bucket, update)
             yield bucket
@@ -324,7 +301,7 @@ class Streamed(_Flat):
         self._load_next(slot)
 
     def synchronize(self) -> None:
-        """See `Placement`."""
+        """See `Resident`."""
         if self._out is not None:
             self._out.synchronize()
 
@@ -347,11 +324,11 @@ class Hybrid:
         return self._streamed if bucket.number in self._on_host else self._resident
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
-        """See `Placement`."""
+        """See `Resident`."""
         return self._part(bucket).states_of(bucket, start, stop)
 
     def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
-        """See `Placement`."""
+        """See `Resident`."""
         return [*self._resident.homes(), *self._streamed.homes()]
 
     def take_parameters(self, start: int, stop: int) -> None:
@@ -360,16 +337,16 @@ class Hybrid:
         self._streamed.take_parameters(start, stop)
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """See `Placement`."""
+        """See `Resident`."""
         self._streamed.prefetch([bucket for bucket in buckets if bucket.number in self._on_host])
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """See `Placement`."""
+        """See `Resident`."""
         for part, together in groupby(buckets, self._part):
             yield from part.update(list(together), update)
 
     def synchronize(self) -> None:
-        """See `Placement`."""
+        """See `Resident`."""
         self._streamed.synchronize()
 
 
@@ -431,6 +408,10 @@ class OnHost(_Flat):
             update_average(self._of(bucket, EMA), master, step=update.step, decay=self._ema)
         new = staging.weights[:len(bucket)].copy_(master)
         _copy_updated(self._weights[bucket.start:bucket.stop], new, bucket, update, non_blocking=True)
+
+
+Placement = Resident | Streamed | OnHost | Hybrid
+"""Holds the states of one rank's buckets."""
 
 
 def _host_of(weights: Tensor) -> torch.device:
