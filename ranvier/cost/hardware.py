@@ -13,14 +13,14 @@ quantization), and a tile has a start of its own, which counts where its sums ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from ranvier.cost.kernels import Kernel, whole_waves_flops
+from ranvier.cost.kernels import Kernel, for_each, whole_waves_flops
 
 _config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -163,9 +163,9 @@ class Device:
         return (2 / (self.reduction_share or self.memory_share) + 3 / self.memory_share
                 ) * query_bytes / self.memory_bandwidth
 
-    def seconds(self, kernels: Iterable[Kernel], precision: Precision, threads: float = 1.0) -> float:
+    def seconds(self, kernels: Sequence[Kernel], precision: Precision, threads: float = 1.0) -> float:
         """Seconds of these kernels, one after the other."""
-        return sum(self.kernel_seconds(kernel, precision, threads) for kernel in kernels)
+        return sum(for_each(kernels, lambda kernel: self.kernel_seconds(kernel, precision, threads)))
 
     def update_seconds(self, moved_bytes: float) -> float:
         """Seconds of an optimizer update, which does little but move bytes."""

@@ -16,10 +16,11 @@ kernel takes is `ranvier.cost.hardware`'s. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple, TypeVar
 
 _SMALLEST_TILE = 16
 """Rows, or columns, of the narrowest tile of a product."""
@@ -88,6 +89,16 @@ class Kernel:
 
 
 Kernels = tuple[Kernel, ...]
+_Result = TypeVar("_Result")
+
+
+def for_each(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]) -> Iterator[_Result]:
+    """`compute` of each kernel. Those of equal panels are one object, for which it is called once."""
+    known: dict[int, _Result] = {}
+    for kernel in kernels:
+        if id(kernel) not in known:
+            known[id(kernel)] = compute(kernel)
+        yield known[id(kernel)]
 
 
 def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, tile: int, tile_start: float) -> float:
@@ -113,26 +124,26 @@ def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, ti
 def backward_of(kernels: Sequence[Kernel]) -> Kernels:
     """Kernels of the gradients of activations, without weight gradients. Where parts of a layer's output are used
     apart, as queries, keys and values are, one pass puts their gradients together."""
-    found: list[Kernel] = []
     parts = Counter(access.storage for kernel in kernels for access in kernel.reads if access.bytes < access.size)
-    for kernel in kernels:
-        if kernel.kind == "product" and kernel.weight != "none":
-            found += [Kernel(kind="copy", reads=(whole := access._replace(bytes=access.size),), writes=(whole,))
-                      for access in kernel.writes if access.bytes == access.size and parts[access.storage] > 1]
+
+    def backward(kernel: Kernel) -> list[Kernel]:
         match kernel.kind:
             case "product":
                 batch, m, n, k = kernel.shape
-                found.append(_product_of(kernel, (batch, m, k, n)))
-                if kernel.weight == "none":
-                    found.append(_product_of(kernel, (batch, k, n, m)))
+                found = [Kernel(kind="copy", reads=(whole := access._replace(bytes=access.size),), writes=(whole,))
+                         for access in kernel.writes if kernel.weight != "none" and access.bytes == access.size
+                         and parts[access.storage] > 1]
+                return [*found, _product_of(kernel, (batch, m, k, n)),
+                        *([_product_of(kernel, (batch, k, n, m))] if kernel.weight == "none" else [])]
             case "attention":
-                found.append(replace(kernel, flops=round(ATTENTION_BACKWARD * kernel.flops), is_backward=True,
-                                     reads=(*kernel.reads, *kernel.writes, *kernel.writes), writes=kernel.reads))
+                return [replace(kernel, flops=round(ATTENTION_BACKWARD * kernel.flops), is_backward=True,
+                                reads=(*kernel.reads, *kernel.writes, *kernel.writes), writes=kernel.reads)]
             case "pointwise":
-                found.append(replace(kernel, reads=(*kernel.reads, *kernel.writes), writes=kernel.reads))
+                return [replace(kernel, reads=(*kernel.reads, *kernel.writes), writes=kernel.reads)]
             case "copy":
-                found.append(kernel)
-    return tuple(found)
+                return [kernel]
+
+    return tuple(chain.from_iterable(for_each(kernels, backward)))
 
 
 def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
@@ -140,19 +151,19 @@ def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
     return replace(kernel, shape=shape, has_bias=False)
 
 
-def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_bytes: int | None = None) -> Kernels:
+def weight_gradients_of(kernels: Sequence[Kernel], gradient_bytes: int, product_bytes: int | None = None) -> Kernels:
     """Kernels of the gradients of weights that train, each of which is added to the sum so far.
 
     gradient_bytes: of an element of a gradient. product_bytes: of an element of a product that is written by itself,
     and added by another kernel; None where the product adds.
     """
-    found: list[Kernel] = []
-    for kernel in kernels:
+    def gradients(kernel: Kernel) -> list[Kernel]:
+        found: list[Kernel] = []
         if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
             found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1]), is_reduction=True,
                                 more_launches=_NORM_LAUNCHES))
         if kernel.kind != "product" or kernel.weight != "trains":
-            continue
+            return found
         batch, m, n, k = kernel.shape  # of all rows at once
         whole = gradient_bytes * n * k
         gradient = Access(-1, whole, whole)
@@ -166,7 +177,9 @@ def weight_gradients_of(kernels: Iterable[Kernel], gradient_bytes: int, product_
                       Kernel(kind="copy", reads=(written, gradient), writes=(gradient,))]
         if kernel.has_bias:
             found.append(Kernel(kind="pointwise", reads=dy, is_reduction=True, more_launches=_BIAS_LAUNCHES))
-    return tuple(found)
+        return found
+
+    return tuple(chain.from_iterable(for_each(kernels, gradients)))
 
 
 def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
@@ -224,23 +237,21 @@ def without_fused_loss(kernels: Iterable[Kernel]) -> Kernels:
     return tuple(found)
 
 
-def scaled(kernels: Iterable[Kernel], factor: float) -> Kernels:
+def scaled(kernels: Sequence[Kernel], factor: float) -> Kernels:
     """The same of a microbatch that is `factor` times as large: weights stay as they are."""
     def larger(accesses: Iterable[Access]) -> tuple[Access, ...]:
         return tuple(Access(each.storage, round(factor * each.bytes), round(factor * each.size)) for each in accesses)
 
-    found: list[Kernel] = []
-    for kernel in kernels:
+    def scaled_one(kernel: Kernel) -> Kernel:
         batch, m, n, k = kernel.shape
         if kernel.kind == "copy" and kernel.weight != "none":
-            found.append(kernel)
-            continue
+            return kernel
         has_weight = kernel.kind == "product" and kernel.weight != "none"
         reads = (*larger(kernel.reads[:1]), *kernel.reads[1:]) if has_weight else larger(kernel.reads)
-        found.append(replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
-                             shape=(batch, round(factor * m), n, k) if has_weight else (
-                                 round(factor * batch), m, n, k)))
-    return tuple(found)
+        return replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
+                       shape=(batch, round(factor * m), n, k) if has_weight else (round(factor * batch), m, n, k))
+
+    return tuple(for_each(kernels, scaled_one))
 
 
 def in_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:

@@ -38,7 +38,14 @@ from ranvier.cost.collectives import (
     tree_seconds,
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
-from ranvier.cost.kernels import Kernel, backward_of, weight_gradients_of, without_fused_loss, without_panels
+from ranvier.cost.kernels import (
+    Kernel,
+    backward_of,
+    for_each,
+    weight_gradients_of,
+    without_fused_loss,
+    without_panels,
+)
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,
@@ -344,21 +351,26 @@ def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLa
     whole = [(layer.outputs, layer.inputs / col) if layer.kind == "input" else (layer.inputs, layer.outputs / col)
              for layer in layers.it]
     found = [[0.0, 0.0, 0.0] for _ in layers.it]
-    for kernel in kernels.it:
+
+    def shared(kernel: Kernel) -> tuple[list[int], list[float]]:
+        """The layers of a product, and the seconds of each for y, dX and dW."""
         if kernel.kind != "product" or kernel.weight == "none":
-            continue
+            return [], []
         _, _, n, k = kernel.shape
         near: dict[float, list[int]] = {}
         for place, (layer, (size, part)) in enumerate(zip(layers.it, whole, strict=True)):
             own, cut = (n, k) if layer.kind == "input" else (k, n)
             if layer.kind != "embedding" and own == size and cut > (1.0 - _ALIKE) * part:
                 near.setdefault(abs(cut - part) * size, []).append(place)
-        shared = near[min(near)] if near else []
-        for place in shared:
-            for which, some in enumerate(([kernel], backward_of([kernel]), weight_gradients_of(
-                    [kernel], bytes.gradient, None))):
-                found[place][which] += device.it.seconds(
-                    [each for each in some if each.kind == "product"], precision) / len(shared)
+        places = near[min(near)] if near else []
+        return places, [device.it.seconds([each for each in some if each.kind == "product"], precision) / len(places)
+                        for some in ([kernel], backward_of([kernel]), weight_gradients_of(
+                            [kernel], bytes.gradient, None)) if places]
+
+    for places, seconds in for_each(kernels.it, shared):
+        for place in places:
+            for which, each in enumerate(seconds):
+                found[place][which] += each
     return tuple((y, dx, dw) for y, dx, dw in found)
 
 

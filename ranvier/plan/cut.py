@@ -28,6 +28,7 @@ from ranvier.plan.shared_places import SharedPlace, code_of_stages, code_with_ot
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.meta_mesh import MetaMesh
 from ranvier.tensor.quantized_weight import BLOCK
 from ranvier.tensor.split.layers import split_layers, split_loss
 from ranvier.tensor.split.loss import vocabulary_of
@@ -255,10 +256,10 @@ def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
                                 "TokenLosses(vocab) from there, or set `--mesh.col 1`.")
 
 
-def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> TensorMesh:
+def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> MetaMesh:
     """The tensor mesh of a stage of such devices as its first rank sees it, for blocks on the meta device: nothing
     moves, and what is counted (panels, what sums work in) is that device's."""
-    return TensorMesh(MetaGroup("row", mesh.row, device=device), MetaGroup("col", mesh.col, device=device), tensor,
+    return MetaMesh(MetaGroup("row", mesh.row, device=device), MetaGroup("col", mesh.col, device=device), tensor,
                       device=device)
 
 

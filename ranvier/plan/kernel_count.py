@@ -132,6 +132,18 @@ class KernelCount(TorchDispatchMode):
         """Tensors with values, such as tables of angles, are computed once for all blocks."""
         return any(plain(leaf).is_meta for leaf in tensors)
 
+    def sums(self) -> tuple[int, ...]:
+        """What is counted so far, for `repeat`."""
+        return (len(self.kernels), self.allocated, self.written, self.flops, self.weight_flops, self._written_again)
+
+    def repeat(self, before: tuple[int, ...], times: int) -> None:
+        """Count so many times more what was counted since `before`."""
+        begins, *sums = before
+        self.kernels += self.kernels[begins:] * times
+        _, *now = self.sums()
+        self.allocated, self.written, self.flops, self.weight_flops, self._written_again = (
+            each + times * (each - one) for each, one in zip(now, sums, strict=True))
+
     def saved(self) -> None:
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
