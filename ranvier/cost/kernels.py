@@ -93,7 +93,7 @@ _Result = TypeVar("_Result")
 
 
 def for_each(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]) -> Iterator[_Result]:
-    """`compute` of each kernel. Those of equal panels are one object, for which it is called once."""
+    """`compute` of each kernel. Those of like panels are one object, for which it is called once."""
     known: dict[int, _Result] = {}
     for kernel in kernels:
         if id(kernel) not in known:

@@ -38,7 +38,7 @@ from ranvier.plan.kernel_count import (
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
-from ranvier.tensor.meta_mesh import equal_panels_once
+from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 
 
@@ -172,13 +172,13 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
             kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
             entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
             with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
-                  equal_panels_once(module, count),
+                  like_panels_once(module, count),
                   products if counting.float8 else nullcontext(), count.chains(counting)):
                 state = functional_call(module, tensors, (entered_state,), tie_weights=False)
             memory = count
             if counting.has_scores:
                 memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
-                with torch.enable_grad(), kept, memory, equal_panels_once(module, memory):
+                with torch.enable_grad(), kept, memory, like_panels_once(module, memory):
                     functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
         except ModelError:
             raise

@@ -136,13 +136,13 @@ class KernelCount(TorchDispatchMode):
         """What is counted so far, for `repeat`."""
         return (len(self.kernels), self.allocated, self.written, self.flops, self.weight_flops, self._written_again)
 
-    def repeat(self, before: tuple[int, ...], times: int) -> None:
-        """Count so many times more what was counted since `before`."""
-        begins, *sums = before
-        self.kernels += self.kernels[begins:] * times
+    def repeat(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """Count once more what was counted between these two: the same kernels."""
+        (begins, *sums), (ends, *later) = before, after
+        self.kernels += self.kernels[begins:ends]
         _, *now = self.sums()
         self.allocated, self.written, self.flops, self.weight_flops, self._written_again = (
-            each + times * (each - one) for each, one in zip(now, sums, strict=True))
+            each + two - one for each, one, two in zip(now, sums, later, strict=True))
 
     def saved(self) -> None:
         """Autograd saves a tensor: a second run ends with the last one."""

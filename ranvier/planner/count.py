@@ -54,7 +54,7 @@ from ranvier.system.compilation import without_compiler
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.meta_mesh import MetaMesh, Uncounted
 from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
@@ -383,7 +383,7 @@ class _BlockNeeds:
 
 
 @without_compiler()
-def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, state: State, targets: object, *,
+def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state: State, targets: object, *,
                  recomputed: bool, shares: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
     another block of the stage."""
@@ -408,14 +408,17 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: TensorMesh, name: str, sta
             unreduced += layer.unreduced_bytes
     kept = KeptBytes(block.parameters())
     has_scores = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size).has_scores
-    with kept, nullcontext() if has_scores else FusedAttention():
+    once = mesh.like_panels_once
+    # A recomputed layer keeps all panels that it gathers, whose lengths the backward's must have.
+    with kept, nullcontext() if has_scores else FusedAttention(), nullcontext() if recomputed else once(Uncounted()):
         state = block(state)
         kept_bytes = kept.count
         ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
     wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
     if wanted:
-        cast(Tensor, sum(wanted)).backward()  # of one tensor at least
-        mesh.sums.finish()
+        with once(Uncounted(), only_equal=recomputed):
+            cast(Tensor, sum(wanted)).backward()  # of one tensor at least
+            mesh.sums.finish()
     return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
                        unreduced_bytes=unreduced,
                        arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,

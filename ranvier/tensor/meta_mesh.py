@@ -1,18 +1,21 @@
-"""A tensor mesh for blocks on the meta device, which may run equal panels of a product once and count them all.
+"""A tensor mesh for blocks on the meta device, which may run like panels of a product once and count them all.
 
-A long sequence travels in up to 128 panels (`layout.panels`), and each runs the same operations on tensors of the same
-sizes. Only the first ones differ, for which buffers are made, and the last one, after which none travels:
+A long sequence travels in up to 128 panels (`layout.panels`), and most run the same operations on tensors of the same
+sizes. What a panel runs depends on its own length, on that of the next one, which travels meanwhile, on that of the
+last but one, whose sum is awaited, and on which of two buffers it has. So the panels from `start` on, up to `stop`,
+are left out where all of that has been seen, and those at both ends of the gap follow like ones:
 
-    panels    0 1 | 2 3 | 4 5 | ... | n-4 n-3 | n-2 n-1        two buffers take turns, so that a period has two panels
-    run       0 1 | 2 3 |                       n-2 n-1
-    counted   0 1 | 2 3   x (n - 4) / 2         n-2 n-1
+    panels    0 1 ... start-1 | start ... stop-1 | stop ... n-1
+    run       0 1 ... start-1                      stop ... n-1
+    counted   0 1 ... start-1   as like ones       stop ... n-1
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,54 +24,104 @@ from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.workspace import BUFFERS
 
+_Sums = tuple[int, ...]
+_Length = tuple[int, ...]
+_Kind = tuple[_Length, _Length, _Length, int]
+
 
 class Repeats(Protocol):
     """Counts operations."""
 
-    def sums(self) -> tuple[int, ...]:
+    def sums(self) -> _Sums:
         """What is counted so far."""
 
-    def repeat(self, before: tuple[int, ...], times: int) -> None:
-        """Count so many times more what was counted since `before`."""
+    def repeat(self, before: _Sums, after: _Sums) -> None:
+        """Count once more what was counted between these two."""
+
+
+class Uncounted:
+    """Counts nothing."""
+
+    def sums(self) -> _Sums:
+        """See `Repeats`."""
+        return ()
+
+    def repeat(self, before: _Sums, after: _Sums) -> None:
+        """See `Repeats`."""
 
 
 class MetaMesh(TensorMesh):
     """A tensor mesh without peers."""
 
     _count: Repeats | None = None
+    _only_equal = False
 
     @contextmanager
-    def equal_panels_once(self, count: Repeats) -> Iterator[None]:
-        """Inside, equal panels run once, and `count` is told how many there are."""
-        before, self._count = self._count, count
+    def like_panels_once(self, count: Repeats, *, only_equal: bool = False) -> Iterator[None]:
+        """Inside, like panels run once, and `count` is told of the others. only_equal: where all have one length."""
+        before = self._count, self._only_equal
+        self._count, self._only_equal = count, only_equal
         try:
             yield
         finally:
-            self._count = before
+            self._count, self._only_equal = before
 
     def panels(self, x: Tensor, *, exposed: bool = False, travels: bool = True, dtype: torch.dtype | None = None
                ) -> Sequence[Panel]:
         """See `TensorMesh`."""
         panels = super().panels(x, exposed=exposed, travels=travels, dtype=dtype)
-        return panels if self._count is None else _shortened(panels, self._count)
+        if self._count is None:
+            return panels
+        lengths = tuple(tuple(0 if run.stop is None else run.stop - run.start for run in panel) for panel in panels)
+        gap = None if self._only_equal and len(set(lengths)) > 1 else _gap(lengths)
+        return panels if gap is None else _WithoutGap(panels, gap, self._count)
 
 
 @contextmanager
-def equal_panels_once(module: nn.Module, count: Repeats) -> Iterator[None]:
-    """Inside, equal panels of the products of a block on meta meshes run once, and `count` is told how many there
-    are."""
+def like_panels_once(module: nn.Module, count: Repeats) -> Iterator[None]:
+    """Inside, like panels of the products of a block on meta meshes run once, and `count` is told of the others."""
     meshes = {mesh for layer in module.modules() if isinstance(mesh := getattr(layer, "mesh", None), MetaMesh)}
     with ExitStack() as inside:
         for mesh in meshes:
-            inside.enter_context(mesh.equal_panels_once(count))
+            inside.enter_context(mesh.like_panels_once(count))
         yield
 
 
-class _Shortened(Sequence[Panel]):
-    """Panels of which one period is left of several equal ones."""
+class _Gap(NamedTuple):
+    """Panels from `start` to `stop` that are left out. kinds: of panels, those before `settled` make buffers."""
 
-    def __init__(self, panels: Sequence[Panel], period: int, times: int, count: Repeats) -> None:
-        self._panels, self._period, self._times, self._count = panels, period, times, count
+    start: int
+    stop: int
+    settled: int
+    kinds: tuple[_Kind, ...]
+
+
+@lru_cache(maxsize=256)  # each product asks, and lengths are few
+def _gap(lengths: tuple[_Length, ...]) -> _Gap | None:
+    """The widest gap that begins as early as possible in panels of these lengths."""
+    count = len(lengths)
+    if count < 4 * BUFFERS:
+        return None
+    kinds = tuple((lengths[max(0, place - BUFFERS)], lengths[place], lengths[place + 1], place % BUFFERS)
+                  for place in range(count - 1))
+    settled = BUFFERS * (1 + max(each.index(max(each)) for each in (lengths[buffer::BUFFERS] for buffer in range(BUFFERS)))
+                         ) + 1
+    for start in range(settled + BUFFERS, count // 2):
+        seen, around = set(kinds[settled:start]), lengths[start - BUFFERS:start + 1]
+        # not the last panel: no other travels while it is multiplied
+        stop = next((place for place in range(start, count - 1) if kinds[place] not in seen), count - 1)
+        while stop > start and ((stop - start) % BUFFERS or lengths[stop - BUFFERS:stop + 1] != around):
+            stop -= 1
+        if stop > count // 2:
+            return _Gap(start, stop, settled, kinds)
+    return None
+
+
+class _WithoutGap(Sequence[Panel]):
+    """Panels without those of a gap."""
+
+    def __init__(self, panels: Sequence[Panel], gap: _Gap, count: Repeats) -> None:
+        self._panels, self._gap, self._count = [*panels[:gap.start], *panels[gap.stop:]], gap, count
 
     def __len__(self) -> int:
         return len(self._panels)
@@ -77,22 +130,13 @@ class _Shortened(Sequence[Panel]):
         return self._panels[number]
 
     def __iter__(self) -> Iterator[Panel]:
-        period = self._period
-        yield from self._panels[:period]
-        before = self._count.sums()
-        yield from self._panels[period:2 * period]
-        self._count.repeat(before, self._times)
-        yield from self._panels[2 * period:]
-
-
-def _shortened(panels: Sequence[Panel], count: Repeats) -> Sequence[Panel]:
-    """The panels without periods that are equal to the second one. The last panel is not in a period: no other travels
-    while it is multiplied."""
-    lengths = [tuple(None if run.stop is None else run.stop - run.start for run in panel) for panel in panels]
-    # Runs as equal as possible repeat their lengths; most are equal.
-    period = next((period for period in range(BUFFERS, len(panels) // 3 + 1, BUFFERS)
-                   if lengths[period:] == lengths[:-period]), None)
-    if period is None:
-        return panels
-    times = (len(panels) - 1 - period) // period - 1
-    return _Shortened(panels[:len(panels) - times * period], period, times, count) if times > 0 else panels
+        start, stop, settled, kinds = self._gap
+        seen = dict[_Kind, tuple[_Sums, _Sums]]()
+        for place, panel in enumerate(self._panels):
+            if place == start:
+                for kind in kinds[start:stop]:
+                    self._count.repeat(*seen[kind])
+            before = self._count.sums()
+            yield panel
+            if settled <= place < start:
+                seen[kinds[place]] = before, self._count.sums()
