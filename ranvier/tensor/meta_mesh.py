@@ -104,8 +104,8 @@ def _gap(lengths: tuple[_Length, ...]) -> _Gap | None:
         return None
     kinds = tuple((lengths[max(0, place - BUFFERS)], lengths[place], lengths[place + 1], place % BUFFERS)
                   for place in range(count - 1))
-    settled = BUFFERS * (1 + max(each.index(max(each)) for each in (lengths[buffer::BUFFERS] for buffer in range(BUFFERS)))
-                         ) + 1
+    of_buffers = [lengths[buffer::BUFFERS] for buffer in range(BUFFERS)]
+    settled = BUFFERS * (1 + max(each.index(max(each)) for each in of_buffers)) + 1
     for start in range(settled + BUFFERS, count // 2):
         seen, around = set(kinds[settled:start]), lengths[start - BUFFERS:start + 1]
         # not the last panel: no other travels while it is multiplied
