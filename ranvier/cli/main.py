@@ -75,7 +75,7 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
         print_problems([error], as_json=as_json)
         return 2
     except OSError as error:  # of a path that cannot even be looked up: `Path.is_file` and its like raise it
-        if error.filename is None:
+        if error.filename is None or isinstance(error, FileNotFoundError):  # what they never raise is a bug
             raise
         print_problems([RanvierError(f"cannot be used: {error.strerror}", code="path-unusable",
                                      where=os.fsdecode(error.filename),

@@ -25,7 +25,7 @@ from ranvier.config.named_code import names_corpus
 from ranvier.config.named_object import blamed, load_object
 from ranvier.data import tables
 from ranvier.data.cache import Progress, fingerprint
-from ranvier.data.named_files import TO_UTF8, readable_file
+from ranvier.data.named_files import TO_UTF8, readable_file, visible_files
 from ranvier.data.offline.fetch import SOTU, fetch
 from ranvier.errors import DataError
 

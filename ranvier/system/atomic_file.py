@@ -24,8 +24,8 @@ def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryI
     OSError if it cannot be written.
     """
     fresh, mode = path.with_name(f".{path.name}.{secrets.token_hex(6)}"), 0o600 if private else 0o666
-    if _is_special(path):
-        raise OSError(errno.EINVAL, _SPECIAL)
+    if _is_device(path):
+        raise OSError(errno.EINVAL, "it is a device")
     try:
         with open(fresh, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
@@ -36,11 +36,8 @@ def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryI
         fresh.unlink(missing_ok=True)
 
 
-_SPECIAL = "it is a device, a pipe or a socket"
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not (path.is_symlink() or path.is_file() or path.is_dir())
+def _is_device(path: Path) -> bool:
+    return not path.is_symlink() and (path.is_char_device() or path.is_block_device())
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -53,7 +50,7 @@ def write_problem(path: Path) -> str | None:
     """Why `write_atomically` could not write `path`; None where it can. Asked before the work whose result it
     is to hold."""
     try:
-        return "it is a folder" if path.is_dir() else _SPECIAL if _is_special(path) else (
+        return "it is a folder" if path.is_dir() else "it is a device" if _is_device(path) else (
             "no such folder" if not path.absolute().parent.is_dir() else folder_problem(path.parent))
     except OSError as error:
         return error.strerror or str(error)
