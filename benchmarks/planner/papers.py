@@ -4,7 +4,7 @@
 
 AxoNN (Singh and Bhatele, 2022): 12 to 100 billion parameters on 48 to 384 V100 of Summit, with its own configuration:
 message-driven, weight gradients at once, optimizer streamed from the host, its rule for checkpoints, equal numbers of
-blocks on each stage.
+blocks on each stage, and PyTorch's autograd and checkpoints (`as_published` of `step_cost`).
 DeepSpeed and Megatron-LM stand for their rows of Table II with 1F1B, messages that hold stages up, Megatron's tensor
 parallelism inside a stage, and for DeepSpeed sharded optimizer states. Optimus (Xu et al., 2021): 24 layers on 4 to 64
 RTX 5000 of Frontera, its own 2D scheme against Megatron's; four cells of its tables that contradict their own times are
@@ -117,8 +117,8 @@ class Papers:
                                          defer_bytes=0),
                        launch=replace(run.launch, device="cuda"))
 
-    def on_summit(self, run: ResolvedRun, *, exact: bool = True, as_published: bool = False) -> Cost:
-        return run_cost(run, self.summit, self.work.stages(run), exact=exact, as_published=as_published)
+    def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
+        return run_cost(run, self.summit, self.work.stages(run), exact=exact, as_published=True)
 
     def other(self, name: str, billions: int, *, data: int | None = None, batch: int = 16384,
               microbatch: int | None = None, exact: bool = True) -> Cost:
@@ -127,7 +127,7 @@ class Papers:
                          shard=name == "DeepSpeed")
         run = replace(run, mesh=run.mesh.resized(col=col), tensor=replace(run.tensor, scheme="megatron"),
                       pipeline=replace(run.pipeline, policy="1f1b"), memory=replace(run.memory, recompute=1))
-        return self.on_summit(run, exact=exact, as_published=True)
+        return self.on_summit(run, exact=exact)
 
     def table_two(self, billions: int) -> Choice:
         """The best of every (microbatch, G_inter, G_data) that AxoNN could have had, by time and memory."""
@@ -352,13 +352,13 @@ class Papers:
 class ByCommand(Papers):
     """With whole steps on Summit by `ranvier simulate`."""
 
-    def on_summit(self, run: ResolvedRun, *, exact: bool = True, as_published: bool = False) -> Cost:
-        law = super().on_summit(run, exact=False, as_published=as_published)
+    def on_summit(self, run: ResolvedRun, *, exact: bool = True) -> Cost:
+        law = super().on_summit(run, exact=False)
         if not exact:
             return law
         with tempfile.TemporaryDirectory() as folder:
             read.write_changes(run, path := Path(folder) / "run.toml", {})
-            found = simulated(path, "summit", as_published)
+            found = simulated(path, "summit", as_published=True)
         return replace(law, seconds=found["step_seconds"], pipeline_seconds=found["pipeline_seconds"],
                        reduction_seconds=found["predicted"]["reduction_seconds"],
                        update_seconds=found["predicted"]["update_seconds"])

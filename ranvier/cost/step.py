@@ -209,10 +209,11 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
 
     Args:
         exact: simulate the schedule; otherwise use the closed form.
-        as_published: as Megatron-LM, DeepSpeed and Optimus were published, where a stage does not compute while it
-            sends or receives, on the tensor mesh as between stages, products are not cut into panels, a weight's
-            gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that hold the
-            same activations each send a part of them, and a segment's last product is recomputed, too.
+        as_published: as AxoNN, Megatron-LM, DeepSpeed and Optimus were published: products are not cut into panels, a
+            weight's gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that
+            hold the same activations each send a part of them, a segment's last product is recomputed, too, and a
+            stage does not compute while it sends or receives, on the tensor mesh as between stages. Message-driven with
+            one stage on each rank is AxoNN, whose messages between stages hold up nothing.
     """
     return _StepCost(step, cluster, as_published).cost(exact)
 
@@ -494,7 +495,8 @@ class _StepCost:
     def times(self, rows: Sequence[StageCost]) -> list[StageTimes]:
         """Times of the stages, for the simulator."""
         held_up = [0.0] * (len(rows) + 1)
-        if self.as_published and (edges := self._edges()):
+        is_axonn = self.step.policy.defers and self.placement.per_rank == 1
+        if self.as_published and not is_axonn and (edges := self._edges()):
             ranks = [self.placement.rank_of(stage) for stage in range(len(rows))]
             held_up[1:-1] = [sum(edges[min(one, other)]) if one != other else 0.0 for one, other in pairwise(ranks)]
         waiting = [self.waiting(row.stage) for row in rows]
