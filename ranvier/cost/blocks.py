@@ -71,6 +71,8 @@ class BlockCost:
     """The part of these bytes that is written into new memory."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
+    loss_bytes: int = 0
+    """Bytes that the loss behind the last block keeps for its backward, such as the logits."""
     operand_bytes: int = 0
     """The part of these bytes that products and attention read or write."""
     input_bytes: int

@@ -114,7 +114,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
     """
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
-    kept = [cost.kept_bytes for cost in costs]
+    kept = [cost.kept_bytes + cost.loss_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
     outside = {place: kept[place] for place in range(len(kept)) if place not in inside}
     waiting, may_wait = 0, 0

@@ -40,6 +40,7 @@ from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
+from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
 
 
 class FusedAttention(TorchFunctionMode):
@@ -207,17 +208,32 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         known[alike] = costs[-1], state, shapes
         before = f"what block {name} returns"
     if targets is not None:
-        targets = _to_meta(targets)
-        with KernelCount() as count:
+        targets, kept = _to_meta(targets), KeptBytes(())
+        with KernelCount() as count, kept:
             if not counting.on_cuda:
-                check_loss(model, _as_leaves(state, False), targets, dtype)
-        costs[-1] = replace(costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)))
+                check_loss(model, state, targets, dtype)
+        costs[-1] = replace(
+            costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)),
+            loss_bytes=max(costs[-1].output_bytes, kept.count),
+            allocated_bytes=_allocated_with_loss(costs[-1], count.allocated, model.loss, state, counting))
     if counting.float8:
         in_float8 = {id(cost.kernels): float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
         costs[1:-1] = [replace(
             cost, kernels=in_float8[id(cost.kernels)], num_repeated=None if cost.num_repeated is None else len(
                 float8_kernels(cost.kernels[:cost.num_repeated], counting))) for cost in costs[1:-1]]
     return costs
+
+
+def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: Counting) -> int:
+    """`BlockCost.allocated_bytes` of the last block, or what the loss behind it allocates if that is more; without the
+    logits, where the loss keeps them and overwrites them. allocated: without data, where its scratch has all rows."""
+    if not overwrites_logits(loss):
+        return max(last.allocated_bytes, allocated)
+    logits_RV = plain(max(_tensors(outputs), key=Tensor.numel)).flatten(0, -2)
+    rows, vocab = logits_RV.shape
+    left_out = rows - scratch_rows(rows, vocab, "cuda" if counting.on_cuda else "cpu")
+    scratch = left_out * vocab * torch.promote_types(logits_RV.dtype, torch.float32).itemsize
+    return max(last.allocated_bytes - last.output_bytes, allocated - scratch)
 
 
 def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> KernelCount:
@@ -275,7 +291,7 @@ def _as_leaves(state: State, trains: bool) -> State:
 def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) -> None:
     """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             if isinstance(model.loss, nn.Module):
                 tensors = _tensors_on_meta(model.loss, BlockFormats(dtype=dtype))
                 result = functional_call(model.loss, tensors, (state, targets))

@@ -38,7 +38,8 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
         activations = []
         for stage in held:
             inside = set(chain.from_iterable(again[stage]))
-            kept = sum(block.kept_bytes for place, block in enumerate(stages[stage]) if place not in inside)
+            kept = sum(block.kept_bytes + block.loss_bytes for place, block in enumerate(stages[stage])
+                       if place not in inside)
             activations.append(kept + sum(segment_bytes(stages[stage], places) for places in again[stage] if places))
         stored = min(most, pipe - rank) if run.placement.per_rank == 1 else 1
         of_states = states * sum(block.num_owned for block in blocks)

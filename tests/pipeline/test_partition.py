@@ -82,7 +82,7 @@ def test_boundaries_that_do_not_cut(boundaries, error):
 
 def test_costs_of_a_chain_of_linear_layers():
     """2 x in x out operations a row; the output is what is written and what leaves. A kernel reads inputs, weights and
-    bias, and writes the output; the loss's are on 14 numbers and their flags."""
+    bias, and writes the output; the loss's are on 14 numbers and their flags, and it keeps errors and flags."""
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
     first, second = block_costs(model, inputs, torch.zeros(7, 2))
@@ -91,8 +91,8 @@ def test_costs_of_a_chain_of_linear_layers():
                   num_trainable=20, num_owned=20,
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, operand_bytes=7 * 3 * 4,
                   input_bytes=7 * 3 * 4),
-        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
-                  num_trainable=10, num_owned=10,
+        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=3 * 14 * 4 + 14 + 4 + 8,
+                  loss_bytes=14 * 4 + 14, num_trainable=10, num_owned=10,
                   output_bytes=7 * 2 * 4, num_parameters=10, kept_bytes=7 * 5 * 4, operand_bytes=7 * 5 * 4,
                   input_bytes=7 * 5 * 4)]
     (product,) = first.kernels
@@ -187,6 +187,12 @@ def test_blocks_that_do_not_fit(blocks, error):
 def test_losses_that_do_not_fit(loss, error):
     with raises(*error):
         block_costs(chain(partial(nn.Linear, 3, 3), loss=loss), torch.zeros(4, 3), torch.zeros(4, 3))
+
+
+def test_a_loss_may_overwrite_the_outputs():
+    """As it may where they are no leaf; it keeps their errors, in their memory."""
+    model = chain(partial(nn.Linear, 3, 3), loss=lambda outputs, targets: (outputs.sub_(targets).square().sum(), 4))
+    assert block_costs(model, torch.zeros(4, 3), torch.zeros(4, 3))[-1].loss_bytes == 4 * 3 * 4
 
 
 @pytest.mark.parametrize("result", [(torch.ones(()), 3), (torch.ones(1), 2.5), (torch.ones(()), torch.ones(()))])

@@ -123,11 +123,25 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     assert json.loads((run.run_dir / "summary.json").read_text())["memory"] == summaries[0]["memory"]
 
 
+@pytest.mark.parametrize("changed", [
+    pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
+    pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss")])
+def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
+    """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
+    model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
+    run = larger(corpus, tmp_path / "run", **{"mesh": Mesh(), "model": model, "train": Train(
+        steps=2, sample_tokens=0, eval_sequences=1)} | changed)
+    predicted = laid_out(resolve(run))[1]
+    for rank, measured in enumerate(run_all(run)[0][0]["memory"]):
+        size = sum(measured["device"].values())
+        assert size < 1.01 * predicted[run.mesh.coordinates(rank).pipe].device_bytes < 1.3 * size, f"rank {rank}"
+
+
 @pytest.mark.parametrize("deferred", [0, 1])
 def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
     """Where products wait, their operands are not."""
     run = ResolvedRun(model=Transformer(num_layers=1, hidden=8, heads=2, vocab=16, sequence=4))
-    *layers, head = (replace(cost, kept_bytes=100, input_bytes=10, defers=True)
+    *layers, head = (replace(cost, kept_bytes=100, loss_bytes=0, input_bytes=10, defers=True)
                      for cost in Work().stages(run)[0])
     assert len(layers) == 3
     microbatches = StoredMicrobatches(stage=0, num_stages=2, num_microbatches=2, in_flight=2, deferred=deferred,

@@ -87,6 +87,12 @@ class NextTokenLoss(nn.Module):
         return bool(((ids == targets) | ~counts).all()) and not bool(follows.all())
 
 
+def overwrites_logits(loss: object) -> bool:
+    """Whether a loss is made of `TokenLosses`, split or not, whose backward needs no memory beside the logits'."""
+    layers = loss.modules() if isinstance(loss, nn.Module) else ()
+    return any(isinstance(layer, (TokenLosses, SplitTokenLosses)) for layer in layers)
+
+
 def vocabulary_of(loss: object) -> int | None:
     """The vocabulary over which a loss can be split; None where it has no `TokenLosses`."""
     layers = loss.modules() if isinstance(loss, nn.Module) else ()
@@ -332,12 +338,16 @@ def _kernel(logits_RV: Tensor) -> ModuleType | None:
 
 
 def _scratch(logits_RV: Tensor) -> Tensor:
-    """An empty block of rows: small enough for a CPU's cache, large enough for few launches on a GPU; all of them where
-    nothing is computed."""
+    """An empty block of rows; all of them where nothing is computed."""
     rows, vocab = logits_RV.shape
-    elements = {"cpu": 1 << 18, "meta": rows * vocab}.get(logits_RV.device.type, 1 << 24)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    return logits_RV.new_empty((min(rows, max(1, elements // vocab)), vocab), dtype=wide)
+    return logits_RV.new_empty((scratch_rows(rows, vocab, logits_RV.device.type), vocab), dtype=wide)
+
+
+def scratch_rows(rows: int, vocab: int, device_type: str) -> int:
+    """Rows of logits in a scratch block: few enough for a CPU's cache, enough for few launches on a GPU."""
+    elements = {"cpu": 1 << 18, "meta": rows * vocab}.get(device_type, 1 << 24)
+    return min(rows, max(1, elements // vocab))
 
 
 def _row_blocks(logits_RV: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
