@@ -38,13 +38,21 @@ class Adafactor:
     def update_tensors(self, tensors: Mapping[str, TensorUpdate]) -> None:
         """See `ranvier.optim.rules.TensorRule`."""
         for tensor in tensors.values():
-            numel, epsilon = prod(tensor.shape), torch.finfo(tensor.parameter.dtype).eps
-            scale = (tensor.sum(tensor.parameter.square()) / numel).sqrt().clamp(min=self.smallest_scale)
-            tensor.parameter.mul_(1 - tensor.learning_rate * tensor.weight_decay)
-            update = self._variance(tensor, epsilon).clamp(min=epsilon ** 2).rsqrt_().mul_(tensor.gradient)
-            clipped = ((tensor.sum(update.square()) / numel).sqrt() / self.clip).clamp(min=1.0)
-            rate = min(tensor.learning_rate, tensor.step ** -0.5)
-            tensor.parameter.sub_(update.mul_(rate * scale / clipped))
+            self._update(tensor)
+
+    def working_bytes(self, shape: tuple[int, ...], part: tuple[int, ...], element_bytes: int) -> int:
+        """Memory of the update of a tensor of which this rank has a part, beside it and its states, for predictions:
+        squares of the gradient and two estimates of them, and sums over rows and columns."""
+        return element_bytes * (3 * prod(part) + 4 * sum(prod(shape) // size for size in shape[-2:]))
+
+    def _update(self, tensor: TensorUpdate) -> None:
+        numel, epsilon = prod(tensor.shape), torch.finfo(tensor.parameter.dtype).eps
+        scale = (tensor.sum(tensor.parameter.square()) / numel).sqrt().clamp(min=self.smallest_scale)
+        tensor.parameter.mul_(1 - tensor.learning_rate * tensor.weight_decay)
+        update = self._variance(tensor, epsilon).clamp(min=epsilon ** 2).rsqrt_().mul_(tensor.gradient)
+        clipped = ((tensor.sum(update.square()) / numel).sqrt() / self.clip).clamp(min=1.0)
+        rate = min(tensor.learning_rate, tensor.step ** -0.5)
+        tensor.parameter.sub_(update.mul_(rate * scale / clipped))
 
     def _variance(self, tensor: TensorUpdate, epsilon: float) -> Tensor:
         """The estimate of the second moment of each element here."""

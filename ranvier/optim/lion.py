@@ -24,3 +24,7 @@ class Lion:
         direction = momentum.lerp(gradients, 1 - beta1).sign_()
         parameters.mul_(1 - learning_rate * weight_decay).sub_(direction, alpha=learning_rate)
         momentum.lerp_(gradients, 1 - beta2)
+
+    def working_bytes(self, elements: int, element_bytes: int) -> int:
+        """Memory of an update of so many elements beside them and their states, for predictions: the direction."""
+        return elements * element_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -42,17 +43,28 @@ class Muon:
     def update_tensors(self, tensors: Mapping[str, TensorUpdate]) -> None:
         """See `ranvier.optim.rules.TensorRule`."""
         for tensor in tensors.values():
-            momentum = tensor.states["momentum_buffer"]
-            momentum.lerp_(tensor.gradient, 1 - self.momentum)
-            update = tensor.gradient.lerp(momentum, self.momentum).to(self.compute_dtype or momentum.dtype)
-            direction = tensor.part(orthogonalised(tensor.whole(update)))
-            tensor.parameter.mul_(1 - tensor.learning_rate * tensor.weight_decay)
-            tensor.parameter.add_(direction, alpha=-tensor.learning_rate * self._factor(tensor.shape))
+            self._update(tensor)
+
+    def _update(self, tensor: TensorUpdate) -> None:
+        momentum = tensor.states["momentum_buffer"]
+        momentum.lerp_(tensor.gradient, 1 - self.momentum)
+        update = tensor.gradient.lerp(momentum, self.momentum).to(self.compute_dtype or momentum.dtype)
+        direction = tensor.part(orthogonalised(tensor.whole(update)))
+        tensor.parameter.mul_(1 - tensor.learning_rate * tensor.weight_decay)
+        tensor.parameter.add_(direction, alpha=-tensor.learning_rate * self._factor(tensor.shape))
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Floating-point operations of one update of a whole matrix, for predictions: its Newton-Schulz steps."""
         short, long = sorted(shape)
         return STEPS * (4.0 * short ** 2 * long + 2.0 * short ** 3)
+
+    def working_bytes(self, shape: tuple[int, ...], part: tuple[int, ...], element_bytes: int) -> int:
+        """Memory of the update of a matrix of which this rank has a part, beside it and its states, for predictions:
+        that of a Newton-Schulz step, or the momentum before it is rounded."""
+        size, square = prod(shape), min(shape) ** 2
+        whole = 0 if shape == part else prod(part)
+        each = element_bytes if self.compute_dtype is None else self.compute_dtype.itemsize
+        return max(each * (whole + 3 * size + 2 * square), prod(part) * (element_bytes + each))
 
     def _factor(self, shape: tuple[int, ...]) -> float:
         rows, columns = shape

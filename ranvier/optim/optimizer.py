@@ -26,7 +26,7 @@ from ranvier.config.parameter_groups import group_of
 from ranvier.config.resolve import auto_offload, auto_offload_share
 from ranvier.config.run import Optim
 from ranvier.optim.average import EMA
-from ranvier.optim.buckets import Bucket, Segment, buckets_of, split_by_share
+from ranvier.optim.buckets import Bucket, Segment, buckets_of, joined, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
@@ -150,6 +150,11 @@ class FlatOptimizer:
         frozen, or no loss reached it. Waits as `steps` does."""
         assert self.steps >= 0
         return {name: count for name, count in self._missed.items() if count and name in self._here}
+
+    @property
+    def largest_piece(self) -> int:
+        """Most elements that a rule updates at once: those of a bucket, or of all of a chunk."""
+        return max((len(piece) for buckets in self._buckets.values() for piece in joined(buckets)), default=0)
 
     @property
     def on_device(self) -> bool:

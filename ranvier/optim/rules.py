@@ -24,6 +24,7 @@ from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
 from ranvier.layout import Parameter
 from ranvier.optim.adafactor import Adafactor
+from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.lion import Lion
 from ranvier.optim.muon import Muon
 from ranvier.optim.tensor_update import TensorUpdate
@@ -159,6 +160,15 @@ def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
         return 0.0
     return float(sum(flops(one.shape) for one in parameters if one.is_owner and rules.needs_whole(
         one.settings_name, one.shape, in_layer=one.in_layer)))
+
+
+def working_bytes(rules: Rules, specs: Iterable[GradientSpec], elements: int, element_bytes: int) -> int:
+    """Most bytes that an update allocates beside these parameters and their states: what the `working_bytes` of the
+    rules say, which they need not have. elements: most that an elementwise rule updates at once."""
+    elementwise = getattr(rules.elementwise, "working_bytes", lambda *_: 0)(elements, element_bytes)
+    of_tensor = getattr(rules.tensors, "working_bytes", lambda *_: 0)
+    return max([elementwise, *(of_tensor(spec.whole_shape, tuple(spec.parameter.shape), element_bytes)
+                               for spec in specs if spec.whole)])
 
 
 def skips_by_itself(rules: Rules) -> bool:

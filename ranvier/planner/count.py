@@ -36,7 +36,7 @@ from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
-from ranvier.optim.rules import rules_of, skips_by_itself
+from ranvier.optim.rules import rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
@@ -123,11 +123,11 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             known[states] = _states(run, layout, pipe, runs, known.setdefault(gradients, {}))
         memory = {name: dict(parts) for name, parts in known[states].items()}
         if stages.costs:
-            copies = memory["device"].pop("workspace")  # when all backwards have run
+            update = memory["device"].pop("workspace")
             memory["device"] |= _together(run, [
                 _activations(run, costs, layout, stage, segments, kept, limits, None if peaks is None else peaks[stage])
                 for stage, costs, segments, _ in held])
-            memory["device"]["workspace"] = max(copies, memory["device"]["workspace"])
+            memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
         if buffers:
             memory["device"]["tensor mesh"] = buffers[pipe]
             memory["device"]["workspace"] += passing[pipe]
@@ -135,6 +135,12 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             memory["device"]["workspace"] += values
         found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
+
+
+def _beyond_backward(run: ResolvedRun, update: int, working: Mapping[str, int]) -> int:
+    """Bytes of an update beyond those of the backward: most run when nothing of it is left."""
+    backward = "workspace", *(() if run.optim.update_in_backward else ("activations", "deferred"))
+    return max(0, update - sum(working[name] for name in backward))
 
 
 def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
@@ -179,8 +185,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
             states = _states(run, there, stage, runs)["device"]
             lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
         passing = _activations(run, costs, there, stage, segments, kept, limits)
-        states_bytes, copies = lasting[start, stop, runs]
-        return states_bytes + max(copies - passing["workspace"], 0) + sum(passing.values()) + gathered
+        states_bytes, update = lasting[start, stop, runs]
+        return states_bytes + _beyond_backward(run, update, passing) + sum(passing.values()) + gathered
 
     return needed
 
@@ -266,7 +272,12 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
         pinned += [host["checkpoint"]] if run.checkpoint.background else []
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
-    device["workspace"] = wide.itemsize * _skipped_elements(run, gradients, optimizer.buckets)
+    copied, rules = _skipped_elements(run, gradients, optimizer.buckets), rules_of(run.optim, dtype)
+    by_bucket = copied or offload in ("stream", "host") or gradients.dtype is not wide
+    working = working_bytes(rules, gradients.owned(), largest if by_bucket else optimizer.largest_piece, wide.itemsize)
+    device["workspace"] = wide.itemsize * copied
+    (host if run.device_type == "cuda" and offload == "host" else device)["workspace"] = (
+        wide.itemsize * copied + working)
     device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)

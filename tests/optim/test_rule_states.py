@@ -6,16 +6,21 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.config.resolve import resolve
+from ranvier.config.resolve import Facts, resolve
 from ranvier.config.run import Batch, Optim, Pipeline, Run
 from ranvier.mesh import Mesh
+from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.muon import Muon, orthogonalised
+from ranvier.optim.rules import rules_of, working_bytes
+from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.planner.count import laid_out
 from ranvier.planner.run_cost import step_of
 from ranvier.precision import DTYPES
+from ranvier.testing.memory import MemoryTracker
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, assert_same, everything, on, train
 from tests.covering import chosen, quick
 from tests.elastic.test_transition import trained
@@ -119,6 +124,34 @@ def test_plans_count_newton_schulz_steps():
     expected = CONFIG.num_layers * sum(Muon().flops(shape) for shape in ((24, 8), (8, 8), (32, 8), (8, 32)))
     assert step_of(resolve(run), ()).update_flops == expected
     assert step_of(resolve(replace(run, optim=Optim(algorithm="adafactor"))), ()).update_flops == 0
+
+
+@pytest.mark.parametrize(("algorithm", "dtype"), [
+    ("lion", torch.float32), ("muon", torch.float32), ("muon", torch.bfloat16), ("adafactor", torch.float32)])
+def test_working_memory_of_updates(algorithm, dtype):
+    """Of a bucket, or of two matrices in turn, as storages are counted; nothing of one is left in the other."""
+    rules, shape = rules_of(Optim(algorithm=algorithm), dtype), (64, 256)
+    spec = GradientSpec(name="", blocks=(0,), numel=prod(shape), parameter=nn.Parameter(torch.zeros(shape)),
+                        whole=rules.tensors is not None)
+    predicted = working_bytes(rules, [spec], prod(shape), 4)
+    tensors = {name: TensorUpdate(shape=shape, parameter=torch.ones(shape), gradient=torch.ones(shape), step=2, states={
+        state: torch.zeros(own or shape) for state, own in rules.state_shapes("", shape, in_layer=True).items()},
+        learning_rate=0.1, weight_decay=0.1) for name in "ab"}
+    with MemoryTracker() as tracker:
+        if rules.tensors is not None:
+            rules.tensors.update_tensors(tensors)
+        else:
+            one = tensors["a"]
+            rules.elementwise.update(one.parameter, one.gradient, one.states, step=2, learning_rate=0.1, weight_decay=0)
+    assert 0.95 * predicted < tracker.peak_bytes() <= predicted
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_memory_of_updates_on_the_host(device):
+    """It is the host's, unless that is the device."""
+    run = Run(model=CONFIG, optim=Optim(algorithm="lion", bucket_size=10_000, offload="host"))
+    (entry,) = laid_out(resolve(run, Facts(device=device)))[1]
+    assert entry.host.get("workspace", 0) == (entry.device["gradients"] if device == "cuda" else 0)
 
 
 @pytest.mark.parametrize(("algorithm", "mesh", "options", "precision"), chosen([

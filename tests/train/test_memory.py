@@ -123,9 +123,16 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     assert json.loads((run.run_dir / "summary.json").read_text())["memory"] == summaries[0]["memory"]
 
 
+LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300, sequence=4)
+
+
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
-    pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss")])
+    pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
+    *(pytest.param({"optim": Optim(algorithm=algorithm), "batch": Batch(global_size=1, microbatch_size=1)},
+                   id=f"update by {algorithm}") for algorithm in ("lion", "adafactor")),
+    pytest.param({"optim": Optim(algorithm="muon"), "batch": Batch(global_size=1, microbatch_size=1), "model": LARGE},
+                 id="update by muon")])
 def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
     """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
     model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
