@@ -84,6 +84,10 @@ class BlockCost:
     """Number of these parameters that need a gradient."""
     num_owned: int
     """Number of these that the block owns: of a tied parameter's ends the first one owns it."""
+    weight_elements: int = 0
+    """Elements of the largest trainable weight of a plain linear layer."""
+    table_elements: int = 0
+    """The same of its other trainable parameters, such as lookup tables, whose whole gradient a backward computes."""
     weight_share: float = 1.0
     """Share of the FLOPs of weight gradients, which are as many as a forward's: 1 where all weights need gradients, or
     none does; less where some of the block's are frozen, as beside adapters."""

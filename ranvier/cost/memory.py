@@ -105,13 +105,14 @@ class StoredMicrobatches:
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
-                     kept_again: Mapping[str, int]) -> dict[str, int]:
+                     kept_again: Mapping[str, int], gradients: Sequence[int]) -> dict[str, int]:
     """Bytes that the microbatches on their way keep alive on a stage of these blocks, by category.
 
     Args:
         costs: of one microbatch.
         segments: runs of blocks, as places on the stage, that are recomputed in their backward.
         kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
+        gradients: of each block, bytes that gradients of weights take before they are added to those of the batch.
     """
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
     kept = [cost.kept_bytes + cost.loss_bytes for cost in costs]
@@ -133,9 +134,17 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
             size for place, size in outside.items() if place >= segment.stop and not (may_wait and costs[place].defers))
         recomputed = max(recomputed, sum(kept_again.get(costs[place].name, costs[place].inside_bytes)
                                          for place in segment) - behind)
+    workspace = behind = 0  # as before, where a backward comes to a block
+    for place, cost in reversed([*enumerate(costs)]):
+        workspace = max(workspace, cost.allocated_bytes + max(0, gradients[place] - behind))
+        if place in outside:
+            behind += 0 if may_wait and cost.defers else outside[place]
+        else:
+            behind += next((again for again, segment in zip(until_again, segments, strict=True)
+                            if segment.start == place), 0)
     return {"activations": stored * (sum(outside.values()) + sum(until_again)) + recomputed,
             "deferred": waiting,
-            "workspace": max(cost.allocated_bytes for cost in costs),
+            "workspace": workspace,
             "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
 
 

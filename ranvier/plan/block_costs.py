@@ -38,6 +38,7 @@ from ranvier.plan.kernel_count import (
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
+from ranvier.tensor.lookups import adds_rows
 from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
@@ -190,6 +191,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                                     "supports." + _hint(entered_state)) from error
         outputs = named(state, f"block {name}")
         share, defers = _weights_of(module, count)
+        weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered // 8)
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
             kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
@@ -197,6 +199,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
             kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
+            weight_elements=weight, table_elements=table,
             float8_products=tuple(products.found), repeated=count.repeated(
                 counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
                 inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)])),
@@ -264,6 +267,20 @@ def _weights_of(module: nn.Module, count: KernelCount) -> tuple[float, bool]:
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
         return 1.0, defers
     return 1.0 - count.weight_flops / flops * (1.0 - trained / total), defers
+
+
+def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int]:
+    """`weight_elements` and `table_elements` of a block. tokens: what is looked up in tables, where that may be added
+    to these rows alone; else 0."""
+    layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))]
+    own = {parameter for layer in layers for parameter in layer.parameters(recurse=False)} | {
+        table.weight for table in module.modules() if isinstance(table, nn.Embedding) and (
+            tokens and adds_rows(table.num_embeddings, tokens))}
+    weights = {parameter for layer in layers if isinstance(layer, nn.Linear)
+               for parameter in layer.parameters(recurse=False)}
+    weight, table = (max((one.numel() for one in group if one.requires_grad and one.dim() > 1), default=0)
+                     for group in (weights, {*module.parameters()} - own))
+    return weight, table
 
 
 def _tensors(state: State) -> list[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import starmap
+from itertools import chain, starmap
 from math import prod
 from typing import Any, cast
 
@@ -472,6 +472,22 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
                                limit, (stage, run.placement.num_stages))
 
 
+def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequence[range], num_stages: int
+                    ) -> list[int]:
+    """`gradients` of `activation_bytes`. Autograd has a gradient in the parameter's format, then in that of the sums;
+    linear layers that are not recomputed add theirs in one product, but for half precision on a CPU. The first of two
+    gradients of a tied parameter waits for the second one, and then for their sum."""
+    each, wide, inside = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize, {*chain(*segments)}
+    by_autograd = each + (wide if wide > each else 0)
+    by_layer = each if wide > each and run.device_type != "cuda" else 0
+    found = [max(cost.table_elements * by_autograd,
+                 cost.weight_elements * (by_autograd if place in inside else by_layer))
+             for place, cost in enumerate(costs)]
+    tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == run.mesh.stage_size == 1 else 0
+    return [tied * max(3 * each, by_autograd) if tied and not place else one + tied * each
+            for place, one in enumerate(found)]
+
+
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
                  kept_again: Mapping[str, int], limits: Limits, at_peak: tuple[int, float] | None = None
                  ) -> dict[str, int]:
@@ -484,7 +500,7 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
         defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward, at_peak=at_peak,
-        is_alone=layout.stages.per_rank == 1), kept_again)
+        is_alone=layout.stages.per_rank == 1), kept_again, _gradient_bytes(run, costs, segments, num_stages))
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

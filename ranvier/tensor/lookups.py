@@ -26,6 +26,11 @@ LEAST_ROWS = 1024
 """Smaller tables are left to autograd."""
 
 
+def adds_rows(rows: int, tokens: int) -> bool:
+    """Whether looking up so many tokens in a table on a CPU adds to the gradients of their rows alone."""
+    return rows >= LEAST_ROWS and 2 * tokens <= rows
+
+
 class _RowLookup(Function):
     """functional.embedding whose backward adds rows straight to the weight's gradient, where there is one."""
 
@@ -78,7 +83,7 @@ class _LookupForward:
     def __call__(self, input: Tensor) -> Tensor:
         module, weight = self._module, self._module.weight
         if (torch.is_grad_enabled() and weight.requires_grad and are_plain(weight) and not is_transformed()
-                and 2 * input.numel() <= len(weight)):
+                and adds_rows(len(weight), input.numel())):
             padding = -1 if module.padding_idx is None else module.padding_idx
             return _RowLookup.apply(weight, input, padding, self._gradients)
         return functional.embedding(input, weight, module.padding_idx)

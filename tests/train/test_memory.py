@@ -14,7 +14,7 @@ import torch
 
 from ranvier.cli import check
 from ranvier.config import read
-from ranvier.config.resolve import ResolvedRun, resolve
+from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost.memory import StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
@@ -123,16 +123,22 @@ def test_what_is_predicted_is_what_is_measured(corpus, tmp_path, name, changed):
     assert json.loads((run.run_dir / "summary.json").read_text())["memory"] == summaries[0]["memory"]
 
 
+ONE = Batch(global_size=1, microbatch_size=1)
 LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300, sequence=4)
 
 
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
-    *(pytest.param({"optim": Optim(algorithm=algorithm), "batch": Batch(global_size=1, microbatch_size=1)},
-                   id=f"update by {algorithm}") for algorithm in ("lion", "adafactor")),
-    pytest.param({"optim": Optim(algorithm="muon"), "batch": Batch(global_size=1, microbatch_size=1), "model": LARGE},
-                 id="update by muon")])
+    *(pytest.param({"optim": Optim(algorithm=algorithm), "batch": ONE}, id=f"update by {algorithm}")
+      for algorithm in ("lion", "adafactor")),
+    pytest.param({"optim": Optim(algorithm="muon"), "batch": ONE, "model": LARGE}, id="update by muon"),
+    pytest.param({"batch": ONE, "model": LARGE, "precision": "bf16", "memory": Memory(recompute=1),
+                  "optim": Optim(algorithm="sgd")}, id="gradients of recomputed weights"),
+    pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt"), "optim": Optim(algorithm="sgd")},
+                 id="gradients of a tied table"),
+    pytest.param({"batch": ONE, "model": replace(LARGE, vocab=1000), "precision": "bf16",
+                  "optim": Optim(algorithm="sgd"), "mesh": Mesh(pipe=2)}, id="gradient of a table")])
 def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
     """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
     model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
@@ -142,6 +148,20 @@ def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
     for rank, measured in enumerate(run_all(run)[0][0]["memory"]):
         size = sum(measured["device"].values())
         assert size < 1.01 * predicted[run.mesh.coordinates(rank).pipe].device_bytes < 1.3 * size, f"rank {rank}"
+
+
+@pytest.mark.parametrize("recompute", ["none", 1])
+def test_gradients_of_weights_on_cuda(recompute):
+    """In bf16, and then in fp32, beside what is left when the backward comes there: of the table; of a recomputed
+    layer's weights. Others are added in one product."""
+    run = resolve(ResolvedRun(model=LARGE, batch=ONE, precision="bf16", memory=Memory(recompute=recompute)),
+                  Facts(device="cuda"))
+    costs = Work().stages(run)[0]
+    place = 0 if recompute == "none" else -2
+    left = sum(cost.kept_bytes + cost.loss_bytes for cost in costs[place + 1:])
+    elements = costs[place].table_elements + costs[place].weight_elements
+    assert elements == (300 * 128 if recompute == "none" else 128 * 512)
+    assert laid_out(run)[1][0].device["workspace"] == costs[place].allocated_bytes + 6 * elements - left
 
 
 @pytest.mark.parametrize("deferred", [0, 1])
@@ -159,7 +179,7 @@ def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
     def beside_two(segments, head):
         kept = 2 * (len(segments) * 10 + sum(cost.kept_bytes for place, cost in enumerate([*layers, head]) if not any(
             place in segment for segment in segments)))
-        return activation_bytes([*layers, head], segments, microbatches, {})["activations"] - kept
+        return activation_bytes([*layers, head], segments, microbatches, {}, [0] * 4)["activations"] - kept
 
     assert beside_two([range(1, 3)], replace(head, kept_bytes=30)) == (200 if deferred else 170)
     assert beside_two([range(1, 3)], replace(head, kept_bytes=500)) == (200 if deferred else 0)
