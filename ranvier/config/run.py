@@ -141,8 +141,7 @@ class Pipeline:
     none: with `deferred`, those of any microbatch; without, what the fastest simulated schedule uses."""
     memory: Annotated[float, Ge(1)] | None = 1.1
     """Memory limit for automatic `in_flight`, `deferred` and `defer_last`: this multiple of what the largest stage
-    needs under 1f1b (with interleaved stages: under interleaved 1F1B). If no limits within it are predicted to be as
-    fast as those of none, the limits of none are used, although they may need more.
+    needs under 1f1b (with interleaved stages: under interleaved 1F1B).
     The simulation uses counted costs; after the first steps on each mesh it is repeated once with measured times (not
     with `memory_report`). If the ranks have too little memory for the limits, those for 1 are used, or else the
     schedule 1f1b (with several stages per rank, one that defers nothing). none: no simulation; as many microbatches

@@ -117,6 +117,11 @@ class MemoryChoice:
     num_microbatches: int
     step_microbatches: int
 
+    @property
+    def in_flight(self) -> int:
+        """Microbatches that a step has in flight at most."""
+        return min(self.limits.in_flight, self.step_microbatches)
+
 
 def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
                    conditions: Conditions = UNKNOWN) -> tuple[MemoryChoice, ...]:

@@ -225,7 +225,7 @@ def schedule_text(choices: Sequence[MemoryChoice], step: Cost | None = None) -> 
     max_stored = own.limits.max_stored
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
     rows = [("pipeline.memory", *(f"{each.memory:g}" for each in others)),
-            ("in flight", *(str(each.limits.in_flight) for each in others)),
+            ("in flight", *(str(each.in_flight) for each in others)),
             ("most deferred", *(str(max(each.limits.deferred)) for each in others)),
             ("of the last", *("all" if each.limits.last is None else str(each.limits.last) for each in others)),
             ("peak memory", *(f"{each.peak_memory:.2f}" for each in others)),
@@ -233,7 +233,7 @@ def schedule_text(choices: Sequence[MemoryChoice], step: Cost | None = None) -> 
             ("step time", *(f"{each.step:.3f}" for each in others))]
     if all(each.limits.last is None for each in others):
         rows = [row for row in rows if row[0] != "of the last"]
-    return "\n".join([f"\nschedule: at most {own.limits.in_flight} microbatches in flight; microbatches with deferred "
+    return "\n".join([f"\nschedule: at most {own.in_flight} microbatches in flight; microbatches with deferred "
                       f"weight gradients, by rank: {own.limits.deferred_text}; "
                       + ("" if max_stored is None else f"the stages of a rank hold at most {max_stored}; ")
                       + ("forwards and backwards run in 1F1B's order; " if own.limits.alternating else "")

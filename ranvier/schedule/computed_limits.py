@@ -106,9 +106,8 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
     if not policy.defers or not placement.num_ranks > 1 or not any(stage.trains for stage in stages):
         return rule
     case = _case(stages, policy, placement, num_microbatches, conditions)
-    if not are_searched(placement):
-        return _within_memory(_where_it_pays(rule, case), stages, memory) if placement.per_rank == 1 else next(
-            iter(_alternating_limits(case, in_flight)), rule)
+    if not are_searched(placement) and placement.per_rank == 1:
+        return _within_memory(_where_it_pays(rule, case), stages, memory)
     return _best(case, memory, rule, in_flight)
 
 
@@ -300,24 +299,37 @@ class _Candidate:
 
 def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits:
     """The limits that need least memory among those that are nearly fastest within the budget and no slower than 1F1B;
-    with several stages on each rank no slower than the rule, which holds where nothing else is within the memory.
+    where nothing is within it, those that need least. Where too many stages would have to be simulated, the first of
+    the plain ones within it.
 
     Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
     count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
     chosen.
     """
-    whole = case.bytes_under_1f1b()
-    found = [_candidate(case, limits, _outcome(case, limits)) for limits in _alternating_limits(case, given)]
-    if case.placement.per_rank > 1:
-        made = _outcome(case, rule)
-        found.insert(0, _Candidate(limits=rule, seconds=made.seconds, needs=max(made.needs(case, rule))))
-    first = found[0]
-    for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1])):
+    whole, searches, found = case.bytes_under_1f1b(), are_searched(case.placement), list[_Candidate]()
+    cap = memory * whole * (1 + 1e-9)  # of needs that are not exactly equal
+    for limits in _plain_limits(case, rule, given):
+        found.append(_candidate(case, limits, _outcome(case, limits)))
+        if found[-1].needs <= cap and not searches:
+            break
+    for less, budget in pairwise((0.0, *_BUDGETS[:bisect_left(_BUDGETS, memory) + 1]) if searches else ()):
         found += [replace(each, needs=max(each.needs, less * whole)) for each in _candidates(case, budget, given)]
-    within = [each for each in found if each.needs <= memory * whole]
-    bound = min((1 + _GAIN) * min((each.seconds for each in within), default=inf), first.seconds)
+    within = [each for each in found if each.needs <= cap]
+    fastest = min((each.seconds for each in within), default=inf)
+    bound = min((1 + _GAIN) * fastest, max(fastest, found[0].seconds))
     return min((each for each in within if each.seconds <= bound), key=lambda each: (each.needs, each.seconds),
-               default=first).limits
+               default=min(found, key=lambda each: each.needs)).limits
+
+
+def _plain_limits(case: _Case, rule: Limits, given: int | None) -> list[Limits]:
+    """1F1B's order, where there is one; with several stages on each rank also the rule, with fewer in flight, and with
+    nothing deferred."""
+    found = _alternating_limits(case, given)
+    if case.placement.per_rank > 1:
+        fewer = range(rule.in_flight, 0, -max(1, rule.in_flight // 8)) if given is None else [given]
+        found += [replace(rule, in_flight=each, deferred=deferred) for each in fewer
+                  for deferred in (rule.deferred, (0,) * len(rule.deferred))]
+    return found
 
 
 def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:

@@ -34,6 +34,7 @@ from ranvier.pipeline.engine import Engine
 from ranvier.plan.limits import defers_by_limits
 from ranvier.planner.auto import shipped_cluster_with
 from ranvier.precision import DTYPES, is_half
+from ranvier.schedule.policies import policy_named
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.logs import writing
 from ranvier.world import World
@@ -165,6 +166,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
     model, unit = run.model, "packed sequences" if run.data.packing else form_of(run.data).samples
     num_parameters = sum(parameter.numel for parameter in engine.layout.parameters
                          if parameter.owner == parameter.name)
+    most = policy_named(run.pipeline.policy).in_flight(engine.in_flight, run.num_microbatches)
     return {
         "model": f"{families.text(run)}: {num_parameters:,} parameters in {run.precision}"
                  + (f", from {model.pretrained}" if model.pretrained else ""),
@@ -172,7 +174,7 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
         "data": data.about,
         **({"padding": data.padding} if data.padding else {}),
         "batch": f"{run.batch.global_size} {unit} in microbatches of {run.batch.microbatch_size}",
-        "pipeline": f"{run.pipeline.policy}, at most {engine.in_flight} microbatches in flight"
+        "pipeline": f"{run.pipeline.policy}, at most {min(most, run.num_microbatches)} microbatches in flight"
                     + (f", deferred weight gradients by rank: {engine.limits.deferred_text}"
                        if any(engine.limits.deferred) and run.pipeline.defer_bytes == "auto" else "")
                     + ("" if engine.limits.max_stored is None else

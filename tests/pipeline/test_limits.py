@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ranvier.config.resolve import resolve
@@ -90,6 +90,31 @@ def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, nu
     plain = _outcome(replace(case, policy=OneForwardOneBackward()), limits_of_1f1b(len(stages)))
     assert made.seconds <= plain.seconds * (1 + 1e-9)
     assert max(made.needs(case, chosen)) <= memory * case.bytes_under_1f1b() * (1 + 1e-9)
+
+
+@examples(4)
+@given(st.integers(2, 3), st.integers(2, 3), st.sampled_from(["v-shape", "interleaved"]), st.sampled_from(MEMORIES),
+       st.none() | st.integers(1, 12), st.data())
+def test_several_stages_of_a_rank_stay_within_the_memory(pipe, per_rank, how, memory, num_microbatches, data):
+    placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how=how)
+    stages = data.draw(st.lists(LOADS, min_size=placement.num_stages, max_size=placement.num_stages))
+    assume(any(stage.trains for stage in stages))
+    chosen = computed_limits(stages, MessageDriven(), memory=memory, placement=placement,
+                             num_microbatches=num_microbatches)
+    case = case_of(stages, placement, num_microbatches)
+    assert max(_outcome(case, chosen).peak) <= memory * case.bytes_under_1f1b() * (1 + 1e-9)
+
+
+def test_stages_that_store_unequally_are_slower_than_by_the_rule():
+    """What the rule lets them store and defer needs more than 1F1B. Nothing is faster within that, and with as many in
+    flight as asked for nothing is within it."""
+    placement = StagePlacement(num_ranks=2, per_rank=2)
+    stages = [load(graph=2.0, fixed=0.0), load(fixed=2.0), load(fixed=2.0), load(fixed=0.0)]
+    within, three, rule = (predicted(stages, MessageDriven(), limits, placement) for limits in (
+        *(computed_limits(stages, MessageDriven(), memory=1.0, placement=placement, in_flight=in_flight)
+          for in_flight in (None, 3)), rule_limits([True] * 4, placement)))
+    assert within.memory <= 1.0 < three.memory < rule.memory
+    assert within.step > three.step > rule.step
 
 
 def limits_of_1f1b(pipe):
@@ -373,5 +398,8 @@ def test_memory_against_speed():
     long = replace(RUN, batch=Batch(global_size=4000, microbatch_size=2))
     shown = schedule_text(memory_choices(long, laid_out(long)[0].stage_costs()))
     assert "chosen by a simulation of 24 of the step's 2,000 microbatches, whose" in shown
+    few = memory_choices(replace(RUN, batch=Batch(global_size=2, microbatch_size=2)), laid_out(RUN)[0].stage_costs())
+    assert few[0].limits.in_flight > 1 == max(choice.in_flight for choice in few), "of one microbatch"
+    assert "at most 1 microbatches in flight" in schedule_text(few)
     one = replace(RUN, mesh=Mesh(), pipeline=Pipeline())
     assert memory_choices(one, laid_out(one)[0].stage_costs()) == ()

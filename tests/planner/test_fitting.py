@@ -55,7 +55,8 @@ def test_schedules_that_need_less(per_rank):
     assert own is run and within.pipeline == replace(run.pipeline, memory=1.0)
     assert (plainest.pipeline.policy, plainest.pipeline.defer_bytes) == (
         ("1f1b", "auto") if per_rank == 1 else ("message-driven", 0))
-    assert needed(plainest) <= min(needed(own), needed(within))
+    assert max(needed(plainest), needed(within)) <= needed(own)
+    assert per_rank > 1 or needed(plainest) <= needed(within)
     assert "pipeline.memory is 1" in schedule_note(run, within)
     assert ("pipeline.policy is 1f1b" if per_rank == 1 else "pipeline.defer-bytes is 0") in schedule_note(run, plainest)
 

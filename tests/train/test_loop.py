@@ -6,8 +6,10 @@ import math
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ranvier.config import read
 from ranvier.config.resolve import resolve
@@ -15,6 +17,7 @@ from ranvier.config.run import Batch, Data, Guard, Optim, Pipeline, Run, TensorP
 from ranvier.cost.tensor_traffic import tensor_mesh_facts
 from ranvier.mesh import Mesh
 from ranvier.optim.learning_rate import learning_rate
+from ranvier.schedule.limits import Limits
 from ranvier.testing.ranks import run_ranks
 from ranvier.train import report, setup
 from ranvier.train.events import EndEvent, StartEvent, StepEvent
@@ -124,6 +127,19 @@ def test_events_tell_the_story(finished):
     assert [(event["step"], event["event"]) for event in events] == [
         (0, "start"), (4, "eval"), (STEPS, "eval"), (STEPS, "checkpoint"), (STEPS, "end")]
     assert events[1]["tokens"] == 7 * 16, "a partial batch of held-out sequences"
+
+
+@pytest.mark.parametrize(("policy", "size", "most"), [("message-driven", 8, 4), ("message-driven", 4, 2),
+                                                     ("gpipe", 32, 16)])
+def test_a_run_tells_of_no_more_in_flight_than_a_step_has(corpus, policy, size, most):
+    """4 in flight of 4 microbatches, of 2, and with gpipe all 16 of them."""
+    run = resolve(tiny(corpus, corpus, mesh=Mesh(pipe=2), batch=Batch(global_size=size, microbatch_size=2),
+                       pipeline=Pipeline(policy=policy), optim=Optim(offload="none", bucket_size=1)))
+    engine = SimpleNamespace(in_flight=4, limits=Limits(in_flight=4, deferred=(0, 0)),
+                             layout=SimpleNamespace(parameters=()))
+    world = SimpleNamespace(size=2, backend=SimpleNamespace(name="mpi"), device=torch.device("cpu"))
+    text = setup.settings_text(run, engine, world, SimpleNamespace(about="", padding=""), "")["pipeline"]
+    assert text == f"{policy}, at most {most} microbatches in flight"
 
 
 def test_run_toml_has_everything_resolved(finished, corpus):
