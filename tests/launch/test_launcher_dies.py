@@ -64,8 +64,7 @@ def test_mpiexec_of_our_own_starter_is_killed(start_ranks):
     started = [start_ranks(sys.executable, SCRIPT, "hang", "mpi") for _ in range(2)]
     for each, number in zip(started, (1, 2), strict=True):
         each.wait_for_ranks()
-        proxy = each.ranks[0].parent
-        os.kill((proxy.parent if number == 1 else proxy).pid, signal.SIGKILL)
+        os.kill(each.ranks[0].handle.parents()[1 if number == 1 else 0].pid, signal.SIGKILL)
     for each in started:
         each.assert_ranks_end()
         assert each.process.wait(LIMIT_SECONDS) == 1
