@@ -287,7 +287,7 @@ class Checkpoints:
         """Write this rank's part; what rank 0 must know of it."""
         temporary = self._temporary(job)
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir(exist_ok=True)  # a folder that has been removed is not made again
             file = None
             if job.pieces:
                 file = asdict(files.write_part(temporary / files.part_name(self._rank), {
@@ -303,10 +303,11 @@ class Checkpoints:
         entries = self._entries(job.number)
         if entries is None or not self._may(job.when):
             return None
+        assert self._lease is not None, "rank 0 has claimed the folder"
         for problem in (entry["error"] for entry in entries if "error" in entry):
+            self._lease.verify()  # nothing can be written into a folder that is gone
             raise OSError(problem)
         final, manifest = step_folder(self.folder, job.step), _manifest(job, entries)
-        assert self._lease is not None, "rank 0 has claimed the folder"
         files.publish(temporary, final, manifest, verify=self._lease.verify)
         seconds = time.monotonic() - job.began
         self.damaged.discard(final)

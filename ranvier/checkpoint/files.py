@@ -133,8 +133,11 @@ def mark_best(final: Path) -> None:
     """Have the link `best` beside a checkpoint lead to it. OSError where the file system has no links."""
     link, aside = final.with_name(manifests.BEST), final.with_name(f".{manifests.BEST}.new")
     aside.unlink(missing_ok=True)
-    os.symlink(final.name, aside)
-    os.replace(aside, link)
+    try:
+        os.symlink(final.name, aside)
+        os.replace(aside, link)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:

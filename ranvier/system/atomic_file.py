@@ -11,7 +11,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +34,13 @@ def replace_atomically(path: Path, *, private: bool = False) -> Iterator[BinaryI
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def clear_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what killed writers of `name` (a glob pattern) have left in `folder`; nobody else may write it now."""
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _is_device(path: Path) -> bool:

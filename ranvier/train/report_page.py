@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ranvier.config.run import Run
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory
+from ranvier.errors import OwnershipError
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.pictures.report_page import Mark, Page, changed_settings, step_timeline
 from ranvier.pictures.timelines import RankTimeline
@@ -30,14 +32,15 @@ _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkp
 
 class ReportPage:
     """A tracker that keeps a run's page. history: another tracker, which has each event first. asked: the settings
-    before `auto` was resolved. origins: where each of them comes from. RanvierError when the file cannot be written."""
+    before `auto` was resolved. origins: where each of them comes from. verify: OwnershipError where the folder is
+    another run's by now. RanvierError when the file cannot be written."""
 
     def __init__(self, asked: Run, recipe: str, folder: Path, history: History, origins: Mapping[str, str],
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, verify: Callable[[], None] = lambda: None) -> None:
         self.run: Run = asked
         """The settings as they are now."""
         self._asked, self._origins, self._recipe, self.path = asked, origins, recipe, folder / NAME
-        self._history, self._clock = history, clock
+        self._history, self._clock, self._verify = history, clock, verify
         self._marks: list[Mark] = []
         self._mesh, self._steps, self._left_out, self._ended = "", 0, 0, False
         self._next = clock() + SECONDS_BETWEEN
@@ -82,7 +85,9 @@ class ReportPage:
     def close(self) -> None:
         """Write what is known of a run that has ended otherwise, by an error."""
         if self._history.steps and not self._ended:
-            self._write(self._page(f"ended by an error after step {self._history.steps[-1]['step']} of {self._steps}"))
+            last = self._history.steps[-1]["step"]
+            with suppress(OwnershipError):  # it is not this run's page any more
+                self._write(self._page(f"ended by an error after step {last} of {self._steps}"))
 
     def _remember(self) -> None:
         """Mark what happened before the run resumed, as its log has it. A start whose end or stop is not there ended by
@@ -120,6 +125,7 @@ class ReportPage:
 
     def _write(self, page: Page) -> None:
         with writing(self.path):
+            self._verify()
             write_atomically(self.path, page.html())
 
 

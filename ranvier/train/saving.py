@@ -26,6 +26,7 @@ from ranvier.pipeline.result import BatchResult
 from ranvier.system.lease import Lease
 from ranvier.train.best import BestEvaluation
 from ranvier.train.events import NoteEvent
+from ranvier.train.logs import read_events
 from ranvier.train.report import versions
 
 
@@ -162,6 +163,7 @@ class Saving:
         if loaded is None and self.origin != "none":
             loaded = self.checkpoints.load(self.origin, engine_for=engine)
         if loaded is None:
+            self._refuse_lost()
             return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: starting anew")])
         metadata = read_metadata(loaded)
         self._check_same(loaded, metadata)
@@ -217,6 +219,16 @@ class Saving:
             raise ConfigError(f"is older than {newest[0].name} in the same folder, which would be mixed with new "
                               "checkpoints", code="checkpoint-older-than-newest", where="resume", value=str(path),
                               remedy="Choose another `--run-dir`, or remove the newer ones.")
+
+    def _refuse_lost(self) -> None:
+        """ConfigError where the folder's run has saved checkpoints, which are gone: its logs would go, too."""
+        assert self._run.run_dir is not None
+        saved = [line["step"] for line in read_events(self._run.run_dir).lines if line["event"] == "checkpoint"]
+        if last := self.checkpoints.of_first(str(max(saved, default=""))):
+            raise ConfigError(f"has no checkpoint, but the run has saved one after step {last}",
+                              code="checkpoints-gone", where="checkpoint.dir", value=str(self.checkpoints.folder),
+                              remedy="Name the folder where they are now, or mount its disk; to begin anew, choose "
+                                     "another `--run-dir`, or remove events.jsonl.")
 
     def _note(self, loaded: Loaded) -> NoteEvent:
         was, now = loaded.about.get("mesh"), str(self._engine.mesh)

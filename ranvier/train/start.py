@@ -17,6 +17,7 @@ from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.stop import StopRequest
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.fitting import schedule_note
+from ranvier.system.atomic_file import clear_unfinished
 from ranvier.train import setup
 from ranvier.train.attention_kernel import choose_kernel, preferred_kernel
 from ranvier.train.best import best_of
@@ -78,6 +79,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     assert run.run_dir is not None  # all ranks have agreed on it
     lease = acquire_folders([run.run_dir, checkpoint_folder(run)], members.everyone,
                             tell=lambda line: print(line, file=stream, flush=True))
+    if lease is not None:  # on rank 0
+        clear_unfinished(run.run_dir)
 
     # 2. The engine, with the state of a checkpoint if the run resumes: other layers may have been frozen there.
     runtime, outputs = build_runtime(run, world, data), Trackers()
@@ -107,9 +110,9 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
 
     # 3. Rank 0 opens the files of the run, or goes on with them.
     requests, history, page = Requests(world, run.run_dir if is_first else None), History(), None
-    if is_first:
+    if lease is not None:
         more = experiment_trackers(run.log, run.run_dir, continues=resumed.continues)
-        page = ReportPage(run, recipe, run.run_dir, history, origins)
+        page = ReportPage(run, recipe, run.run_dir, history, origins, verify=lease.verify)
         opened, damaged = open_outputs(run.run_dir, history, [console(stream, run), page, *more, *trackers],
                                        after=done if resumed.continues else None)
         outputs = Trackers(opened)

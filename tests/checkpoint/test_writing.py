@@ -203,6 +203,16 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path):
     assert load(tmp_path)[0].step == 1
 
 
+def test_the_mark_of_the_best_is_set_or_leaves_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
+        with pytest.raises(FileNotFoundError):
+            files.mark_best(tmp_path / "step-1")
+    assert not list(tmp_path.iterdir())
+    files.mark_best(tmp_path / "step-1")
+    assert os.listdir(tmp_path) == ["best"] and os.readlink(tmp_path / "best") == "step-1"
+
+
 def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
     save_steps(tmp_path, 2)
     damage = tmp_path / "step-2" / "part-00000.safetensors"

@@ -220,6 +220,20 @@ def test_from_the_start_where_there_is_none(text, tmp_path):
     assert list(losses(tmp_path)) == [1, 2]
 
 
+def test_a_folder_whose_checkpoints_are_gone_is_not_begun_anew(text, done):
+    """Such as those on a disk that is not mounted: the logs of what was done stay."""
+    (done / "checkpoint").rename(done / "elsewhere")
+    with raises("checkpoints-gone", where="checkpoint.dir"):
+        run_all(tiny(text, done, steps=6, resume="auto"))
+    assert list(losses(done)) == [1, 2, 3, 4]
+    shutil.rmtree(done / "checkpoint")
+    (done / "elsewhere").rename(done / "checkpoint")
+    (done / f".report.html.{'0a' * 6}").touch()  # left by a writer that was killed
+    run_all(tiny(text, done, steps=6, resume="auto"))
+    assert list(losses(done)) == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in done.glob(".*") if not path.name.startswith(".owner")] == []
+
+
 def test_a_damaged_one_is_named(text, done):
     """And lines of later steps, of which the last is cut off, are left out."""
     (done / "checkpoint" / "step-4" / "part-00001.safetensors").write_bytes(b"")
@@ -465,6 +479,7 @@ def test_a_run_whose_folder_another_one_has_taken_ends(text, whole, tmp_path):
     assert second["summary"]["steps"] == 8 and losses(tmp_path) == losses(whole)
     assert sorted(path.name for path in tmp_path.glob("checkpoint/step-*")) == ["step-4", "step-6", "step-8"]
     assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(second["summary"]))
+    assert ", written " in (page := (tmp_path / "report.html").read_text()) and "ended by an error" not in page
 
 
 def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
@@ -480,6 +495,7 @@ def test_a_run_whose_folder_is_removed_ends(text, tmp_path):
     with raises("folder-lost"):
         run_ranks(lambda world: train(run, "tiny", world, stream=io.StringIO(), trackers=[Removes()]), 2,
                   timeout_seconds=120)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_comes_of_a_loss_that_is_no_number_is_not_kept(text, tmp_path):
