@@ -63,9 +63,9 @@ class Arrays:
 
 def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
     """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
-    names = ("train", "eval")
-    make_once(folder / "arrays", lambda: all((folder / name / _ABOUT).exists() for name in names), make, progress)
-    train, held = (open_arrays(folder / name) for name in names)
+    folders = (folder / "train", folder / "eval")
+    make_once(folder / "arrays", lambda: all((each / _ABOUT).exists() for each in folders), make, progress, folders)
+    train, held = map(open_arrays, folders)
     return train, held
 
 

@@ -4,7 +4,7 @@ content, and files that appear only when they are complete, written by one proce
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import platformdirs
 
 from ranvier.config.run import Run
 from ranvier.errors import DataError
-from ranvier.system.atomic_file import replace_atomically
+from ranvier.system.atomic_file import clear_unfinished, replace_atomically
 from ranvier.system.file_lock import StillLockError, file_lock
 from ranvier.system.lease import Owner
 
@@ -87,12 +87,12 @@ def name_of(process: Owner) -> str:
 
 
 @contextmanager
-def one_writer(path: Path, progress: Progress) -> Iterator[None]:
+def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
     """A context in which one process (and one thread) is at a time for this `path`; check for the file again inside.
 
-    The lock ends with its process. On a file system without locks several processes may be inside: they write the same,
-    and `published` keeps their files complete. A wait for a process of another run is reported to `progress`, with that
-    process. DataError where it shows no life.
+    The lock ends with its process. On a file system without locks (False) several processes may be inside: they write
+    the same, and `published` keeps their files complete. A wait for a process of another run is reported to
+    `progress`, with that process. DataError where it shows no life.
     """
     if isinstance(progress, CacheOnly):
         raise NotInCache(str(path))
@@ -107,7 +107,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
         try:
             with _writable(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock)
+                is_alone = stack.enter_context(lock)
         except StillLockError as error:
             holder = error.holder
             kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
@@ -116,14 +116,17 @@ def one_writer(path: Path, progress: Progress) -> Iterator[None]:
                             value=None if holder is None else str(holder),
                             remedy=f"Let that process continue, or end it{kill}, or choose another folder with "
                                    "`--data.cache-dir`.") from error
-        yield
+        yield is_alone
 
 
-def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None], progress: Progress) -> None:
-    """Have one process (`one_writer`) make what is not there yet."""
+def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None], progress: Progress,
+              folders: Sequence[Path] = ()) -> None:
+    """Have one process (`one_writer`) make what is not there yet, in `folders` that nobody else writes."""
     if not is_there():
-        with one_writer(path, progress):
+        with one_writer(path, progress) as is_alone:
             if not is_there():
+                for folder in folders if is_alone else ():
+                    clear_unfinished(folder)
                 make()
 
 

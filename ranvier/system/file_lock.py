@@ -41,8 +41,8 @@ class StillLockError(Exception):
 
 @contextmanager
 def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]
-              ) -> Iterator[None]:
-    """Hold the lock of `path`, whose file is made where it is missing.
+              ) -> Iterator[bool]:
+    """Hold the lock of `path`, whose file is made where it is missing; False where there are no locks.
 
     Args:
         on_wait: called once with the holder, if the lock is not there soon.
@@ -54,12 +54,12 @@ def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_lock
     ended = threading.Event()
     beating = None
     try:
-        if _acquired(handle, on_wait, on_no_locks):
+        if is_held := _acquired(handle, on_wait, on_no_locks):
             owner = Owner.this_process()
             _write(handle, 0, owner)
             beating = threading.Thread(target=_beat, args=(handle, owner, ended), name="ranvier-lock", daemon=True)
             beating.start()
-        yield
+        yield is_held
     finally:
         ended.set()
         if beating is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from ranvier.config.run import Data, Run, Transformer
-from ranvier.data.arrays import Tokens, open_arrays, write_tokens
+from ranvier.data.arrays import Tokens, made_once, open_arrays, write_arrays, write_tokens
 from ranvier.data.cache import PreparationProgress, one_writer, published
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
@@ -200,6 +201,19 @@ def test_processes_that_ask_at_once_share_one_preparation(tmp_path):
     assert len({output.splitlines()[-1] for output in outputs}) == 1
     assert sum("tokenising" in output for output in outputs) == 1
     assert sum("training a tokenizer" in output for output in outputs) == 1
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_a_killed_writer_has_left_is_removed(tmp_path, monkeypatch, has_locks):
+    """Unless others may be at it, where the file system has no locks."""
+    left = tmp_path / "train" / f".input.npy.{'0a' * 6}"
+    left.parent.mkdir()
+    left.write_bytes(b"0")
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat(tmp_path / "missing"))
+    made_once(tmp_path, lambda: [write_arrays(tmp_path / name, {"input": np.zeros((1, 2), np.int32)}, {})
+                                 for name in ("train", "eval")], lambda line: None)
+    assert left.exists() != has_locks
 
 
 def test_a_waiting_process_says_so(tmp_path):
