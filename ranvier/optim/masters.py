@@ -38,19 +38,12 @@ class MasterCopies:
                 optimizer.state[master] = {
                     name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
                     else value for name, value in optimizer.state.pop(parameter).items()}
-        self.note_values()
 
-    def note_values(self) -> None:
-        """Parameters are what their master copies say, rounded."""
-        self._known = {parameter: (parameter.detach(), parameter._version) for parameter in self.of}
-
+    @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Master copies of parameters that someone has written since become what these are now."""
-        for parameter, (value, version) in list(self._known.items()):
-            if parameter._version != version or parameter.data_ptr() != value.data_ptr():
-                with torch.no_grad():
-                    self.of[parameter].copy_(parameter)
-                self._known[parameter] = parameter.detach(), parameter._version
+        """Master copies of elements that someone has written since become what these are now."""
+        for parameter, master in self.of.items():
+            follow(master, parameter)
 
     def take_gradients(self, factor: float) -> None:
         """Each copy has its parameter's gradient times `factor`, in fp32; without one where that is None."""
@@ -69,4 +62,10 @@ class MasterCopies:
         for parameter, master in self.of.items():
             if master.grad is not None:
                 parameter.copy_(master)
-        self.note_values()
+
+
+def follow(master: Tensor, values: Tensor) -> None:
+    """Elements of a master copy become `values` where these are not the copy, rounded: someone has written them, by
+    whatever way (a write through `parameter.data` leaves no trace). Others keep their bits."""
+    values = values.to(master.device)
+    master.copy_(torch.where(values == master.to(values.dtype), master, values))

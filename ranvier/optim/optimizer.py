@@ -166,13 +166,14 @@ class FlatOptimizer:
 
     def prefetch(self) -> None:
         """The next updates are those of a whole step: states of the first buckets may come in already."""
-        self.follow_parameters()
+        self.follow_parameters(by_value=True)
         self.placement.prefetch(self.buckets)
 
-    def follow_parameters(self) -> None:
+    def follow_parameters(self, *, by_value: bool = False) -> None:
         """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
         memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
-        follow."""
+        follow. by_value: before an update, also those of which versions say nothing (on a device the update looks)."""
+        by_value &= not self.weights.is_cuda
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
@@ -182,7 +183,7 @@ class FlatOptimizer:
             views.follow()
         for spec, segment in self._groups:
             parameter = spec.parameter
-            if parameter in replaced or parameter._version != self._versions[parameter]:
+            if by_value or parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
                 self.placement.take_parameters(segment.start, segment.stop)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from ranvier.optim.average import EMA, update_average
 from ranvier.optim.buckets import Bucket, Segment, joined, within
 from ranvier.optim.chunks import GradientSpec
+from ranvier.optim.masters import follow
 from ranvier.optim.rules import Rules, SkippingRule, skips_by_itself
 from ranvier.optim.state_places import StatePlaces
 from ranvier.optim.tensor_update import TensorUpdate
@@ -50,6 +51,8 @@ class Update:
 
 
 GradientsOf = Callable[[Bucket], Tensor]
+_FOLLOWED = 1 << 22
+"""So many elements of master copies are compared with their parameters at once, which takes memory."""
 
 
 def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
@@ -120,9 +123,9 @@ class _Flat:
         """Device memory beside parameters, gradients and resident states."""
         self.staging: Sequence[Tensor] = ()
         """Host memory beside the states."""
-        self.take_parameters(0, len(weights))
-        for piece in self._pieces if ema else ():  # what the average is before the first update
-            self._of(piece, EMA).copy_(weights[piece.start:piece.stop])
+        for name in self._copies:  # an average is that before the first update
+            for piece in self._pieces:
+                self._of(piece, name).copy_(weights[piece.start:piece.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
         """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
@@ -136,12 +139,12 @@ class _Flat:
         return [(self._home, self.states)]
 
     def take_parameters(self, start: int, stop: int) -> None:
-        """Master copies of elements [start, stop) become what the parameters are now."""
+        """Master copies of elements [start, stop) become what the parameters are now, where someone has written."""
         for piece in self._pieces if "master" in self.states else ():
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 at = piece.state + first - piece.start
-                self.states["master"][at:at + last - first].copy_(self._weights[first:last])
+                _follow(self.states["master"][at:at + last - first], self._weights[first:last])
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
         return self.states[name][self._part(bucket, name)]
@@ -183,6 +186,8 @@ class _Flat:
     def _finish_bucket(self, bucket: Bucket, update: Update, states: dict[str, Tensor]) -> None:
         """The update itself, on the device, from states that are there."""
         weights = self._weights[bucket.start:bucket.stop]
+        if "master" in states and weights.is_cuda:  # elsewhere `FlatOptimizer.follow_parameters` has
+            _follow(states["master"], weights)
         gradients = self._scaled_gradients(bucket, update.factor)
         self._apply(bucket, update, states.get("master", weights), gradients, states)
         if EMA in states:
@@ -198,6 +203,11 @@ class _Flat:
     def synchronize(self) -> None:
         """Return when states may be read by the host. Nothing to do here: states are the host's own, or on the device
         in order with updates."""
+
+
+def _follow(master: Tensor, weights: Tensor) -> None:
+    for copies, values in zip(master.split(_FOLLOWED), weights.split(_FOLLOWED), strict=True):
+        follow(copies, values)
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
@@ -332,7 +342,7 @@ class Hybrid:
         return [*self._resident.homes(), *self._streamed.homes()]
 
     def take_parameters(self, start: int, stop: int) -> None:
-        """Master copies of elements [start, stop) become what the parameters are now."""
+        """See `Resident`."""
         self._resident.take_parameters(start, stop)
         self._streamed.take_parameters(start, stop)
 

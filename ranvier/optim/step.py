@@ -270,6 +270,8 @@ class Updater:
         if not keep:
             self.gradients.warn_of_lost()
         self._averaged = None
+        if self.flat is not None and self.in_backward:
+            self.flat.follow_parameters(by_value=True)
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()
@@ -539,8 +541,6 @@ class Updater:
             self._norm_before = torch.tensor(last_norm, dtype=torch.float64, device=self._device)
         if self.flat is not None:
             self.flat.restore_counters(steps or 0, missed_updates)
-        if self.masters is not None:
-            self.masters.note_values()
         if self._scale is not None and loss_scale is not None:
             self._scale = LossScale(**loss_scale)
 

@@ -94,23 +94,50 @@ def test_groups_by_identity_and_early_states_go_over_to_the_copies(dtype):
     run_ranks(rank, 1)
 
 
-@pytest.mark.parametrize("write", ["in place", "data"])
-def test_copies_follow_parameters_that_are_written(write):
-    def rank(world):
-        engine = Engine(linears(), world, dtype=torch.bfloat16,
-                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-        engine.train_batch(batch_of(torch.bfloat16, 0))
-        weight = engine.named_parameters()["b0.weight"]
-        if write == "data":
-            weight.data = torch.full_like(weight, 5.0)
-        else:
-            with torch.no_grad():
-                weight.fill_(5.0)
-        engine.train_batch(batch_of(torch.bfloat16, 0))
-        assert torch.equal(weight, torch.full_like(weight, 5.0))
-        engine.close()
+def zero_in_place(parameter):
+    with torch.no_grad():
+        parameter[:2].zero_()
 
-    run_ranks(rank, 1)
+
+def zero_data(parameter):
+    """As of torch's version count nothing has been written."""
+    parameter.data[:2].zero_()
+
+
+def replace_data(parameter):
+    parameter.data = torch.cat([torch.zeros_like(parameter[:2]), parameter.detach()[2:]])
+
+
+def sgd(**options):
+    return {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, **options), "learning_rate": 1e-5}
+
+
+@pytest.mark.parametrize("write", [zero_in_place, zero_data, replace_data])
+@pytest.mark.parametrize(("dtype", "options"), [
+    (torch.bfloat16, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-5)}),
+    (torch.bfloat16, sgd()), (torch.bfloat16, sgd(offload="stream")), (torch.bfloat16, sgd(offload="host")),
+    (torch.bfloat16, sgd(update_in_backward=True)), (torch.float32, sgd(offload="host"))],
+    ids=["torch", "none", "stream", "host", "in backward", "host, fp32"])
+def test_copies_follow_elements_that_are_written(dtype, options, write):
+    """Before each step two rows; the copies of others keep what they have below the parameter's resolution."""
+    def linear(outputs, targets):
+        return (outputs * targets).float().sum(), 1
+
+    def rank(world, write):
+        engine = Engine(chain(partial(nn.Linear, 4, 4), loss=linear), world, dtype=dtype, **options)
+        weight = engine.named_parameters()["b0.weight"]
+        for _ in range(3):
+            write(weight)
+            engine.train_batch(batch_of(dtype, 0, count=1))
+        copy = engine.updated(weight) if engine.optimizer else torch.cat([
+            part.states["master"] for part in engine.flat_optimizer.slices() if part.parameter == "b0.weight"])
+        engine.close()
+        return weight.detach().clone(), copy.detach().view(4, 4).clone()
+
+    (plain, plain_copy), = run_ranks(lambda world: rank(world, lambda parameter: None), 1)
+    (weight, copy), = run_ranks(lambda world: rank(world, write), 1)
+    assert 0 < weight[:2].abs().max() < 1e-3 and 0 < copy[:2].abs().max() < 1e-3
+    assert torch.equal(copy[2:], plain_copy[2:]) and torch.equal(weight[2:], plain[2:])
 
 
 def test_copies_go_through_a_checkpoint(tmp_path):
