@@ -17,6 +17,7 @@ from ranvier.block import LossBlock, Model, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config import rules
 from ranvier.config.run import Guard
+from ranvier.optim.elementwise import refuse_coupled
 from ranvier.optim.guard import BadSteps
 from ranvier.optim.partial_norms import warn_of_norms
 from ranvier.optim.step import OptimizerFactory, Updater
@@ -106,6 +107,9 @@ class EngineParts:
         self.updater = self._build_updater(optimizer, nominal_weight, guard, tables)
         if plan.mesh.size > plan.mesh.num_replicas:
             warn_of_norms(self.updater.gradients)
+            if self.updater.users is not None:
+                refuse_coupled(self.updater.users, splits=self.connections.tensor_mesh is not None, cuts=len({
+                    layout.pipe_of(one.block) for one in layout.parameters if one.trainable and one.is_owner}) > 1)
         masters = self.updater.masters
         self.elsewhere.note_optimizer(self.updater.users, masters.of.values() if masters is not None else ())
         if (flat := self.updater.flat) is not None:
