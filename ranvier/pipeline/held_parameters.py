@@ -34,11 +34,13 @@ WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float
 class HeldParameters:
     """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
     container: the module that the user has given them in; it is not kept in memory. replicas: so many ranks compute the
-    same blocks for other samples, and update them together."""
+    same blocks for other samples, and update them together. others: names and parameters of other ranks. owners: name
+    of a parameter -> that of its tie's owner."""
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None, *,
-                 replicas: int = 1) -> None:
-        self._blocks, self._replicas = blocks, replicas
+                 replicas: int = 1, others: Sequence[tuple[str, ref[nn.Parameter]]] = (),
+                 owners: Mapping[str, str] | None = None) -> None:
+        self._blocks, self._replicas, self._others, self._owners = blocks, replicas, others, owners or {}
         self._container = None if container is None else ref(container)
         self._names = frozenset(() if container is None else container._modules)
         self._given = {name: ref(given) for _, name, _ in blocks
@@ -123,6 +125,8 @@ class HeldParameters:
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
+        names = {one: f"{block}.{name}" for (block, name), one in reversed(self._held.items())}
+        names |= {one: name for name, other in self._others if (one := other()) is not None}
         found = set()
         for block, name, parameter, module in list(self._in_blocks()):
             held = self._held.get((block, name))
@@ -131,6 +135,11 @@ class HeldParameters:
                              "was added after the engine was built, and would not train", "Build a new engine.")
             found.add((block, name))
             if parameter is not held:
+                first = names.setdefault(parameter, names[held])
+                if self._owners.get(first, first) != self._owners.get(names[held], names[held]):
+                    raise _error("parameter-tied-late", block, name, f"was replaced by parameter {first}, and the "
+                                 "engine trains the two apart",
+                                 "Tie parameters before the engine is built, or replace it by a clone.")
                 if parameter.shape != held.shape:
                     raise _error("parameter-replaced-by-other-shape", block, name,
                                  f"was replaced by one of shape {tuple(parameter.shape)}, and has {tuple(held.shape)}",

@@ -75,10 +75,12 @@ class EngineParts:
         if self.cast_buffers and at.is_first_on_pipeline_rank:
             warnings.warn(told(self.cast_buffers, given.dtype), stacklevel=4)
         self.parameters = stage_parameters(layout, self.blocks)
-        self.held = HeldParameters(self.blocks, container, replicas=1 if plan.optim.update_in_backward else
-                                   plan.mesh.count(samples_over))
         self.elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in self.blocks),
                                           self.parameters.values())
+        self.held = HeldParameters(
+            self.blocks, container, others=self.elsewhere.others,
+            owners={one.name: one.owner for one in layout.parameters},
+            replicas=1 if plan.optim.update_in_backward else plan.mesh.count(samples_over))
 
         # the way to other ranks, and the values that start alike on several
         ties, arrived = ties_of(layout, world.rank, self.parameters), TieMessages()

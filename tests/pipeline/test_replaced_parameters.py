@@ -216,6 +216,33 @@ def test_what_cannot_be_adopted_is_named(change, error):
         run_ranks(rank, 1)
 
 
+def tie(model):
+    model[2].weight = model[0].weight
+
+
+def tie_by_a_new_one(model):
+    model[2].weight = model[3].weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("change", "mesh", "first"), [
+    (tie, Mesh(), "0.weight"), (tie, Mesh(pipe=2), "0.weight"), (tie_by_a_new_one, Mesh(), "2.weight")], ids=label)
+def test_parameters_that_are_tied_after_the_engine_was_built(change, mesh, first):
+    """They have two gradients and two states. Those that were tied before may be tied again."""
+    def rank(world, tied):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        if tied:
+            change(model)
+        engine = Engine(model, world, mesh=mesh, loss=squared, dtype=torch.float64, optimizer=SGD,
+                        pipeline=Pipeline(stages_per_rank=2) if tied and mesh.pipe > 1 else None)
+        change(model)
+        engine.train_batch(points([[2, 1]])[0])
+        engine.close()
+
+    with raises("parameter-tied-late", first):
+        run_ranks(partial(rank, tied=False), mesh.size)
+    run_ranks(partial(rank, tied=True), mesh.size)
+
+
 def replace_block(model):
     model[1] = nn.Linear(4, 4)
 
