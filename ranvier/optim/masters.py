@@ -2,17 +2,20 @@
 
     gradients (fp32, or half) -> master.grad -> optimizer.step() -> parameter = master, rounded
 
+Between batches a program may use the optimizer by itself: its parameters are the copies, and have gradients.
+
 An update is often smaller than the distance between two half-precision numbers: without a copy of full precision it is
 rounded away (Micikevicius et al., 2018, section 3.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ranvier.errors import ConfigError
 from ranvier.precision import wide
 
 
@@ -27,6 +30,7 @@ class MasterCopies:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._refuse(optimizer, {id(one) for one in parameters})
         has = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self.of = {parameter: nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
                    for parameter in parameters if parameter in has}
@@ -38,6 +42,36 @@ class MasterCopies:
                 optimizer.state[master] = {
                     name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
                     else value for name, value in optimizer.state.pop(parameter).items()}
+        self._given: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
+        """Copy -> its gradient and the version of that when it was given."""
+        self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
+        if self._steps_are_noticed:  # also those that the program takes
+            optimizer.register_step_pre_hook(lambda *_: self.follow_parameters())
+            optimizer.register_step_post_hook(lambda *_: self.write_parameters())
+
+    @staticmethod
+    def _refuse(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> None:
+        """ConfigError for an optimizer that has parameters elsewhere than in groups."""
+        name, remedy = type(optimizer).__name__, "Use an optimizer that takes them from its param_groups, or fp32."
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError("has no param_groups, in which master copies take the places of half-precision "
+                              "parameters", code="optimizer-without-groups", where="optimizer", value=name,
+                              remedy=remedy)
+        for attribute, value in vars(optimizer).items():
+            if isinstance(value, (list, tuple)) and any(id(one) in parameters for one in value):
+                raise ConfigError(f"keeps half-precision parameters in its attribute {attribute}, and master copies "
+                                  "take their places in param_groups alone", code="optimizer-keeps-parameters",
+                                  where="optimizer", value=name, remedy=remedy)
+
+    def step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Update copies and parameters from these' gradients times `factor`."""
+        self.take_gradients(factor)
+        if self._steps_are_noticed:
+            optimizer.step()
+        else:
+            self.follow_parameters()
+            optimizer.step()
+            self.write_parameters()
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
@@ -54,6 +88,17 @@ class MasterCopies:
                 master.grad = parameter.grad.mul_(factor) if factor != 1.0 else parameter.grad
             else:
                 master.grad = parameter.grad.to(master.dtype).mul_(factor)
+            self._given[master] = master.grad, 0 if master.grad is None else master.grad._version
+
+    def give_gradients(self) -> None:
+        """What a program has done with the gradients of copies since they were given is done with the parameters'."""
+        for parameter, master in self.of.items():
+            given, version = self._given.get(master, (None, 0))
+            now = master.grad
+            if now is None and given is not None:
+                parameter.grad = None
+            elif now is not None and now is not parameter.grad and (now is not given or now._version != version):
+                parameter.grad = now.to(parameter.grad_dtype)
 
     @torch.no_grad()
     def write_parameters(self) -> None:

@@ -305,6 +305,8 @@ class Updater:
         status = self._judge()
         self.gradients.scale(status.factor)
         self.gradients.show_unreached()
+        if self.masters is not None:
+            self.masters.take_gradients(1.0)
         self.gradients.note_values()
         self._kept, self._averaged = None, status
         return status
@@ -319,7 +321,7 @@ class Updater:
         all, whichever batch of the step told of which. Collective where they are clipped."""
         assert self._averaged is not None, "there are no averaged gradients"
         averaged = status = self._averaged
-        self.gradients.take_edits()
+        self._take_edits()
         if self.flat is not None:
             self.flat.prefetch()
         if self._optim.clip_norm and not self._clips_late:
@@ -338,10 +340,28 @@ class Updater:
         """Scale the gradients that `average` has left, and a user may have changed since, so that their norm over all
         ranks is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does; the norm before. Collective."""
         assert self._averaged is not None, "there are no averaged gradients"
-        self.gradients.take_edits()
+        self._take_edits()
         norm = self._recount(self._averaged).norm_on_device
         self.gradients.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    def _take_edits(self) -> None:
+        """What a user has done with gradients, of parameters or of what the optimizer updates in their place."""
+        if self.masters is not None:
+            self.masters.give_gradients()
+        self.gradients.take_edits()
+
+    def were_zeroed(self) -> bool:
+        """Of `Gradients.were_zeroed`, also by the user's optimizer."""
+        if self.masters is not None:
+            self.masters.give_gradients()
+        return self.gradients.were_zeroed()
+
+    def let_go(self) -> None:
+        """Of `Gradients.let_go`."""
+        self.gradients.let_go()
+        if self.masters is not None:
+            self.masters.take_gradients(1.0)
 
     def _recount(self, status: GradientStatus) -> GradientStatus:
         """The status of the averaged gradients as they are now. Starts a reduction over all ranks."""
@@ -460,10 +480,7 @@ class Updater:
             self.gradients.scale(factor)
             users.step()
             return
-        self.masters.follow_parameters()
-        self.masters.take_gradients(factor)
-        users.step()
-        self.masters.write_parameters()
+        self.masters.step(users, factor)
 
     # ------------------------------------------------------------------ as chunks are reduced
 

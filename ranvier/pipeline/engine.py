@@ -527,7 +527,7 @@ class Engine:
         """Discard all gradients, so that the next `forward_backward` starts from zero; for programs that update
         parameters themselves or skip a step. A `step` before the next `forward_backward` changes nothing."""
         self._statistics.forget()
-        self._updater.gradients.let_go()
+        self._updater.let_go()
 
     def _accumulate(self, batch: Sequence[Microbatch], *, updates: bool, wanted: LastOutputs | None = None) -> None:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows. wanted: takes what
@@ -542,7 +542,7 @@ class Engine:
         self._step += 1
         self._stages.last.loss_factor = self._updater.loss_factor
         self._statistics.begin_training(
-            self._updater.gradients.were_zeroed, updates=updates, users=self._updater.users,
+            self._updater.were_zeroed, updates=updates, users=self._updater.users,
             rate=None if self._updater.flat is None else self.learning_rate)
         self._updater.begin(self._step, updates=updates, keep=self._statistics.continues_a_step)
         try:

@@ -12,6 +12,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering, quick
+from tests.errors import raises
 from tests.pipeline.parity import chain
 
 HALF = [torch.bfloat16, torch.float16]
@@ -138,6 +139,99 @@ def test_copies_follow_elements_that_are_written(dtype, options, write):
     (weight, copy), = run_ranks(lambda world: rank(world, write), 1)
     assert 0 < weight[:2].abs().max() < 1e-3 and 0 < copy[:2].abs().max() < 1e-3
     assert torch.equal(copy[2:], plain_copy[2:]) and torch.equal(weight[2:], plain[2:])
+
+
+def groups_of(engine):
+    return [one for group in engine.optimizer.param_groups for one in group["params"]]
+
+
+def plainly(engine, number):
+    engine.step(engine.forward_backward(batch_of(engine.dtype, number)))
+
+
+def by_the_optimizer(engine, number):
+    engine.forward_backward(batch_of(engine.dtype, number))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def skipping(engine, number):
+    engine.forward_backward(batch_of(engine.dtype, 7))
+    engine.zero_grad()
+    engine.optimizer.step()
+    for set_to_none in (True, False):
+        engine.forward_backward(batch_of(engine.dtype, 7))
+        engine.optimizer.zero_grad(set_to_none)
+    plainly(engine, number)
+
+
+def clipped(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    engine.clip_grad_norm_(0.1)
+    engine.step(result)
+
+
+def clipped_by_torch(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    nn.utils.clip_grad_norm_(groups_of(engine), 0.1)
+    engine.step(result)
+
+
+def doubled(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    for one in engine.parameters():
+        one.grad.mul_(2.0)
+    engine.step(result)
+
+
+def doubled_in_groups(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    for one in groups_of(engine):
+        one.grad = one.grad * 2.0
+    engine.step(result)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "half"])
+@pytest.mark.parametrize(("loop", "same"), [
+    (by_the_optimizer, plainly), (skipping, plainly), (clipped_by_torch, clipped), (doubled_in_groups, doubled)])
+def test_a_loop_that_works_with_the_optimizers_parameters(loop, same, accumulate):
+    """They are the copies, and have the gradients of the batch."""
+    def rank(world, loop):
+        engine = Engine(linears(), world, dtype=torch.bfloat16, optim=Optim(accumulate=accumulate),
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
+        engine.dtype = torch.bfloat16
+        for number in range(3):
+            loop(engine, number)
+        found = [value.detach().clone() for one in engine.parameters() for value in (one, engine.updated(one))]
+        engine.close()
+        return found
+
+    found, expected = run_ranks(partial(rank, loop=loop), 1)[0], run_ranks(partial(rank, loop=same), 1)[0]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if accumulate == "half" else 1e-6, atol=1e-3)
+
+
+class Alone:
+    """An optimizer in which nothing but its own list says what it updates."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        raise AssertionError
+
+
+class Beside(torch.optim.SGD):
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+        super().__init__(self.parameters)
+
+
+@pytest.mark.parametrize(("optimizer", "code"), [(Alone, "optimizer-without-groups"),
+                                                 (Beside, "optimizer-keeps-parameters")])
+def test_an_optimizer_in_which_copies_cannot_take_the_places_of_parameters(optimizer, code):
+    with raises(code, where="optimizer", value=optimizer.__name__):
+        run_ranks(lambda world: Engine(linears(), world, dtype=torch.bfloat16, optimizer=optimizer), 1)
 
 
 def test_copies_go_through_a_checkpoint(tmp_path):
