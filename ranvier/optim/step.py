@@ -196,8 +196,16 @@ class Updater:
         self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
         self.users = None
         if optimizer is not None and owned:
-            self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
-                                   if _takes_names(optimizer) else owned)
+            try:
+                self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
+                                       if _takes_names(optimizer) else owned)
+            except ValueError as error:
+                if "empty parameter list" not in str(error):
+                    raise
+                raise ConfigError("picks none of the parameters that this rank trains", code="optimizer-picks-none",
+                                  where="optimizer", value=len(owned),
+                                  remedy="Freeze what it leaves out (requires_grad_(False)) before the engine is "
+                                         "built: on ranks that train nothing it is not called.") from error
             refuse_closures(self.users)
             in_groups = {id(one) for group in getattr(self.users, "param_groups", ()) for one in group["params"]}
             if in_groups and in_groups.isdisjoint(id(one) for one in owned):
@@ -570,7 +578,8 @@ class Updater:
         """Tensors that persist between steps: {"device": {category: tensors}, "host": {...}}."""
         found = tensors_by_category(parameters, self.gradients, self.flat)
         if self.users is not None:
-            found["device"]["moments"] = [tensor for state in self.users.state.values() for tensor in state.values()
+            states = getattr(self.users, "state", {})
+            found["device"]["moments"] = [tensor for state in states.values() for tensor in state.values()
                                           if isinstance(tensor, Tensor)]
         if self.masters is not None:
             found["device"]["master"] = list(self.masters.of.values())

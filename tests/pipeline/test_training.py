@@ -352,6 +352,27 @@ def test_a_function_that_makes_no_optimizer():
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=lambda parameters: None), 1)
 
 
+class Wrapped:
+    """SGD of the head, with a method of its own and nothing else."""
+
+    def __init__(self, named_parameters):
+        self.step = torch.optim.SGD([one for name, one in named_parameters if name.startswith("b1")], lr=0.1).step
+
+
+def test_an_optimizer_of_one_stages_parameters():
+    """It is called on all ranks that train something."""
+    make = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4))
+    with raises("optimizer-picks-none", where="optimizer", value=2):
+        on_mesh(make, Mesh(pipe=2), lambda engine: None, optimizer=lambda named_parameters: Wrapped(named_parameters))
+
+    def work(engine):
+        engine.train_batch(share(engine, points([[2]])))
+        return engine.memory()["device"].get("moments", 0), engine.optimizer is None
+
+    assert on_mesh(lambda: frozen(make(), lambda name: name.startswith("b0")), Mesh(pipe=2), work,
+                   optimizer=lambda named_parameters: Wrapped(named_parameters)) == [(0, True), (0, False)]
+
+
 def test_an_optimizer_that_computes_the_loss_itself():
     with raises("optimizer-needs-closure", "LBFGS"):
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=torch.optim.LBFGS), 1)
