@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -162,6 +163,7 @@ class Updater:
         bad_steps: looks at each step before it is applied.
         bad_loss: says before a step is applied what is bad about its loss, where no `bad_steps` looks; None applies
             what there is.
+        users_names: name of a parameter -> those in the user's module, where they are others.
 
     Raises ConfigError for what cannot work together.
     """
@@ -172,7 +174,8 @@ class Updater:
                  weight: Callable[[], float], timeline: Timeline, progress: Callable[[], None],
                  order: FlatOrder | None = None, runs: Sequence[range] = (),
                  earlier_weight: Callable[[], float] = lambda: 0.0,
-                 bad_steps: BadSteps | None = None, bad_loss: Callable[[], str | None] | None = None) -> None:
+                 bad_steps: BadSteps | None = None, bad_loss: Callable[[], str | None] | None = None,
+                 users_names: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
         for problem in in_backward_problems(optim, scales_loss=dtype is torch.float16, own=own):
             raise problem
         self._optim, self._ranks = optim, ranks
@@ -197,8 +200,8 @@ class Updater:
         self.users = None
         if optimizer is not None and owned:
             try:
-                self.users = optimizer([(spec.name, spec.parameter) for spec in self.gradients.owned()]
-                                       if _takes_names(optimizer) else owned)
+                self.users = optimizer([(users_names.get(spec.name, (spec.name,))[0], spec.parameter)
+                                        for spec in self.gradients.owned()] if _takes_names(optimizer) else owned)
             except ValueError as error:
                 if "empty parameter list" not in str(error):
                     raise

@@ -163,6 +163,7 @@ class EngineParts:
             connections.data, connections.all, optim=plan.optim, own=plan.own_optimizer, optimizer=optimizer,
             dtype=dtype, device=self._world.device, nominal_weight=1.0 if nominal_weight == "auto" else nominal_weight,
             order=plan.layout.flat_order(rank), runs=plan.chunking.runs.get(self._at.pipeline_rank, ()),
+            users_names=self._given.names_in_whole,
             send_to_owner=lambda spec: ties.send_gradient(spec.name, connections.board.calls),
             weight=statistics.weight, earlier_weight=statistics.earlier_weight, timeline=self.timeline,
             progress=connections.transport.progress,

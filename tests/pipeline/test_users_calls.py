@@ -293,6 +293,35 @@ def test_an_optimizer_by_names():
     assert run_ranks(work, 2) == [{f"{block}.linear.weight": False, f"{block}.linear.bias": True} for block in (0, 1)]
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList([Plain(), Plain()]), nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) * self.scale
+
+
+def test_an_optimizer_has_the_names_of_the_users_module():
+    """Not those of its blocks, of which the last one has the norm."""
+    def rank(world):
+        names = []
+
+        def build(named_parameters):
+            names.extend(name for name, _ in named_parameters)
+            return torch.optim.SGD([one for _, one in named_parameters], lr=0.1)
+
+        model = Scaled()
+        Engine(blocks_of(model, ["layers.*"]), world, mesh=Mesh(pipe=2), loss=squared, optimizer=build).close()
+        return names, [name for name, _ in model.named_parameters()]
+
+    (first, expected), (last, _) = run_ranks(rank, 2)
+    assert sorted(first + last) == sorted(expected) and {"scale", "norm.weight"} <= set(last)
+
+
 class WithClosure(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
