@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
@@ -250,12 +250,14 @@ def test_nothing_to_clip_is_refused():
     lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0),
     lambda engine: clip_grad_norm_((one for block in engine.blocks.values() for one in block.parameters()), 1.0),
     lambda engine: nn.utils.get_total_norm([one.grad for one in engine.parameters()]),
-], ids=["the engine's parameters", "the module's", "the norm alone"])
+    lambda engine: get_total_norm(one.grad for one in engine.parameters()),
+], ids=["the engine's parameters", "the module's", "the norm alone", "imported before any engine"])
 def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
     def work(engine):
         engine.forward_backward(share(engine, points([[2]] * mesh.data)))
         list(engine.parameters())
         nn.utils.clip_grad_value_(engine.parameters(), 1.0)
+        nn.utils.clip_grads_with_norm_(engine.parameters(), 1.0, torch.ones(()))
         torch.optim.SGD(engine.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
