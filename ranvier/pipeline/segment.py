@@ -162,7 +162,14 @@ class Segment:
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
-        return cast(State, checkpoint(once_or_again, state, use_reentrant=False))
+        try:
+            return cast(State, checkpoint(once_or_again, state, use_reentrant=False))
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise ModelError("calls torch.func.grad or another transform in reverse mode, which torch cannot recompute",
+                             code="recompute-with-transform", where=self._where,
+                             remedy="Use torch.func.jvp or jacfwd, or set `--memory.recompute none`.") from error
 
     def _check(self, tensors: Mapping[str, Tensor], versions: Mapping[str, int], when: str) -> None:
         for name, version in versions.items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ranvier.config.run import Optim, Pipeline
+from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.testing.reference import Reference
 from tests.covering import covering, label
@@ -63,6 +63,16 @@ def test_gradients_through_transforms_are_torchs(transform, also):
                       for policy in POLICIES)
     for other in others:
         assert all(torch.equal(other.gradients[name], value) for name, value in first.gradients.items())
+
+
+@pytest.mark.parametrize("recompute", [1, "selective"])
+def test_a_transform_that_torch_cannot_recompute_is_named(recompute):
+    def work(engine):
+        engine.train_batch(share(engine, points([[2]])))
+
+    with raises("recompute-with-transform", where="block b1"):
+        on_mesh(partial(chain, partial(nn.Linear, 4, 4), partial(Transformed, by_grad)), Mesh(), work,
+                optim=Optim(), memory=Memory(recompute=recompute))
 
 
 def test_other_layers_still_defer():
