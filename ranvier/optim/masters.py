@@ -30,57 +30,74 @@ class MasterCopies:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._refuse(optimizer, {id(one) for one in parameters})
-        has = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        self.of = {parameter: nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
-                   for parameter in parameters if parameter in has}
+        self._optimizer, self._parameters = optimizer, dict.fromkeys(parameters)
+        self._refuse({id(one) for one in parameters})
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
-        for group in optimizer.param_groups:
-            group["params"][:] = [self.of.get(parameter, parameter) for parameter in group["params"]]
-        for parameter, master in self.of.items():
-            if parameter in optimizer.state:
-                optimizer.state[master] = {
-                    name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
-                    else value for name, value in optimizer.state.pop(parameter).items()}
         self._given: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
         """Copy -> its gradient and the version of that when it was given."""
+        self._known: dict[nn.Parameter, tuple[int, int]] = {}
+        """Parameter -> its version and that of its copy when they were last the same."""
+        self._take_places()
         self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
         if self._steps_are_noticed:  # also those that the program takes
-            optimizer.register_step_pre_hook(lambda *_: self.follow_parameters())
+            optimizer.register_step_pre_hook(lambda *_: self.settle(by_value=True))
             optimizer.register_step_post_hook(lambda *_: self.write_parameters())
 
-    @staticmethod
-    def _refuse(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> None:
+    def _take_places(self) -> None:
+        """In groups and states, also of parameters that a program has added to groups."""
+        has = {one for group in self._optimizer.param_groups for one in group["params"]
+               if one in self._parameters and one not in self.of}
+        for parameter in self._parameters if has else ():
+            if parameter in has:
+                master = self.of[parameter] = nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
+                if parameter in self._optimizer.state:
+                    self._optimizer.state[master] = {
+                        name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
+                        else value for name, value in self._optimizer.state.pop(parameter).items()}
+        for group in self._optimizer.param_groups if has else ():
+            group["params"][:] = [self.of.get(parameter, parameter) for parameter in group["params"]]
+
+    def _refuse(self, parameters: Collection[int]) -> None:
         """ConfigError for an optimizer that has parameters elsewhere than in groups."""
-        name, remedy = type(optimizer).__name__, "Use an optimizer that takes them from its param_groups, or fp32."
-        if not hasattr(optimizer, "param_groups"):
+        name = type(self._optimizer).__name__
+        remedy = "Use an optimizer that takes them from its param_groups, or fp32."
+        if not hasattr(self._optimizer, "param_groups"):
             raise ConfigError("has no param_groups, in which master copies take the places of half-precision "
                               "parameters", code="optimizer-without-groups", where="optimizer", value=name,
                               remedy=remedy)
-        for attribute, value in vars(optimizer).items():
+        for attribute, value in vars(self._optimizer).items():
             if isinstance(value, (list, tuple)) and any(id(one) in parameters for one in value):
                 raise ConfigError(f"keeps half-precision parameters in its attribute {attribute}, and master copies "
                                   "take their places in param_groups alone", code="optimizer-keeps-parameters",
                                   where="optimizer", value=name, remedy=remedy)
 
-    def step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    def step(self, factor: float) -> None:
         """Update copies and parameters from these' gradients times `factor`."""
         self.take_gradients(factor)
-        if self._steps_are_noticed:
-            optimizer.step()
-        else:
-            self.follow_parameters()
-            optimizer.step()
-            self.write_parameters()
+        if not self._steps_are_noticed:
+            self.settle(by_value=True)
+        self._optimizer.step()
+        self.write_parameters()  # hooks of the program may have written copies
 
     @torch.no_grad()
-    def follow_parameters(self) -> None:
-        """Master copies of elements that someone has written since become what these are now."""
+    def settle(self, *, by_value: bool = False) -> None:
+        """Parameters and copies are the same again, where someone has written the ones or the others since they were.
+        by_value: also elements of parameters that versions say nothing of."""
+        self._take_places()
         for parameter, master in self.of.items():
-            follow(master, parameter)
+            was, now = self._known.get(parameter), (parameter._version, master._version)
+            if was is not None and was[0] == now[0] and was[1] != now[1]:
+                parameter.copy_(master)
+            elif by_value:
+                follow(master, parameter)
+            else:
+                continue
+            self._known[parameter] = parameter._version, master._version
 
     def take_gradients(self, factor: float) -> None:
         """Each copy has its parameter's gradient times `factor`, in fp32; without one where that is None."""
+        self._take_places()
         for parameter, master in self.of.items():
             if parameter.grad is None:
                 master.grad = None
@@ -107,6 +124,7 @@ class MasterCopies:
         for parameter, master in self.of.items():
             if master.grad is not None:
                 parameter.copy_(master)
+            self._known[parameter] = parameter._version, master._version
 
 
 def follow(master: Tensor, values: Tensor) -> None:

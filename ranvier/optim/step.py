@@ -390,6 +390,8 @@ class Updater:
         """Return when the parameters that other replicas update are here."""
         if self.flat is not None:
             self.flat.finish()
+        if self.masters is not None:
+            self.masters.settle()
 
     def progress(self) -> None:
         """Let messages, reductions and gathers move."""
@@ -491,7 +493,7 @@ class Updater:
             self.gradients.scale(factor)
             users.step()
             return
-        self.masters.step(users, factor)
+        self.masters.step(factor)
 
     # ------------------------------------------------------------------ as chunks are reduced
 

@@ -113,7 +113,7 @@ class EngineParts:
                 refuse_coupled(self.updater.users, splits=self.connections.tensor_mesh is not None, cuts=len({
                     layout.pipe_of(one.block) for one in layout.parameters if one.trainable and one.is_owner}) > 1)
         masters = self.updater.masters
-        self.elsewhere.note_optimizer(self.updater.users, masters.of.values() if masters is not None else ())
+        self.elsewhere.note_optimizer(self.updater.users, masters.of if masters is not None else {})
         if (flat := self.updater.flat) is not None:
             refuse_left_behind(flat.left_behind, self.blocks, self.model.loss if numbers[-1] == last else None)
         self.ties.send_values(self.connections.board.calls, trained=False)  # parameters have their places in memory

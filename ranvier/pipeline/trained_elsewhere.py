@@ -111,19 +111,30 @@ class TrainedElsewhere:
         """Whether other ranks may have values by now that this one has not."""
         self._used: list[tuple[bool, int, int] | None] = []
         """`_use` of each of these when the batch began; None of what is no more."""
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._copies: Mapping[nn.Parameter, Tensor] = {}
+        self._num_updated = 0
         self._of_no_block: list[nn.Parameter] = []
         """Parameters that the user's optimizer has, and no block."""
         self._used_of_no_block: list[tuple[bool, int, int]] = []
 
-    def note_optimizer(self, optimizer: torch.optim.Optimizer | None, masters: Iterable[Tensor]) -> None:
-        """What the user's optimizer updates, when it is made. masters: copies of parameters, in their place."""
-        known = self._here.union((id(one()) for _, one in self.others), map(id, masters))
-        self._of_no_block = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]
-                             if id(one) not in known]
+    def note_optimizer(self, optimizer: torch.optim.Optimizer | None, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """Whose parameters are looked at. copies: those that have the places of parameters in it."""
+        self._optimizer, self._copies = optimizer, copies
+
+    def _look_at_optimizer(self) -> None:
+        """What it updates, to which a program may add."""
+        groups = getattr(self._optimizer, "param_groups", ())
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._num_updated:
+            known = self._here.union((id(one()) for _, one in self.others), map(id, self._copies.values()))
+            self._of_no_block = [one for group in groups for one in group["params"] if id(one) not in known]
+            self._num_updated = count
 
     def begin(self) -> None:
         """A training batch begins."""
         self.may_be_old = True
+        self._look_at_optimizer()
         self._used = [None if (held := one()) is None else _use(held) for _, one in self.others]
         self._used_of_no_block = [_use(one) for one in self._of_no_block]
 

@@ -211,6 +211,51 @@ def test_a_loop_that_works_with_the_optimizers_parameters(loop, same, accumulate
         torch.testing.assert_close(one, other, rtol=1e-2 if accumulate == "half" else 1e-6, atol=1e-3)
 
 
+def test_a_parameter_that_a_program_adds_to_a_group_has_a_copy():
+    def rank(world):
+        engine = Engine(linears(), world, dtype=torch.bfloat16, optimizer=lambda parameters: torch.optim.SGD(
+            [one for one in parameters if one.dim() == 1], lr=1e-5))
+        engine.train_batch(batch_of(torch.bfloat16, 0))
+        engine.optimizer.add_param_group({"params": [one for one in engine.parameters() if one.dim() == 2]})
+        engine.train_batch(batch_of(torch.bfloat16, 0))
+        assert all(engine.updated(one).dtype is torch.float32 for one in engine.parameters())
+        assert {id(engine.updated(one)) for one in engine.parameters()} == set(map(id, groups_of(engine)))
+        assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in groups_of(engine) if copy.dim() == 2)
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
+@torch.no_grad()
+def halve(optimizer, *_):
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_a_program_that_writes_what_the_optimizer_updates(by_hook):
+    """Forwards compute with it."""
+    def rank(world):
+        engine = Engine(linears(), world, dtype=torch.bfloat16,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+        before = [one.detach().clone() for one in engine.parameters()]
+        if by_hook:
+            engine.optimizer.register_step_post_hook(halve)
+            engine.train_batch(batch_of(torch.bfloat16, 0))
+        else:
+            engine.train_batch(batch_of(torch.bfloat16, 0))
+            with torch.no_grad():
+                for one in groups_of(engine):
+                    one.mul_(0.5)
+        engine.evaluate(batch_of(torch.bfloat16, 0))
+        found = [one.detach().clone() for one in engine.parameters()]
+        assert all(torch.equal(one, 0.5 * other) for one, other in zip(found, before, strict=True))
+        engine.close()
+
+    run_ranks(rank, 1)
+
+
 class Alone:
     """An optimizer in which nothing but its own list says what it updates."""
 

@@ -266,20 +266,25 @@ def test_before_the_training_a_value_is_not_old():
     assert state_after(norm, evaluates=True)
 
 
-@pytest.mark.parametrize("place", ["block", "loss"])
+@pytest.mark.parametrize("place", ["block", "loss", "loss, later"])
 def test_a_parameter_of_no_block_that_the_optimizer_has_is_refused(place):
     """Its gradient would be that of a sum of losses, on this rank alone. One without a gradient is left alone."""
+    later = place == "loss, later"
+
     def rank(is_used, world):
         scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
         def loss(outputs, targets):
-            return squared(outputs * scale if is_used and place == "loss" else outputs, targets)
+            return squared(outputs * scale if is_used and place != "block" else outputs, targets)
 
         model = nn.Sequential(linear(), linear())
         if is_used and place == "block":
             model[1].register_forward_hook(lambda module, _, output: output * scale)
         engine = Engine(model, world, mesh=Mesh(data=2), loss=loss,
-                        optimizer=lambda parameters: torch.optim.SGD([*parameters, scale], lr=0.1))
+                        optimizer=lambda parameters: torch.optim.SGD([*parameters, *[scale][later:]], lr=0.1))
+        if later:
+            engine.train_batch(share(engine, points([[2], [2]])))
+            engine.optimizer.add_param_group({"params": [scale]})
         engine.train_batch(share(engine, points([[2], [2]])))
 
     run_ranks(partial(rank, False), 2)
