@@ -76,13 +76,14 @@ def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tup
     vars(twin).update(deepcopy(settings, memo), state=defaultdict(dict), param_groups=[])
     pairs = []
     for number, group in enumerate(optimizer.param_groups):
-        like = max(group["params"], key=Tensor.dim)
-        values = [_values(_SHAPE[:like.dim()], like, 7 * number + place) for place in range(2)]
-        pair = tuple(nn.Parameter(one[_half(one)].clone() if halves else one) for one in values)
-        copied = deepcopy({name: one for name, one in group.items() if name != "params"}, memo)
-        rate = {} if isinstance(group.get("lr"), Tensor) else {"lr": 0.1}
-        twin.param_groups.append(copied | rate | {"params": list(pair)})
-        pairs.append(pair)
+        copied = deepcopy({name: one for name, one in group.items() if name != "params"}, memo) | {"params": []}
+        twin.param_groups.append(copied if isinstance(group.get("lr"), Tensor) else copied | {"lr": 0.1})
+        if group["params"]:
+            like = max(group["params"], key=Tensor.dim)
+            values = [_values(_SHAPE[:like.dim()], like, 7 * number + place) for place in range(2)]
+            one, other = (nn.Parameter(tensor[_half(tensor)].clone() if halves else tensor) for tensor in values)
+            copied["params"] += [one, other]
+            pairs.append((one, other))
     return twin, pairs
 
 

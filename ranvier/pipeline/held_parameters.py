@@ -135,9 +135,9 @@ class HeldParameters:
                              "was added after the engine was built, and would not train", "Build a new engine.")
             found.add((block, name))
             if parameter is not held:
-                first = names.setdefault(parameter, names[held])
-                if self._owners.get(first, first) != self._owners.get(names[held], names[held]):
-                    raise _error("parameter-tied-late", block, name, f"was replaced by parameter {first}, and the "
+                known = names.setdefault(parameter, names[held])
+                if self._owners.get(known, known) != self._owners.get(names[held], names[held]):
+                    raise _error("parameter-tied-late", block, name, f"was replaced by parameter {known}, and the "
                                  "engine trains the two apart",
                                  "Tie parameters before the engine is built, or replace it by a clone.")
                 if parameter.shape != held.shape:

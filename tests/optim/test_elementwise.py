@@ -95,6 +95,7 @@ def test_one_group_of_several():
                     one.sub_(one.grad / one.grad.norm() if group["matrices"] else one.grad, alpha=group["lr"])
 
     groups = [{"params": [nn.Parameter(torch.ones(3))], "matrices": False},
+              {"params": [], "matrices": False},
               {"params": [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))], "matrices": True}]
     with raises(WHOLE):
         refuse_coupled(Both(groups), splits=True, cuts=False)
