@@ -11,9 +11,11 @@ rounded away (Micikevicius et al., 2018, section 3.1).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ConfigError
 from ranvier.precision import wide
@@ -51,10 +53,11 @@ class MasterCopies:
         for parameter in self._parameters if has else ():
             if parameter in has:
                 master = self.of[parameter] = nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
-                if parameter in self._optimizer.state:
-                    self._optimizer.state[master] = {
+                states = getattr(self._optimizer, "state", {})
+                if parameter in states:
+                    states[master] = {
                         name: value.to(wide(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point()
-                        else value for name, value in self._optimizer.state.pop(parameter).items()}
+                        else value for name, value in states.pop(parameter).items()}
         for group in self._optimizer.param_groups if has else ():
             group["params"][:] = [self.of.get(parameter, parameter) for parameter in group["params"]]
 
@@ -66,8 +69,11 @@ class MasterCopies:
             raise ConfigError("has no param_groups, in which master copies take the places of half-precision "
                               "parameters", code="optimizer-without-groups", where="optimizer", value=name,
                               remedy=remedy)
+        shared = {id(group["params"]) for group in self._optimizer.param_groups}
         for attribute, value in vars(self._optimizer).items():
-            if isinstance(value, (list, tuple)) and any(id(one) in parameters for one in value):
+            leaves = () if attribute in ("param_groups", "state") else tree_leaves(value)
+            inner = [group["params"] for one in leaves for group in getattr(one, "param_groups", ())]
+            if any(id(one) in parameters for one in chain(leaves, *(one for one in inner if id(one) not in shared))):
                 raise ConfigError(f"keeps half-precision parameters in its attribute {attribute}, and master copies "
                                   "take their places in param_groups alone", code="optimizer-keeps-parameters",
                                   where="optimizer", value=name, remedy=remedy)

@@ -272,8 +272,39 @@ class Beside(torch.optim.SGD):
         super().__init__(self.parameters)
 
 
-@pytest.mark.parametrize(("optimizer", "code"), [(Alone, "optimizer-without-groups"),
-                                                 (Beside, "optimizer-keeps-parameters")])
+class Inside(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        self.parts = {"all": [torch.optim.SGD(parameters)]}
+        super().__init__(parameters, {})
+
+
+class Around(torch.optim.Optimizer):
+    """Lookahead, for example: it shares the groups."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self):
+        self.inner.step()
+
+
+def test_an_optimizer_around_another():
+    def rank(world, optimizer):
+        engine = Engine(linears(), world, dtype=torch.bfloat16, optimizer=optimizer)
+        engine.train_batch(batch_of(torch.bfloat16, 0))
+        found = [engine.updated(one).detach().clone() for one in engine.parameters()]
+        engine.close()
+        return found
+
+    found, expected = (run_ranks(partial(rank, optimizer=one), 1)[0]
+                       for one in (Around, partial(torch.optim.SGD, lr=0.1)))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(("optimizer", "code"), [
+    (Alone, "optimizer-without-groups"), (Beside, "optimizer-keeps-parameters"),
+    (Inside, "optimizer-keeps-parameters")])
 def test_an_optimizer_in_which_copies_cannot_take_the_places_of_parameters(optimizer, code):
     with raises(code, where="optimizer", value=optimizer.__name__):
         run_ranks(lambda world: Engine(linears(), world, dtype=torch.bfloat16, optimizer=optimizer), 1)
