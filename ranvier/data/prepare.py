@@ -57,8 +57,11 @@ def warnings(run: Run) -> list[RanvierError]:
 def hub_names(run: Run) -> list[tuple[str, str]]:
     """(setting, name) of each corpus and table that is no file here, and would be read from the Hugging Face hub."""
     data, is_text = run.data, run.data.task == "lm"
+    if data.task not in ("lm", "chat", "preference", "reward", "classification"):
+        return []  # others read none
     sources = {"data.corpus": (data.corpus if is_text and not data.mixture else None,), "data.train": (data.train,),
-               "data.mixture": [entry.rpartition("=")[0] or entry for entry in data.mixture], "data.eval": (data.eval,)}
+               "data.mixture": [entry.rpartition("=")[0] or entry for entry in data.mixture], "data.eval": (data.eval,),
+               "data.eval-sets": [entry.partition("=")[2] for entry in data.eval_sets]}
     return [(setting, name) for setting, names in sources.items() for name in names
             if name and name not in HUB and (on_hub if is_text else is_data_set)(name)]
 

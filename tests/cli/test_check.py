@@ -41,6 +41,14 @@ def test_data_that_a_run_would_look_up_on_the_hub(tmp_path, monkeypatch):
     found = check.check(run_with(data__mixture="here=1,gone=2", data__eval="also")).warnings
     assert [(one.where, one.value) for one in found if one.code == "data-from-hub"] == [
         ("data.mixture", "gone"), ("data.eval", "also")]
+    found = check.check(run_with(data__corpus="here", data__eval_sets="a=gone,b=here")).warnings
+    assert [(one.where, one.value) for one in found if one.code == "data-from-hub"] == [("data.eval-sets", "gone")]
+    (tmp_path / "own_hub_task.py").write_text("from ranvier.data.chat import Chat as Own")
+    monkeypatch.syspath_prepend(tmp_path)
+    for task, train, is_named in (("chat", "no/where", True), ("chat", "gone", False), ("images", "no/where", False),
+                                  ("qa", "no/where", False), ("own_hub_task:Own", "no/where", False)):
+        found = check.check(run_with(data__task=task, data__train=train)).warnings
+        assert ("data-from-hub" in {one.code for one in found}) == is_named, task
 
 
 def test_an_open_mesh_that_cannot_be_planned_is_no_problem_of_its_own():
