@@ -44,7 +44,8 @@ def clear_unfinished(folder: Path, name: str = "*") -> None:
 
 
 def _is_device(path: Path) -> bool:
-    return not path.is_symlink() and (path.is_char_device() or path.is_block_device())
+    return path.absolute().parent == Path("/dev") or (  # the links there are streams, such as /dev/stdout
+        not path.is_symlink() and (path.is_char_device() or path.is_block_device()))
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -67,9 +68,9 @@ def folder_problem(folder: Path) -> str | None:
     """Why nothing could be written into `folder`, or into its nearest parent if there is none yet; None where a file
     can be, which is tried: permissions do not tell all."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:

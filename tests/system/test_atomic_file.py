@@ -23,4 +23,12 @@ def test_where_a_file_can_be_written(tmp_path):
     assert write_problem(tmp_path / "new") is None and folder_problem(tmp_path / "new" / "er") is None
     assert write_problem(tmp_path / "none" / "new") == "no such folder" and write_problem(tmp_path) == "it is a folder"
     assert write_problem(tmp_path / ("x" * 5000)) is not None and folder_problem(tmp_path) is None
+    assert folder_problem(tmp_path / ("x" * 300)) is not None  # cannot even be looked up
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_links_to_streams_are_not_replaced():
+    """/dev/stdout is one, and as root it would be gone for the whole machine."""
+    assert {write_problem(Path("/dev", name)) for name in ("stdout", "stderr")} == {"it is a device"}
+    with pytest.raises(OSError, match="device"):
+        write_atomically(Path("/dev/nothing-of-this-name"), "text")
