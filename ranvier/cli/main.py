@@ -7,6 +7,7 @@ Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line eac
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import json
 import os
@@ -75,7 +76,7 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
         print_problems([error], as_json=as_json)
         return 2
     except OSError as error:  # of a path that cannot even be looked up: `Path.is_file` and its like raise it
-        if error.filename is None or isinstance(error, FileNotFoundError):  # what they never raise is a bug
+        if error.filename is None or error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
             raise
         print_problems([RanvierError(f"cannot be used: {error.strerror}", code="path-unusable",
                                      where=os.fsdecode(error.filename),

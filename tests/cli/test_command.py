@@ -1,5 +1,6 @@
 """The command itself: what it prints, its exit codes, and what it leaves on disk."""
 
+import errno
 import json
 import os
 import re
@@ -42,6 +43,17 @@ def test_a_path_that_cannot_be_looked_up_is_an_error_of_the_user(words, capsys):
     assert run_command([*(word.format(path) for word in words), "--json"]) == 2
     error, = json.loads(capsys.readouterr().out)["errors"]
     assert error["code"] == "path-unusable" and path in error["where"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EISDIR, errno.EEXIST, errno.ENOTDIR])
+def test_other_errors_of_files_keep_their_traceback(number, monkeypatch):
+    """A leak of file descriptors, a full disk, a folder that is opened as a file: none is the fault of a name."""
+    def fail(**settings):
+        raise OSError(number, "it fails", "some/file")
+
+    monkeypatch.setattr(main.command, "main", fail)
+    with pytest.raises(OSError, match="it fails"):
+        run_command(["doctor"])
 
 
 def test_help_and_version_do_not_import_torch():
