@@ -8,6 +8,7 @@ folder is run.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -193,7 +194,7 @@ def _transformers() -> Any:
 
 
 def _path(folder: str) -> Path:
-    return Path(folder).expanduser()
+    return Path(os.path.expanduser(folder))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ that the folder does not have, such as a classifier, keep the values initialised
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
@@ -97,7 +98,7 @@ def missing_weights(run: Run) -> list[RanvierError]:
         problem = missing_package(run.model.pretrained, cache_folder(run))
         if problem is not None:
             return [problem]
-    folder = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
+    folder = None if run.model.pretrained is None else Path(os.path.expanduser(run.model.pretrained))
     has_none = folder is not None and folder.is_dir() and not has_weights(folder)
     return [without_weights(folder)] if folder is not None and has_none else []
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -340,7 +341,7 @@ def with_adapter_settings(run: Run) -> Run:
                           where="lora.adapters", value=str(run.lora.adapters),
                           remedy="Leave it out: only shipped families have names in PEFT's format.")
     config, head = families.config_of(run), families.head_of(run)
-    folder = AdapterFolder(run.lora.adapters.expanduser())
+    folder = AdapterFolder(Path(os.path.expanduser(run.lora.adapters)))
     there: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "method": folder.method,
                              "targets": folder.targets(config, head)}
     for name, value in there.items():

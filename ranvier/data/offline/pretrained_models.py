@@ -93,7 +93,7 @@ def sizes_of(name: str) -> Mapping[str, object]:
 
 def is_model_name(name: str) -> bool:
     """Whether `folder_of` would fetch or convert what has this name: all but folders."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # "~name" of nobody stays
     return not path.is_dir() and (name in _known() or is_gguf(path) or hub_model.is_name(name))
 
 
@@ -144,7 +144,7 @@ def local_path(model: Path, progress: Progress) -> Path:
 def described_by(name: str, cache: Path) -> tuple[Path, bool]:
     """A folder with the config.json of a model that is not a known one, and whether its tensors are there too; of a
     model on the hub they are not fetched."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_dir() and not is_gguf(path) and hub_model.is_name(name):
         return hub_model.fetch_config(name), False
     folder = _of_user(name, cache, lambda line: None)
@@ -157,7 +157,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def _of_user(name: str, cache: Path, progress: Progress) -> Path:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if is_gguf(path) and path.is_file():
