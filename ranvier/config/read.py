@@ -371,17 +371,23 @@ _UNITS = types.MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki"
 
 
 def _number_of(setting: Setting, value: object) -> str | None:
-    """The whole number that `value` has with a unit of bytes or times, as 8M or 4MiB; of time, as 5min, the seconds."""
+    """The whole number that `value` has with a unit, as 8M or, of bytes, 4MiB; of time, as 5min, the seconds. None
+    where the setting has no such number."""
     number = {int, float} & set(map(bare, alternatives(setting.annotation)))
-    found = re.fullmatch(r"(\d+)\s*([A-Za-z]+)", str(value)) if number else None
+    found = re.fullmatch(r"(\d{1,9})\s*([A-Za-z]+)", str(value)) if number else None
     if found is None:
         return None
-    count, unit = int(found[1]), found[2]
+    unit = found[2]
     if setting.name.endswith("_seconds"):
-        seconds = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(unit)
-        return None if seconds is None else str(count * seconds)
-    factor = None if unit == "m" else _UNITS.get(unit.lower().removesuffix("b"))  # m may be minutes
-    return None if factor is None else str(count * factor)
+        factor = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}.get(unit)
+    else:  # m may be minutes
+        factor = None if unit == "m" else _UNITS.get(
+            unit.lower().removesuffix("b") if setting.name.endswith("_bytes") else unit.lower())
+    try:
+        _adapter(setting.name).validate_python(meant := int(found[1]) * (factor or 0))
+    except ValueError:
+        return None
+    return str(meant) if factor else None
 
 
 def as_text(value: object) -> str:

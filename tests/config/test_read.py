@@ -111,7 +111,9 @@ def test_remedies_suggest_what_was_meant(tree, remedy):
 
 
 @pytest.mark.parametrize(("name", "text", "meant"), [
-    ("data.max_bytes", "8M", 8_000_000), ("optim.bucket_size", "4MiB", 4 << 20), ("train.steps", "1k", 1000),
+    ("data.max_bytes", "8M", 8_000_000), ("data.max_bytes", "4MiB", 4 << 20), ("train.steps", "1k", 1000),
+    ("optim.bucket_size", "4MiB", ...), ("train.steps", "8B", ...), ("lora.dropout", "8M", ...),  # bytes of what?
+    ("train.steps", f"{'1' * 5000}k", ...), ("optim.bucket_size", "4Mi", 4 << 20),
     ("comm.timeout_seconds", "5m", 300), ("comm.timeout_seconds", "2 h", 7200), ("checkpoint.every", "10m", ...),
     ("precision", "float16", "fp16"), ("precision", "BF16-mixed", "bf16"), ("data.corpus", "8M", None)])
 def test_numbers_with_units_and_formats_of_others_are_understood_in_the_remedy(name, text, meant):
@@ -119,7 +121,7 @@ def test_numbers_with_units_and_formats_of_others_are_understood_in_the_remedy(n
     if meant is None:
         assert not problems  # a name
     elif meant is ...:
-        assert "10" not in str(problems[0].remedy).removeprefix("Set --checkpoint.every 100")
+        assert str(problems[0].remedy).endswith(", for example.")
     else:
         assert problems[0].remedy == f"Set --{read.flag(name)} {meant}."
 
