@@ -17,7 +17,6 @@ import torch
 from benchmarks.gpu import suite
 from ranvier.cli.main import run_command
 from ranvier.testing.freezing import check_freeze_policy
-from tests.processes import python_path
 
 pytestmark = pytest.mark.pictures
 ROOT = Path(__file__).parent.parent
@@ -56,9 +55,10 @@ IN_PROCESS = ("check", "plan", "simulate", "resize")
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """`command` in a shell, as in an activated environment with the checkout at hand."""
+    """`command` in a shell, as in an activated environment with the checkout at hand, and as there with garbage
+    collections at Python's own pace, and at the end (tests/interpreter)."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-                   "PYTHONPATH": python_path(ROOT)}
+                   "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
