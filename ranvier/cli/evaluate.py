@@ -139,9 +139,10 @@ def _print(trained: Trained, run: ResolvedRun, results: Table, as_json: bool) ->
             name: {metric: value if math.isfinite(value) else None for metric, value in scores.items()}
             for name, scores in results.items()}}), flush=True)
         return
-    rows = [(name, metric, f"{value:,.0f}" if metric in _COUNTS else f"{value:.6g}")
+    from ranvier.config.task_form import form_of
+
+    targets = form_of(run.data).targets
+    rows = [(name, f"loss, mean of {targets}" if metric == "loss" else metric,
+             f"{value:,.0f}" if metric == targets else f"{value:.6g}")
             for name, scores in results.items() for metric, value in scores.items()]
     print(TextTable(header=("data", "metric", "value"), rows=rows, words=(0, 1), keys=2), flush=True)
-
-
-_COUNTS = ("count", "tokens", "sentences", "questions", "images", "targets")

@@ -50,8 +50,8 @@ def _output(*command: str) -> str:
                           remedy="Reinstall it.") from error
     if done.returncode != 0:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise LaunchError("fails", code="mpiexec-fails", where=" ".join(command[:2]),
-                          value=lines[-1] if lines else done.returncode, remedy="Reinstall it.")
+        raise LaunchError("fails", code="mpiexec-fails", where="mpi4py" if command[-1] == _VERSION_PROGRAM else
+                          " ".join(command[:2]), value=lines[-1] if lines else done.returncode, remedy="Reinstall it.")
     return done.stdout + done.stderr
 
 

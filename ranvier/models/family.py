@@ -159,7 +159,9 @@ def stacked(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module],
 
 def transformer_in_words(family: str, settings: Transformer) -> str:
     """The sizes that all transformers have."""
-    return f"{family}, {settings.num_layers} layers, hidden {settings.hidden}, {settings.heads} heads"
+    layers, heads = (f"{count} {what}{'s' if count > 1 else ''}" for count, what in (
+        (settings.num_layers, "layer"), (settings.heads, "head")))
+    return f"{family}, {layers}, hidden {settings.hidden}, {heads}"
 
 
 def text_transformer_in_words(family: str, settings: Transformer) -> str:

@@ -245,3 +245,5 @@ def test_reasons(pretend, monkeypatch):
         real("/no/such/program")
     with raises("mpiexec-fails"):
         real("false")
+    with raises("mpiexec-fails", where="mpi4py"):
+        real("false", mpiexec._VERSION_PROGRAM)

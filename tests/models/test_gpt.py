@@ -13,7 +13,7 @@ from ranvier.block import Initial, initialise
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.config.run import Transformer
-from ranvier.models.family import heads_problem
+from ranvier.models.family import heads_problem, text_transformer_in_words
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.tensor.split.loss import next_token_loss
 from tests.errors import raises
@@ -194,3 +194,8 @@ def test_flops_count_the_models_products():
     # The counter knows no CPU attention kernel: its 12 s^2 h a layer are left out of its sum.
     attention = 12 * config.num_layers * config.sequence**2 * config.hidden
     assert counter.get_total_flops() in (flops_per_sequence(config), flops_per_sequence(config) - attention)
+
+
+def test_one_layer_in_words():
+    assert text_transformer_in_words("gpt", Transformer(num_layers=1, heads=2, vocab=9)).startswith(
+        "gpt, 1 layer, hidden 128, 2 heads, vocabulary 9")
