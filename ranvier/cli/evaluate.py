@@ -142,7 +142,7 @@ def _print(trained: Trained, run: ResolvedRun, results: Table, as_json: bool) ->
     from ranvier.config.task_form import form_of
 
     targets = form_of(run.data).targets
-    rows = [(name, f"loss, mean of {targets}" if metric == "loss" else metric,
+    rows = [(name, f"loss, nats per {targets.removesuffix('s')}" if metric == "loss" else metric,
              f"{value:,.0f}" if metric == targets else f"{value:.6g}")
             for name, scores in results.items() for metric, value in scores.items()]
     print(TextTable(header=("data", "metric", "value"), rows=rows, words=(0, 1), keys=2), flush=True)

@@ -108,7 +108,7 @@ def test_other_data_by_name_and_a_table(runs, capsys):
     assert run_command(["evaluate", str(runs / "classification"), "--data", str(runs / "other.tsv")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["data", "metric", "value"] and lines[1].split()[:5] == [
-        "other", "loss,", "mean", "of", "sentences"]
+        "other", "loss,", "nats", "per", "sentence"]
     assert lines[-1].split() == ["other", "sentences", "120"]
 
 

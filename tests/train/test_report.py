@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from ranvier.mesh import Mesh
 from ranvier.pictures import timelines
@@ -162,6 +163,14 @@ def test_loss_pictures(count, tmp_path):
     losses = {step: 8 / step for step in range(1, count + 1)} | {count: float("nan")}
     draw_loss(tmp_path / "loss.png", losses, {count: 3.0}, "gpt-tiny")
     assert (tmp_path / "loss.png").read_bytes()[:4] == PNG
+
+
+def test_steps_are_whole_numbers(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    draw_loss(tmp_path / "loss.png", dict.fromkeys(range(1, 21), 3.0), {}, "gpt-tiny")
+    ticks = figures[0].axes[0].get_xticks()
+    assert len(ticks) > 3 and all(tick == int(tick) for tick in ticks)
 
 
 def test_smoothing_is_centred():
