@@ -209,7 +209,7 @@ def _prepare(axes: Axes, label: str) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_ylabel(label, fontsize=10, color=INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # steps
+    axes.locator_params(axis="x", integer=True)  # steps
 
 
 def _plot_smoothed(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
