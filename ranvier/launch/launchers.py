@@ -65,7 +65,7 @@ class LauncherForm:
     variables: that its ranks have, and shells in between, but not the launcher itself.
     sign: the variables that show it, in words. process: its process on a rank's machine, in words.
     store_host: the process that hosts the shared store, in words; None where rank 0 does.
-    command: starts as many ranks as the number behind it says.
+    command: starts as many ranks as the number behind it says, torchrun on each node.
     """
 
     read: Callable[[Mapping[str, str]], Started | None]

@@ -375,10 +375,13 @@ def _check_size(mesh: Mesh, started: Started) -> None:
                           f"{started.size}", code="second-start", where="mesh",
                           remedy="Start once, with as many ranks as any engine of the program needs, and give each "
                                  "engine its mesh of all of them: Engine(mesh=...).")
+    nodes = started.size // (started.local_size or started.size) if started.launcher == "torchrun" else 1
+    command = "" if mesh.size % nodes else (f", or start the command with {LAUNCHERS[started.launcher].command} "
+                                            f"{mesh.size // nodes}{' on each node' if nodes > 1 else ''}")
     raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}",
                       code="launcher-started-other-number", where="mesh",
-                      remedy=f"Start the command with {LAUNCHERS[started.launcher].command} {mesh.size}, or change "
-                             f"`--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is {started.size}.")
+                      remedy="Change `--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is "
+                             f"{started.size}{command}.")
 
 
 def _with_local_rank(started: Started) -> tuple[Started, int, int]:

@@ -110,6 +110,17 @@ def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
         launch.start(Mesh(data=2, pipe=2))
 
 
+@pytest.mark.parametrize(("mesh", "command"), [
+    (Mesh(data=4, pipe=2), "torchrun --nproc-per-node 4 "), (Mesh(pipe=3), None)])
+def test_torchrun_starts_as_many_ranks_on_each_node(mesh, command):
+    """The number behind its command is that of a node."""
+    started = launch.Started(launcher="torchrun", rank=0, size=4, local_rank=0, local_size=2)
+    with raises("launcher-started-other-number", mesh.size, 4) as caught:
+        launch._check_size(mesh, started)
+    assert ("torchrun --nproc-per-node" in caught.value.remedy) == bool(command)
+    assert (command or "--mesh.data") in caught.value.remedy
+
+
 def test_a_second_start_of_a_program_has_the_ranks_of_the_first(monkeypatch):
     for name in ("excepthook", "exit"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
