@@ -354,7 +354,7 @@ def _from_text(annotation: Any, text: str) -> object:
 
 
 def _remedy(setting: Setting, origin: str, value: object) -> str:
-    near = difflib.get_close_matches(str(value), words(setting.annotation), n=1)
+    near = difflib.get_close_matches(str(value).lower(), words(setting.annotation), n=1)
     meant = _FORMATS_ELSEWHERE.get(str(value).lower()) if setting.name == "precision" else _number_of(setting, value)
     shown = meant or near[0] if meant or near else as_text(setting.default) or ",".join(words(setting.annotation)[:1])
     if not shown:

@@ -45,7 +45,7 @@ def load_cluster(name: str) -> Cluster:
         return _read((_SHIPPED / f"{name}.toml").read_bytes(), f"cluster {name}")
     path = Path(name)
     if path.suffix != ".toml":
-        near = difflib.get_close_matches(name, cluster_names(), n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name.lower(), cluster_names(), n=1, cutoff=0.6)
         raise ConfigError("is neither a shipped cluster nor a .toml file", code="unknown-cluster", where="cluster",
                           value=name, remedy=f"{f'Did you mean {near[0]}? ' if near else ''}Shipped are: "
                           f"{', '.join(cluster_names())}. `ranvier doctor --measure --out FILE.toml` writes one of "

@@ -110,6 +110,11 @@ def test_remedies_suggest_what_was_meant(tree, remedy):
     assert [problem.remedy for problem in resolved(tree).problems] == [remedy]
 
 
+def test_capitals_are_understood_in_the_remedy():
+    for name, text in (("precision", "BF16"), ("tensor.scheme", "SUMMA"), ("optim.algorithm", "AdamW")):
+        assert f" {text.lower()}" in resolved(flags={name: text}).problems[0].remedy
+
+
 @pytest.mark.parametrize(("name", "text", "meant"), [
     ("data.max_bytes", "8M", 8_000_000), ("data.max_bytes", "4MiB", 4 << 20), ("train.steps", "1k", 1000),
     ("optim.bucket_size", "4MiB", ...), ("train.steps", "8B", ...), ("lora.dropout", "8M", ...),  # bytes of what?

@@ -85,7 +85,7 @@ def test_a_device_that_computes_nothing():
 
 
 def test_files_that_are_none(tmp_path):
-    for name, near in (("sumit", "Did you mean summit"), ("qqqqqq", "")):
+    for name, near in (("sumit", "Did you mean summit"), ("A100", "Did you mean a100"), ("qqqqqq", "")):
         with raises("unknown-cluster", "Shipped are: a100", near):
             load_cluster(name)
     with raises("cluster-unreadable"):
