@@ -186,7 +186,7 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     for axis, what, size in shares:
         count = getattr(mesh, axis)
         if size % count:
-            largest = next(part for part in range(count, 0, -1) if size % part == 0)
+            largest = next(part for part in range(min(count, size), 0, -1) if size % part == 0)
             other = what.partition(" ")[0]
             is_given = run.model.pretrained is not None and other in ("model.heads", "model.hidden")
             change, larger = "" if is_given else f", or change {other}", -(-size // count) * count

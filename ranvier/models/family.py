@@ -80,7 +80,7 @@ def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
     """That the heads do not divide the width, where they do not. other: a second way out, as the end of the remedy."""
     if settings.hidden % settings.heads == 0:
         return []
-    near = next(heads for heads in range(settings.heads, 0, -1) if settings.hidden % heads == 0)
+    near = next(heads for heads in range(min(settings.heads, settings.hidden), 0, -1) if settings.hidden % heads == 0)
     return [ConfigError(f"does not divide `model.hidden` {settings.hidden}", code="heads-do-not-divide-hidden",
                         where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`{other}.")]
 

@@ -291,7 +291,7 @@ def problems(config: Transformer) -> list[ConfigError]:
                                  where="model.head-dim", value=head_dim(config),
                                  remedy=f"Set `--model.head-dim {head_dim(config) + 1}`."))
     if config.heads % kv_heads(config):
-        near = next(heads for heads in range(kv_heads(config), 0, -1) if config.heads % heads == 0)
+        near = next(heads for heads in range(min(kv_heads(config), config.heads), 0, -1) if config.heads % heads == 0)
         found.append(ConfigError(f"does not divide `model.heads` {config.heads}", code="kv-heads-do-not-divide",
                                  where="model.kv-heads", value=config.kv_heads,
                                  remedy=f"Set `--model.kv-heads {near}`."))

@@ -12,6 +12,7 @@ from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
+from ranvier.models import llama
 from ranvier.planner.auto import with_plan
 from ranvier.planner.candidates import _smaller_model
 from ranvier.planner.problems import problems, warnings
@@ -57,6 +58,14 @@ def test_an_open_mesh_that_cannot_be_planned_is_no_problem_of_its_own():
     report = check.check(run, 2)
     assert "data.train" in {one.where for one in report.problems} and report.planned is None
     assert "mesh-needs-ranks" not in {one.code for one in report.problems}
+
+
+@pytest.mark.parametrize(("flag", "most"), [("mesh__col", 4), ("model__heads", 128), ("model__kv_heads", 4)])
+def test_a_number_far_beyond_the_model_is_refused_at_once(flag, most):
+    """No loop counts down from it."""
+    run = resolve(run_with(**{"model__family": "llama", flag: str((1 << 62) - 1)}))
+    found = [*rules.divisibility_problems(run), *llama.problems(run.model)]
+    assert most in [one.settings.get(flag.replace("__", ".")) for one in found]
 
 
 @pytest.mark.parametrize(("flags", "where", "message"), [
