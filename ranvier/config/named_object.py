@@ -46,12 +46,12 @@ def package_exists(text: str) -> bool:
     first, *inner = text.partition(":")[0].split(".")
     try:
         spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
-    except ValueError:  # of __main__
+    except ValueError:  # of __main__ of a script
         return False
     for name in inner:
         if spec is not None and spec.loader is None:
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
-    return spec is not None and spec.loader is not None
+    return spec is not None and spec.loader is not None and first != "__main__"  # which `python -m` has one of
 
 
 @cache
