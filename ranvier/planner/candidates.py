@@ -170,8 +170,8 @@ def _microbatches(run: Run, mesh: Mesh) -> list[int]:
     share = -(-run.batch.global_size // mesh.num_replicas)  # of a mesh that is not the run's yet
     most = min(share, _LARGEST_MICROBATCH * mesh.microbatch_parts)
     powers = {mesh.microbatch_parts << power for power in range(share.bit_length())}
-    even = {size for size in divisors(share) if size % mesh.microbatch_parts == 0}
-    return sorted(size for size in powers | even if size <= most)
+    return [size for size in range(mesh.microbatch_parts, most + 1, mesh.microbatch_parts)
+            if size in powers or share % size == 0]
 
 
 def _schemes(run: Run, mesh: Mesh) -> list[TensorParallel]:

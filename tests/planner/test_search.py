@@ -23,7 +23,7 @@ from ranvier.plan.block_costs import block_costs
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner import work as work_module
-from ranvier.planner.candidates import SEARCHED, predict, variants
+from ranvier.planner.candidates import SEARCHED, _microbatches, predict, variants
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import run_cost
@@ -509,3 +509,12 @@ def test_the_table_tells_apart_what_it_ranks():
     assert len(set(described)) == len(described)
     row = report.as_dict(many.best[0])
     assert row["defer_bytes"] == "auto" and row["sequence_sharding"] in (True, False)
+
+
+def test_microbatches_of_a_batch_of_any_size():
+    """No loop runs over the divisors of the batch."""
+    def sizes(batch: int) -> list[int]:
+        return _microbatches(Run(batch=Batch(global_size=batch)), Mesh(row=3))
+
+    assert sizes(90) == [3, 6, 9, 12, 15, 18, 24, 30, 45, 48, 90]
+    assert sizes((1 << 62) - 1) == [3, 6, 12, 24, 48, 96, 192]
