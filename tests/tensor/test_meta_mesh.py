@@ -10,7 +10,7 @@ import torch
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, Memory, TensorParallel, Transformer
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.kernels import Kernel
+from ranvier.cost.kernels import Kernel, backward_of, without_panels
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.plan.block_costs import block_costs
@@ -60,6 +60,9 @@ def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPa
         assert replace(mine, kernels=(), repeated=None) == replace(other, kernels=(), repeated=None)
         assert without_storages(mine.kernels) == without_storages(other.kernels)
         assert without_storages(mine.repeated.kernels) == without_storages(other.repeated.kernels)
+        assert replace(mine.repeated, kernels=()) == replace(other.repeated, kernels=())
+        for follows in (backward_of, without_panels):  # which look at storages: like panels have the same ones
+            assert without_storages(follows(mine.kernels)) == without_storages(follows(other.kernels))
 
 
 @pytest.mark.parametrize("recompute", ["none", 1])
