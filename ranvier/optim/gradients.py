@@ -68,12 +68,16 @@ class Gradients:
         allocate: whether the buffer is there at once; otherwise `allocate` makes it, after parameters have moved.
         order: how the gradients lie in the buffer and are cut, as `Layout.flat_order` has it for these specs; by
             default by `chunk_size`, `reuse` and `shard`.
+        keeps_strides: whether gradients lie in memory as their parameters do (channels_last), as torch makes them:
+            fused optimizers of torch count on it. Otherwise their elements are in order.
     """
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
                  send_to_owner: Callable[[GradientSpec], None], *, dtype: torch.dtype | None = None,
                  reduce_dtype: torch.dtype | None = None, in_flight: int = MAX_COLLECTIVES, reuse: Sequence[range] = (),
-                 allocate: bool = True, order: FlatOrder | None = None, shard: bool = False) -> None:
+                 allocate: bool = True, order: FlatOrder | None = None, shard: bool = False,
+                 keeps_strides: bool = False) -> None:
+        self._keeps_strides = keeps_strides
         self._send_to_owner, self._in_model_order, self._reuse = send_to_owner, tuple(specs), reuse
         assert len({spec.name for spec in specs}) == len(specs), "two gradients have one name"
         groups: dict[Group | None, Group] = {spec.group: spec.group or group for spec in specs} | {None: group}
@@ -144,14 +148,14 @@ class Gradients:
         begin, each = self.flat.data_ptr(), self.flat.itemsize
         for spec, start, stop in self._places_of[run]:
             grad = spec.parameter.grad
-            if grad is None or not _is_at(grad, begin + start * each):
+            if grad is None or not self._is_at(grad, begin + start * each, spec.parameter):
                 place = self.flat[start:stop]
                 early = run is not None and grad is not None
                 if early and grad is not None:
-                    place.copy_(grad.to_dense().reshape(-1))
+                    self._view(place, spec.parameter).copy_(grad.to_dense().clone())
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                grad = spec.parameter.grad = place.view(spec.parameter.shape).data  # with a version count of its own
+                grad = spec.parameter.grad = self._view(place, spec.parameter).data  # with a version count of its own
                 self._versions[spec.name] = -1 if early else grad._version
 
     # ------------------------------------------------------------------ counting
@@ -330,13 +334,14 @@ class Gradients:
         None: it becomes the gradient."""
         chunk, grad = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
-        if (chunk.run is None or chunk.entered) and (grad is None or not _is_at(grad, begin)):
-            place = self._place(spec)
+        if (chunk.run is None or chunk.entered) and (
+                grad is None or not self._is_at(grad, begin, spec.parameter)):
+            attached = self._view(self._place(spec), spec.parameter).data
             if grad is None:
-                place.zero_()
+                attached.zero_()
             else:
-                place.copy_(grad.to_dense().reshape(-1))
-            attached = spec.parameter.grad = place.view(spec.parameter.shape).data
+                attached.copy_(grad.to_dense().clone())
+            spec.parameter.grad = attached
             self._versions[spec.name] = attached._version if grad is None else _REPLACED
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
@@ -389,6 +394,24 @@ class Gradients:
         """The part of the buffer that holds a parameter's gradient, flat."""
         return self.of(self.chunks[self._chunks_of[spec.parameter].start], *self.places[spec.parameter])
 
+    def _view(self, place: Tensor, parameter: nn.Parameter) -> Tensor:
+        """A part of the buffer as the gradient of a parameter."""
+        view = place.view(parameter.shape)
+        if not self._keeps_strides or view.stride() == parameter.stride():
+            return view
+        return place.as_strided(view.shape, _dense_strides(parameter))
+
+    def _is_at(self, grad: Tensor, address: int, parameter: nn.Parameter) -> bool:
+        """Whether the elements of a gradient lie from `address` on, in the order of `_view` and as they are: it is no
+        view such as `grad.t()` or `grad.conj()`, which begin there, too."""
+        if not grad.numel():
+            return True
+        if grad.layout is not torch.strided or grad.data_ptr() != address or grad.is_neg() or grad.is_conj():
+            return False
+        if self._keeps_strides and not parameter.is_contiguous():
+            return grad.stride() == _dense_strides(parameter)
+        return grad.is_contiguous()
+
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
         loop has it; nor have those whose owner has the sum: who updates all that he finds leaves them alone."""
@@ -407,9 +430,10 @@ class Gradients:
             if grad is None:
                 place.fill_(-0.0)
                 self._removed.add(spec.name)
-            elif not _is_at(grad, place.data_ptr()):
-                place.copy_(grad.to_dense().reshape(-1))
-                spec.parameter.grad = place.view(spec.parameter.shape).data
+            elif not self._is_at(grad, place.data_ptr(), spec.parameter):
+                attached = self._view(place, spec.parameter).data
+                attached.copy_(grad.to_dense().clone())
+                spec.parameter.grad = attached
                 self._frozen.discard(spec.name)
 
     def let_go(self) -> None:
@@ -471,11 +495,9 @@ class Gradients:
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
-def _is_at(grad: Tensor, address: int) -> bool:
-    """Whether the elements of a gradient lie from `address` on, in order and as they are: it is no view such as
-    `grad.t()` or `grad.conj()`, which begin there, too."""
-    return (grad.layout is torch.strided and grad.data_ptr() == address and grad.is_contiguous()
-            and not (grad.is_neg() or grad.is_conj())) or not grad.numel()
+def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Those of a tensor without gaps that lies in memory as the parameter does."""
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 def maker_of(grad: Tensor | None) -> ref[Gradients] | None:

@@ -186,7 +186,7 @@ class Updater:
         self.gradients = Gradients(
             specs, replicas, chunk_size(optim, device.type), send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
-            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs, allocate=False, order=order)
+            reduce_dtype=reduce_dtype(optim, dtype), reuse=runs, allocate=False, order=order, keeps_strides=not own)
         owned = [spec.parameter for spec in self.gradients.owned()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""

@@ -352,6 +352,44 @@ def test_a_function_that_makes_no_optimizer():
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=lambda parameters: None), 1)
 
 
+class Strided(nn.Module):
+    """A convolution in channels_last, and a matrix that lies transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, (2, 3), padding=(0, 1)).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.empty(4, 3).t())
+
+    def forward(self, x):
+        rows = x.t().view(1, 4, 1, -1).expand(1, 4, 2, -1)
+        return x + self.conv(rows).view(4, -1).t() @ self.matrix.t() @ self.matrix
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_parameters_whose_elements_are_not_in_order(mesh, fused):
+    """Fused optimizers of torch take tensors as they lie in memory."""
+    make = partial(chain, Strided, Strided)
+    optimizer = partial(torch.optim.AdamW, lr=0.1, fused=fused)
+    reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=optimizer)
+    steps = [points([[2, 3]] * mesh.data, seed=seed) for seed in range(2)]
+    for batch in steps:
+        reference.train_batch([one for replica in batch for one in replica])
+
+    def work(engine):
+        for number, batch in enumerate(steps):
+            result = engine.forward_backward(share(engine, batch))
+            for one in engine.parameters() if number else ():
+                assert one.grad.stride() == one.stride()
+                one.grad = one.grad.contiguous()
+            engine.step(result)
+        assert not engine.blocks[min(engine.blocks)].conv.weight.is_contiguous()
+        return {name: one.detach().clone() for name, one in engine.named_parameters().items()}
+
+    assert_close(merge(on_mesh(make, mesh, work, optimizer=optimizer), mesh),
+                 {name: one.detach() for name, one in reference.parameters.items()})
+
+
 class Wrapped:
     """SGD of the head, with a method of its own and nothing else."""
 
