@@ -134,24 +134,29 @@ def _whole_states(engine: Engine) -> Iterator[Piece]:
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
-    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states, flat views."""
+    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states, flat. What is written
+    into these before the next ones are asked for is in the optimizer then."""
     if engine.flat_optimizer is not None:
         for part in engine.flat_optimizer.slices():
             yield part.parameter, part.start, part.stop, part.states
     elif engine.optimizer is not None:
         for name, parameter in _trained_here(engine).items():
             updated = engine.updated(parameter)
-            states = {kind: state.detach().reshape(-1) for kind, state in engine.optimizer.state[updated].items()
-                      if isinstance(state, Tensor) and state.dim()}
+            found = {kind: state.detach() for kind, state in engine.optimizer.state[updated].items()
+                     if isinstance(state, Tensor) and state.dim()}
             if updated is not parameter:
-                states["master"] = updated.detach().reshape(-1)
-            for kind, state in states.items():
+                found["master"] = updated.detach()
+            for kind, state in found.items():
                 if state.numel() != parameter.numel():
                     raise CheckpointError("has another shape than its parameter, so it cannot be resharded",
                                           code="state-shape-not-cut", where=f"optimizer state {kind} of {name}",
                                           value=tuple(state.shape),
                                           remedy="Save this optimizer's state_dict yourself, or use optim=.")
+            states = {kind: state.reshape(-1) for kind, state in found.items()}
             yield name, 0, parameter.numel(), states
+            for kind, state in found.items():
+                if not state.is_contiguous():  # what has been read is in a copy
+                    state.copy_(states[kind].view(state.shape))
 
 
 def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:

@@ -81,6 +81,40 @@ def test_training_goes_on_as_if_never_interrupted(after, scheduled, tmp_path):
         assert rates == [group["lr"] for group in reference._optimizer.param_groups]
 
 
+class Transposed(nn.Module):
+    """Its weight, and so its states, do not lie in memory in the order of their elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4).t())
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_states_that_lie_otherwise_in_memory(dtype, tmp_path):
+    def rank(world, batches, load=False):
+        engine = Engine(chain(Transposed, Transposed), world, seed=SEED, dtype=dtype,
+                        optimizer=partial(torch.optim.AdamW, lr=0.1))
+        checkpoints = Checkpoints(engine, tmp_path)
+        if load:
+            checkpoints.load()
+        for batch in batches:
+            engine.train_batch([(one.inputs.to(dtype), one.targets.to(dtype)) for one in batch[0]])
+        if not load:
+            checkpoints.save()
+            checkpoints.wait()
+        found = {name: engine.updated(one).detach().clone() for name, one in engine.named_parameters().items()}
+        checkpoints.close()
+        return found
+
+    run_ranks(partial(rank, batches=BATCHES[:2]), 1)
+    found, = run_ranks(partial(rank, batches=BATCHES[2:4], load=True), 1)
+    expected, = run_ranks(partial(rank, batches=BATCHES[:4]), 1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 class Counting(torch.optim.SGD):
     """Counts in a Python number, and keeps its rate in a tensor."""
 
