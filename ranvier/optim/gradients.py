@@ -114,6 +114,8 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
+        self._handed: dict[str, ref[Tensor]] = {}
+        """The tensors that parameters have been given as gradients."""
         self._left: dict[str, int] = {}
         """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
@@ -155,8 +157,8 @@ class Gradients:
                     self._view(place, spec.parameter).copy_(grad.to_dense().clone())
                     spec.parameter.grad = None
                 spec.parameter.grad_dtype = self.flat.dtype
-                grad = spec.parameter.grad = self._view(place, spec.parameter).data  # with a version count of its own
-                self._versions[spec.name] = -1 if early else grad._version
+                attached = self._hand(spec, place)
+                self._versions[spec.name] = -1 if early else attached._version
 
     # ------------------------------------------------------------------ counting
 
@@ -166,6 +168,8 @@ class Gradients:
         for chunk in self.chunks[:self._next]:
             chunk.work.wait()  # a batch that failed may have left some under way
         self.reductions.begin(scatter=scatter)
+        for spec in self._specs:
+            self._leave_to_program(spec, attached=not keep)
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
@@ -336,12 +340,9 @@ class Gradients:
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
         if (chunk.run is None or chunk.entered) and (
                 grad is None or not self._is_at(grad, begin, spec.parameter)):
-            attached = self._view(self._place(spec), spec.parameter).data
+            attached = self._hand(spec, self._place(spec), grad)
             if grad is None:
                 attached.zero_()
-            else:
-                attached.copy_(grad.to_dense().clone())
-            spec.parameter.grad = attached
             self._versions[spec.name] = attached._version if grad is None else _REPLACED
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
@@ -401,6 +402,28 @@ class Gradients:
             return view
         return place.as_strided(view.shape, _dense_strides(parameter))
 
+    def _hand(self, spec: GradientSpec, place: Tensor, values: Tensor | None = None) -> Tensor:
+        """The parameter's gradient is a view of `place`, with a version count of its own, and has these values."""
+        values = None if values is None else values.to_dense().clone()
+        self._leave_to_program(spec)
+        attached = spec.parameter.grad = self._view(place, spec.parameter).data
+        self._handed[spec.name] = ref(attached)
+        return attached if values is None else attached.copy_(values)
+
+    def _leave_to_program(self, spec: GradientSpec, *, attached: bool = True) -> None:
+        """A gradient that the program keeps, in a list or as a state of its optimizer, has memory of its own from now
+        on. In a plain loop, which sets gradients to None, it would not change, either. attached: also one that the
+        parameter still has."""
+        handed, mine = self._handed.get(spec.name, _GONE), spec.parameter
+        is_attached = mine.grad is not None and handed() is mine.grad
+        if handed() is None or (is_attached and (not attached or _references(handed) <= _UNKEPT)):
+            return
+        kept = handed()
+        assert kept is not None, "it has been there before"
+        if is_attached:
+            mine.grad = None
+        kept.data = kept.detach().clone()
+
     def _is_at(self, grad: Tensor, address: int, parameter: nn.Parameter) -> bool:
         """Whether the elements of a gradient lie from `address` on, in the order of `_view` and as they are: it is no
         view such as `grad.t()` or `grad.conj()`, which begin there, too."""
@@ -428,12 +451,11 @@ class Gradients:
         for spec in self.owned():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
+                self._leave_to_program(spec)
                 place.fill_(-0.0)
                 self._removed.add(spec.name)
             elif not self._is_at(grad, place.data_ptr(), spec.parameter):
-                attached = self._view(place, spec.parameter).data
-                attached.copy_(grad.to_dense().clone())
-                spec.parameter.grad = attached
+                self._hand(spec, place, grad)
                 self._frozen.discard(spec.name)
 
     def let_go(self) -> None:
@@ -493,6 +515,18 @@ class Gradients:
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
+
+
+def _references(tensor: ref[Tensor]) -> int:
+    found = tensor()
+    return sys.getrefcount(found)
+
+
+_LIKE = nn.Parameter(torch.zeros(1))
+_LIKE.grad = torch.zeros(1)
+_GONE = ref(_LIKE.detach())
+_UNKEPT = _references(ref(_LIKE.grad))
+"""References to a gradient that only its parameter has."""
 
 
 def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:

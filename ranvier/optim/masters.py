@@ -113,6 +113,12 @@ class MasterCopies:
                 master.grad = parameter.grad.to(master.dtype).mul_(factor)
             self._given[master] = master.grad, 0 if master.grad is None else master.grad._version
 
+    def forget_gradients(self) -> None:
+        """A batch begins: copies have no gradients."""
+        self._given.clear()
+        for master in self.of.values():
+            master.grad = None
+
     def give_gradients(self) -> None:
         """What a program has done with the gradients of copies since they were given is done with the parameters'."""
         for parameter, master in self.of.items():

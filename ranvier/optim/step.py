@@ -278,6 +278,8 @@ class Updater:
         """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
         what `average` has left belongs to the same step."""
         self._kept, self._kept_status = (self.gradients.snapshot(), self._averaged) if keep else (None, None)
+        if self.masters is not None:
+            self.masters.forget_gradients()
         if not keep:
             self.gradients.warn_of_lost()
         self._averaged = None

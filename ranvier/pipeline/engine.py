@@ -292,7 +292,7 @@ class Engine:
         loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
         mine = self._updater.gradients
         self._users_changes.refuse_gradients(applied=True)
-        return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad
+        return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad.detach()
                 for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
 
     def counters(self) -> dict[str, Any]:

@@ -231,6 +231,70 @@ def test_clipping_by_the_norm_of_all_stages(mesh, options, edit):
     assert all(found == pytest.approx(expected_norms, rel=1e-12) for found in norms)
 
 
+class Difference(torch.optim.Optimizer):
+    """Keeps the gradient of the step before."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for one in self.param_groups[0]["params"]:
+            before = self.state[one].setdefault("before", one.grad)
+            self.state[one]["before"] = one.grad
+            one.sub_(1.5 * one.grad - 0.5 * before, alpha=0.1)
+
+
+def zero_by_hand(engine):
+    for one in engine.parameters():
+        one.grad = None
+
+
+@pytest.mark.parametrize("zero", [Engine.zero_grad, zero_by_hand, None], ids=label)
+@pytest.mark.parametrize(("mesh", "options"), covering(
+    [Mesh(), Mesh(data=2, pipe=2)], [{"optimizer": Difference}, {"optimizer": ADAMW}, {"optim": OWN}]), ids=label)
+def test_gradients_that_a_program_keeps_stay(mesh, options, zero):
+    """As in a plain loop that sets them to None, and computes new ones."""
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    optimizer = options.get("optimizer", ADAMW)(reference.parameters.values())
+    steps, sums = [*batches(mesh), *batches(mesh)[:1]], {}
+    for batch in steps:
+        reference.forward_backward([one for replica in batch for one in replica])
+        for name, one in reference.parameters.items():
+            if zero is not None:  # half of what was there before
+                one.grad, sums[name] = (one.grad + 0.5 * sums[name] if name in sums else one.grad), one.grad
+        optimizer.step()
+
+    def work(engine):
+        kept, copies = {}, {}
+        for batch in steps:
+            result = engine.forward_backward(share(engine, batch))
+            new = {name: one.grad for name, one in owned(engine).items()}
+            for name, one in owned(engine).items() if kept else ():
+                assert torch.equal(kept[name], copies[name])
+                one.grad = new[name] + 0.5 * kept[name]
+            if zero is not None:
+                kept, copies = new, {name: grad.clone() for name, grad in new.items()}
+            engine.step(result)
+            if zero is not None:
+                zero(engine)
+        return values(engine)
+
+    found = on_mesh(make, mesh, work, learning_rate=1e-2, **options)
+    assert_close(merge(found, mesh), {name: value.detach() for name, value in reference.parameters.items()})
+
+
+def test_gradients_that_nobody_keeps_have_one_memory():
+    def work(engine):
+        found = set()
+        for batch in batches(Mesh()) * 2:
+            engine.train_batch(share(engine, batch))
+            found.add(tuple((one.grad.data_ptr(), id(one.grad)) for one in engine.parameters()))
+        return len(found)
+
+    assert on_mesh(make, Mesh(), work, optimizer=ADAMW) == [1]
+
+
 def test_nothing_to_clip_is_refused():
     def work(engine: Engine):
         engine.train_batch(share(engine, points([[2]])))
