@@ -31,6 +31,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from sys import getrefcount
 from weakref import ref
 
 import torch
@@ -114,8 +115,9 @@ class Gradients:
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
-        self._handed: dict[str, ref[Tensor]] = {}
+        self._handed: dict[str, ref[Tensor]] = dict.fromkeys((spec.name for spec in specs), _GONE)
         """The tensors that parameters have been given as gradients."""
+        self._strides: dict[str, tuple[int, ...]] = dict.fromkeys(self._handed, ())
         self._left: dict[str, int] = {}
         """Versions of the gradients when the last step or batch was over."""
         self._unreached: dict[str, bool] = {}
@@ -150,7 +152,7 @@ class Gradients:
         begin, each = self.flat.data_ptr(), self.flat.itemsize
         for spec, start, stop in self._places_of[run]:
             grad = spec.parameter.grad
-            if grad is None or not self._is_at(grad, begin + start * each, spec.parameter):
+            if grad is None or not self._is_at(grad, begin + start * each, spec):
                 place = self.flat[start:stop]
                 early = run is not None and grad is not None
                 if early and grad is not None:
@@ -168,8 +170,7 @@ class Gradients:
         for chunk in self.chunks[:self._next]:
             chunk.work.wait()  # a batch that failed may have left some under way
         self.reductions.begin(scatter=scatter)
-        for spec in self._specs:
-            self._leave_to_program(spec, attached=not keep)
+        self._leave_to_program(self._specs, attached=not keep)
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
@@ -339,7 +340,7 @@ class Gradients:
         chunk, grad = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
         if (chunk.run is None or chunk.entered) and (
-                grad is None or not self._is_at(grad, begin, spec.parameter)):
+                grad is None or not self._is_at(grad, begin, spec)):
             attached = self._hand(spec, self._place(spec), grad)
             if grad is None:
                 attached.zero_()
@@ -400,40 +401,34 @@ class Gradients:
         view = place.view(parameter.shape)
         if not self._keeps_strides or view.stride() == parameter.stride():
             return view
-        return place.as_strided(view.shape, _dense_strides(parameter))
+        return place.as_strided(view.shape, torch.empty_like(parameter, device="meta").stride())  # without gaps
 
     def _hand(self, spec: GradientSpec, place: Tensor, values: Tensor | None = None) -> Tensor:
         """The parameter's gradient is a view of `place`, with a version count of its own, and has these values."""
         values = None if values is None else values.to_dense().clone()
-        self._leave_to_program(spec)
+        self._leave_to_program((spec,))
         attached = spec.parameter.grad = self._view(place, spec.parameter).data
-        self._handed[spec.name] = ref(attached)
+        self._handed[spec.name], self._strides[spec.name] = ref(attached), attached.stride()
         return attached if values is None else attached.copy_(values)
 
-    def _leave_to_program(self, spec: GradientSpec, *, attached: bool = True) -> None:
-        """A gradient that the program keeps, in a list or as a state of its optimizer, has memory of its own from now
-        on. In a plain loop, which sets gradients to None, it would not change, either. attached: also one that the
-        parameter still has."""
-        handed, mine = self._handed.get(spec.name, _GONE), spec.parameter
-        is_attached = mine.grad is not None and handed() is mine.grad
-        if handed() is None or (is_attached and (not attached or _references(handed) <= _UNKEPT)):
-            return
-        kept = handed()
-        assert kept is not None, "it has been there before"
-        if is_attached:
-            mine.grad = None
-        kept.data = kept.detach().clone()
+    def _leave_to_program(self, specs: Iterable[GradientSpec], *, attached: bool = True) -> None:
+        """Gradients that the program keeps, in a list or as states of its optimizer, have memory of their own from now
+        on. In a plain loop, which sets gradients to None, they would not change, either. attached: also those that
+        parameters still have."""
+        for spec in specs:
+            kept = self._handed[spec.name]()
+            if kept is None or (kept is spec.parameter.grad and (not attached or getrefcount(kept) <= _UNKEPT)):
+                continue
+            if kept is spec.parameter.grad:
+                spec.parameter.grad = None
+            kept.data = kept.detach().clone()
 
-    def _is_at(self, grad: Tensor, address: int, parameter: nn.Parameter) -> bool:
+    def _is_at(self, grad: Tensor, address: int, spec: GradientSpec) -> bool:
         """Whether the elements of a gradient lie from `address` on, in the order of `_view` and as they are: it is no
         view such as `grad.t()` or `grad.conj()`, which begin there, too."""
-        if not grad.numel():
-            return True
-        if grad.layout is not torch.strided or grad.data_ptr() != address or grad.is_neg() or grad.is_conj():
-            return False
-        if self._keeps_strides and not parameter.is_contiguous():
-            return grad.stride() == _dense_strides(parameter)
-        return grad.is_contiguous()
+        return (grad.layout is torch.strided and grad.data_ptr() == address
+                and grad.stride() == self._strides[spec.name]
+                and not (grad.is_neg() or grad.is_conj())) or not grad.numel()
 
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
@@ -451,10 +446,10 @@ class Gradients:
         for spec in self.owned():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
-                self._leave_to_program(spec)
+                self._leave_to_program((spec,))
                 place.fill_(-0.0)
                 self._removed.add(spec.name)
-            elif not self._is_at(grad, place.data_ptr(), spec.parameter):
+            elif not self._is_at(grad, place.data_ptr(), spec):
                 self._hand(spec, place, grad)
                 self._frozen.discard(spec.name)
 
@@ -519,7 +514,7 @@ class Gradients:
 
 def _references(tensor: ref[Tensor]) -> int:
     found = tensor()
-    return sys.getrefcount(found)
+    return getrefcount(found)
 
 
 _LIKE = nn.Parameter(torch.zeros(1))
@@ -527,11 +522,6 @@ _LIKE.grad = torch.zeros(1)
 _GONE = ref(_LIKE.detach())
 _UNKEPT = _references(ref(_LIKE.grad))
 """References to a gradient that only its parameter has."""
-
-
-def _dense_strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Those of a tensor without gaps that lies in memory as the parameter does."""
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 def maker_of(grad: Tensor | None) -> ref[Gradients] | None:

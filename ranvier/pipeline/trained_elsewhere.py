@@ -124,8 +124,9 @@ class TrainedElsewhere:
 
     def _look_at_optimizer(self) -> None:
         """What it updates, to which a program may add."""
-        groups = getattr(self._optimizer, "param_groups", ())
-        count = sum(len(group["params"]) for group in groups)
+        groups, count = getattr(self._optimizer, "param_groups", ()), 0
+        for group in groups:
+            count += len(group["params"])
         if count != self._num_updated:
             known = self._here.union((id(one()) for _, one in self.others), map(id, self._copies.values()))
             self._of_no_block = [one for group in groups for one in group["params"] if id(one) not in known]
