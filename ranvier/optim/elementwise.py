@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ConfigError
 
 _SHAPE = (8, 6, 2, 2)
 _STEPS = 3
+_LARGEST = 1 << 20
+"""So many elements a tensor may have that an optimizer keeps beside its parameters."""
 _TOLERANCE = 1e-3
 """Of the difference of two updates, relative to the update: far above rounding."""
 
@@ -73,6 +76,9 @@ def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tup
     memo: dict[int, Any] = {id(one): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups
                             for one in group["params"]}
     settings = {name: one for name, one in vars(optimizer).items() if name not in ("param_groups", "state", "step")}
+    for one in tree_leaves(settings):
+        if isinstance(one, nn.Module) or (isinstance(one, Tensor) and id(one) not in memo and one.numel() > _LARGEST):
+            raise ValueError("a copy would take the memory of a model")
     vars(twin).update(deepcopy(settings, memo), state=defaultdict(dict), param_groups=[])
     pairs = []
     for number, group in enumerate(optimizer.param_groups):

@@ -38,13 +38,21 @@ class Noisy(torch.optim.SGD):
             one.add_(torch.randn_like(one))
 
 
+class OfAModel(Scaled):
+    """Nobody copies a model to try an optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params, over_all=True)
+        self.models = [nn.Linear(2, 2)]
+
+
 class Sign(torch.optim.Optimizer):
     """With a state of its own, settings of its own, and tensors of its parameters."""
 
     def __init__(self, params, lr=0.0):
         super().__init__(params, {"lr": lr})
         self.start = [one.detach().clone() for group in self.param_groups for one in group["params"]]
-        self.count, self.model = 0, nn.Linear(2, 2)
+        self.count = 0
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -59,7 +67,7 @@ OPTIM = torch.optim
 ELEMENTWISE = [OPTIM.SGD, partial(OPTIM.SGD, momentum=0.9, nesterov=True), OPTIM.Adam, OPTIM.AdamW, OPTIM.NAdam,
                OPTIM.RAdam, OPTIM.Adamax, OPTIM.Adagrad, OPTIM.Adadelta, OPTIM.RMSprop, OPTIM.Rprop, OPTIM.ASGD,
                partial(OPTIM.AdamW, fused=True), partial(OPTIM.Adam, amsgrad=True, foreach=False), Sign, Noisy,
-               OPTIM.SparseAdam, OPTIM.LBFGS]
+               OfAModel, OPTIM.SparseAdam, OPTIM.LBFGS]
 
 
 @pytest.mark.parametrize(("make", "code", "splits", "cuts"), [
