@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from math import inf
 from typing import Literal
 
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
@@ -152,6 +153,11 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
+    least = inf
+    for place, found in enumerate(best):
+        if found.cost.pipeline_seconds < least:  # which chunks do not change
+            best[place] = _tuned(found, cluster, work, "chunks", searched)
+            least = min(least, best[place].cost.seconds)
     best.sort(key=lambda found: found.cost.seconds)
     best[:_FOLLOWED] = sorted((_followed(found, cluster, work, searched) for found in best[:_FOLLOWED]),
                               key=Candidate.ranked_seconds)
@@ -161,7 +167,6 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
         simplest = min(alike, key=lambda found: found.run.mesh.pipeline_size * found.run.mesh.stage_size)
         best.insert(0, best.pop(best.index(simplest)))
-    best[0] = _followed(_tuned(best[0], cluster, work, "chunks", searched), cluster, work, ())
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
     dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped

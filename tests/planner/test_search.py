@@ -76,6 +76,22 @@ def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
     assert Work().blocks(replace(small, mesh=Mesh(pipe=3, data=2))) == found[0] and len(counted) == len(found) + 1
 
 
+def test_a_faster_network_has_no_slower_plan():
+    """Meshes whose gradients take as long gain unequally from smaller chunks, so that the fastest with the usual ones
+    need not be the fastest."""
+    h100, work, seconds = load_cluster("h100"), Work(), []
+    fp32 = replace(h100.device.rates["fp32"], peak_flops=33e12)
+    device = replace(h100.device, memory_bandwidth=2.5e12, rates={"fp32": fp32})
+    run = Run(model=Transformer(num_layers=2, hidden=128, heads=4, vocab=32000, sequence=128),
+              mesh=MeshSettings(data="auto", pipe=1, row="auto", col="auto"), batch=Batch(global_size=64))
+    for faster in (0.7, 0.8, 1.2, 1.3):
+        cluster = replace(h100, devices_per_node=6, device=device, inside=replace(h100.inside, bandwidth=faster * 22e9),
+                          between=replace(h100.between, bandwidth=faster * 13e9))
+        seconds.append(search(run, cluster, 8, ("mesh", "microbatch", "scheme", "chunks"),
+                              work=work).best[0].cost.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_candidates_are_all_meshes_and_all_of_them_can_be():
     found = list(variants(TINY, load_cluster("h100"), 8))
     assert {run.mesh.shape for run in found} >= {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (2, 2, 1, 2)}
