@@ -254,6 +254,34 @@ def scaled(kernels: Sequence[Kernel], factor: float) -> Kernels:
     return tuple(for_each(kernels, scaled_one))
 
 
+def grown(half: Sequence[Kernel], kernels: Sequence[Kernel], further: float) -> Kernels:
+    """Kernels of a microbatch that is larger than that of `kernels` by `further` times the half of it. half: those of
+    that half. What is equal in both does not grow; where they are not the same kernels, only weights do not."""
+    def line(less: int, more: int) -> int:
+        return more + round(further * (more - less))
+
+    def accesses(less: Sequence[Access], more: Sequence[Access]) -> tuple[Access, ...]:
+        sizes = [line(one.size, other.size) for one, other in zip(less, more, strict=True)]
+        return tuple(Access(other.storage, min(size, line(one.bytes, other.bytes)), size)  # all of a table at most
+                     for one, other, size in zip(less, more, sizes, strict=True))
+
+    if [_form(kernel) for kernel in half] != [_form(kernel) for kernel in kernels]:
+        return scaled(kernels, 1.0 + further / 2)
+    partner = {id(more): less for less, more in zip(half, kernels, strict=True)}
+
+    def grown_one(more: Kernel) -> Kernel:
+        less = partner[id(more)]
+        batch, m, n, k = map(line, less.shape, more.shape)
+        return replace(more, flops=line(less.flops, more.flops), reads=accesses(less.reads, more.reads),
+                       writes=accesses(less.writes, more.writes), shape=(batch, m, n, k))
+
+    return tuple(for_each(kernels, grown_one))
+
+
+def _form(kernel: Kernel) -> tuple[object, ...]:
+    return kernel.kind, kernel.weight, len(kernel.reads), len(kernel.writes)
+
+
 def in_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:
     """The same with the products with weights in float8, of which both operands are rounded before.
 

@@ -16,7 +16,7 @@ from ranvier.config.rules import check_boundaries
 from ranvier.cost.blocks import BlockCost, Repeated, Same, selectively
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.kernels import Kernels, scaled
+from ranvier.cost.kernels import Kernels, grown
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -164,28 +164,28 @@ _GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "loss_byt
 def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:
     """`_larger` of all blocks. Equal blocks share their kernels as one object, whose time is computed once."""
     kernels: dict[int, Kernels] = {}
-    for block in most:
-        if id(block.kernels) not in kernels:
-            kernels[id(block.kernels)] = scaled(block.kernels, share / _MOST_COUNTED)
-            kernels[id(block.repeated.kernels)] = scaled(block.repeated.kernels, share / _MOST_COUNTED)
-    return [_larger(less, more, share, kernels) for less, more in zip(half, most, strict=True)]
-
-
-def _larger(half: BlockCost, most: BlockCost, share: int, kernels: Mapping[int, Kernels]) -> BlockCost:
-    """A block's cost for `share` samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
-    grow by equal amounts, and its kernels are as many, each larger."""
     further = (share - _MOST_COUNTED) / (_MOST_COUNTED / 2)
+    for less, more in zip(half, most, strict=True):
+        if id(more.kernels) not in kernels:
+            for fewer, own in ((less.kernels, more.kernels), (less.repeated.kernels, more.repeated.kernels)):
+                kernels[id(own)] = grown(fewer, own, further)
+    return [_larger(less, more, further, kernels) for less, more in zip(half, most, strict=True)]
+
+
+def _larger(half: BlockCost, most: BlockCost, further: float, kernels: Mapping[int, Kernels]) -> BlockCost:
+    """A block's cost for more samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
+    grow by equal amounts, and its kernels are as many, each larger."""
     products = tuple((tokens + round(further * (tokens - fewer)), inputs, outputs) for (fewer, *_), (
         tokens, inputs, outputs) in zip(half.float8_products, most.float8_products, strict=True))
 
-    def grown(less: object, more: object, *names: str) -> dict[str, Any]:
+    def larger(less: object, more: object, *names: str) -> dict[str, Any]:
         return {name: getattr(more, name) + round(further * (getattr(more, name) - getattr(less, name)))
                 for name in names}
 
-    repeated = Repeated(kernels=kernels[id(most.repeated.kernels)], **grown(
+    repeated = Repeated(kernels=kernels[id(most.repeated.kernels)], **larger(
         half.repeated, most.repeated, "kept_bytes", "inside_bytes", "written_bytes"))
     return replace(most, float8_products=products, kernels=kernels[id(most.kernels)], repeated=repeated,
-                   **grown(half, most, *_GROWING))
+                   **larger(half, most, *_GROWING))
 
 
 def excess(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -> str:

@@ -59,6 +59,14 @@ def test_scaled_work_is_counted_work(mesh, size):
     assert all(isinstance(block, BlockCost) for blocks in stages for block in blocks)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(pipe=3), Mesh(row=2)], ids=str)
+def test_scaled_kernels_take_as_long_as_counted_ones(mesh):
+    """So that stages are cut as the engine cuts them: norms, biases and tables of positions do not grow."""
+    run = replace(TINY, mesh=mesh, batch=Batch(global_size=24, microbatch_size=24))
+    table, _ = laid_out(run)
+    assert [block.weight("cuda") for block in Work().blocks(run)] == [block.weight("cuda") for block in table.costs]
+
+
 def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
     """But where anything differs that decides what a rank computes."""
     counted = []
