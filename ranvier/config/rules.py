@@ -175,7 +175,8 @@ def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not: see `Split.on`."""
+    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not (see `Split.on`),
+    unless a norm is over all of them."""
     mesh, model, tensor = run.mesh, run.model, run.tensor
     shares: list[tuple[str, str, int]] = [("row", "batch.microbatch-size", run.batch.microbatch_size),
                                           ("col", "model.heads", model.heads)]
@@ -183,12 +184,14 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
         shares.append(("row", f"model.hidden / {mesh.col}, the features of a column:", model.hidden // mesh.col))
     if tensor.shards_sequence:
         shares.append(("col", "model.sequence", model.sequence))
+    if model.qk_norm == "all" and model.kv_heads:
+        shares.append(("col", "model.kv-heads beside `model.qk-norm all`:", model.kv_heads))
     for axis, what, size in shares:
         count = getattr(mesh, axis)
         if size % count:
             largest = next(part for part in range(min(count, size), 0, -1) if size % part == 0)
             other = what.partition(" ")[0]
-            is_given = run.model.pretrained is not None and other in ("model.heads", "model.hidden")
+            is_given = run.model.pretrained is not None and other in ("model.heads", "model.hidden", "model.kv-heads")
             change, larger = "" if is_given else f", or change {other}", -(-size // count) * count
             if other == "batch.microbatch-size":
                 fits = larger * mesh.num_replicas <= run.batch.global_size

@@ -67,6 +67,20 @@ def test_scaled_kernels_take_as_long_as_counted_ones(mesh):
     assert [block.weight("cuda") for block in Work().blocks(run)] == [block.weight("cuda") for block in table.costs]
 
 
+def test_meshes_that_divide_no_norm_of_keys_are_no_candidates():
+    """A norm over all heads of keys, of which there are fewer than columns: refused before the model is cut."""
+    model = Transformer(family="llama", num_layers=1, hidden=32, heads=8, kv_heads=2, head_dim=4, vocab=300,
+                        sequence=16, qk_norm="all")
+    run = replace(TINY, model=model)
+    found = {candidate.mesh.col for candidate in variants(run, load_cluster("h100"), 4)}
+    assert found == {1, 2}
+    for cols in (2, 4):
+        found = problems(tried := replace(run, mesh=Mesh(col=cols)))
+        assert [(one.code, one.where) for one in found] == [("mesh-does-not-divide", "mesh.col")] * (cols == 4)
+    with raises("layer-not-divisible"):
+        laid_out(tried)
+
+
 def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
     """But where anything differs that decides what a rank computes."""
     counted = []
