@@ -31,7 +31,7 @@ from ranvier.errors import TransportError
 
 SAME_CALLS = "All ranks make the same calls of the engine, of Checkpoints and of the world, in one order."
 """The usual cause of a collective that does not end, as errors name it."""
-_CHUNK_ELEMENTS = 1 << 16
+PIECE_ELEMENTS = 1 << 16
 """Elements that are cast to the wider dtype at a time, so that large sums need little extra memory."""
 
 
@@ -125,8 +125,8 @@ def reduce_shares(output: Tensor, shares: Sequence[Tensor], op: Reduction = "sum
         for share in others:
             first = _COMBINE[op](first, share, out=output)
         return
-    for start in range(0, output.numel(), _CHUNK_ELEMENTS):
-        piece = slice(start, start + _CHUNK_ELEMENTS)
+    for start in range(0, output.numel(), PIECE_ELEMENTS):
+        piece = slice(start, start + PIECE_ELEMENTS)
         total = first[piece].to(wide)
         for share in others:
             reduce_into(total, share[piece].to(wide), op)

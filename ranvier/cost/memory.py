@@ -15,7 +15,7 @@
              messages     receives that are posted, and what arrives before its turn
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
              reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
-             arriving     small sums of gradients, which all replicas gather
+             arriving     small sums of gradients, which all replicas gather, and ends of ties between stages
 
 Parameters, gradients, states and buckets are what the run's optimizer allocates, built on the meta device
 (`ranvier.planner.count`); the others are bounds, from the operations of one microbatch. Activations stored by a stage:

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ranvier.comm.collectives import ChainedWork
+from ranvier.comm.collectives import PIECE_ELEMENTS, ChainedWork
 from ranvier.comm.protocol import Group, Work
 from ranvier.optim.chunks import Chunk
 from ranvier.optim.touched_rows import PackedChunk, TouchedRows
@@ -190,6 +190,11 @@ class Reductions:
                     any(chunk.reused for chunk, _ in needing))
         passing = sorted((needs.get("passing", 0) for _, needs in needing), reverse=True)
         return slots * sum(_largest(needing).values()), sum(passing[:slots])
+
+    def widened_bytes(self, *, scatter: bool) -> int:
+        """Bytes of a sum of half precision and of what is added to it, both in fp32, where this rank adds itself."""
+        return 2 * 4 * max((min(needs["share"] // 2, PIECE_ELEMENTS) for chunk, needs in self._needing(scatter)
+                            if "room" in needs and is_half(self._dtype_of(chunk))), default=0)
 
     def forget_buffers(self) -> None:
         """Give that memory back."""

@@ -278,7 +278,12 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     device["workspace"] = wide.itemsize * copied
     (host if run.device_type == "cuda" and offload == "host" else device)["workspace"] = (
         wide.itemsize * copied + working)
-    device["reduction"], device["arriving"] = gradients.reductions.bytes(scatter=optim.shard and not has_owners)
+    reductions, scatters = gradients.reductions, optim.shard and not has_owners
+    device["reduction"], device["arriving"] = reductions.bytes(scatter=scatters)
+    device["workspace"] = max(device["workspace"], reductions.widened_bytes(scatter=scatters))
+    device["arriving"] += max(gradients.dtype.itemsize, dtype.itemsize) * sum(
+        prod(shapes[key]) for key, p in held.items() if p.trainable and layout.is_tied(p) and any(
+            other.owner == p.owner and layout.pipe_of(other.block) != pipe for other in layout.parameters))
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": {name: size for name, size in host.items() if size or name != "staging"}}

@@ -138,7 +138,11 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
     pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt"), "optim": Optim(algorithm="sgd")},
                  id="gradients of a tied table"),
     pytest.param({"batch": ONE, "model": replace(LARGE, vocab=1000), "precision": "bf16",
-                  "optim": Optim(algorithm="sgd"), "mesh": Mesh(pipe=2)}, id="gradient of a table")])
+                  "optim": Optim(algorithm="sgd"), "mesh": Mesh(pipe=2)}, id="gradient of a table"),
+    pytest.param({"batch": Batch(global_size=2, microbatch_size=1), "model": LARGE, "precision": "bf16",
+                  "mesh": Mesh(data=2), "optim": Optim(algorithm="sgd")}, id="sums of half precision"),
+    pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt", vocab=1000), "mesh": Mesh(pipe=2),
+                  "optim": Optim(algorithm="sgd")}, id="ends of a tie")])
 def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
     """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
     model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
