@@ -280,7 +280,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         wide.itemsize * copied + working)
     reductions, scatters = gradients.reductions, optim.shard and not has_owners
     device["reduction"], device["arriving"] = reductions.bytes(scatter=scatters)
-    device["workspace"] = max(device["workspace"], reductions.widened_bytes(scatter=scatters))
+    device["arriving"] += reductions.widened_bytes(scatter=scatters)
     device["arriving"] += max(gradients.dtype.itemsize, dtype.itemsize) * sum(
         prod(shapes[key]) for key, p in held.items() if p.trainable and layout.is_tied(p) and any(
             other.owner == p.owner and layout.pipe_of(other.block) != pipe for other in layout.parameters))
