@@ -43,6 +43,9 @@ from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
 
+_MASK_BYTES = 26
+"""Bytes for each element, at most, while an uncompiled CPU draws a mask of dropout (`keyed_random.dropped`)."""
+
 
 class FusedAttention(TorchFunctionMode):
     """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
@@ -98,6 +101,8 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, parameters: Iterable[Tensor], saved: Callable[[], None] = lambda: None) -> None:
         self.storages: list[torch.UntypedStorage] = []
+        self.masks: list[int] = []
+        """Bytes of those of flags, such as the masks of dropout."""
         self._saved = saved
         self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
         super().__init__(self._pack, lambda tensor: tensor)
@@ -122,6 +127,8 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = storage
             self.storages.append(storage)
+            if tensor.dtype is torch.bool:
+                self.masks.append(storage.nbytes())
         return tensor
 
 
@@ -190,19 +197,22 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
                              remedy="Make its forward take and return the carried state, or choose sizes that it "
                                     "supports." + _hint(entered_state)) from error
         outputs = named(state, f"block {name}")
+        masks = [] if counting.on_cuda or counting.compiles else kept.masks  # numbers there, made from int64 and fp64
+        more = (dtype.itemsize - 1) * sum(masks)
+        drops = (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
         share, defers = _weights_of(module, count)
         weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered // 8)
         costs.append(BlockCost(
-            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=memory.allocated,
+            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=max(memory.allocated, drops),
             kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
             num_repeated=num_repeated(count, counting, dtype.itemsize),
-            kept_bytes=(stored := kept_bytes(memory, kept.storages, counting)),
+            kept_bytes=(stored := kept_bytes(memory, kept.storages, counting) + more),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             weight_elements=weight, table_elements=table,
             float8_products=tuple(products.found), repeated=count.repeated(
                 counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
-                inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)])),
+                inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)]) + more),
             num_parameters=sum(p.numel() for p in module.parameters()),
             num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
             num_owned=sum(p.numel() for key, p in module.named_parameters()

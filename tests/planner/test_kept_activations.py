@@ -11,6 +11,7 @@ from ranvier.config.run import Transformer
 from ranvier.models import families
 from ranvier.plan.block_costs import KeptBytes, block_costs
 from ranvier.plan.kernel_count import Counting
+from ranvier.testing.memory import MemoryTracker
 
 SAMPLES = 4
 
@@ -57,6 +58,18 @@ def test_a_compiled_block_keeps_what_is_counted(family, sizes):
         assert kept(module, state, compiled) == pytest.approx(cost.kept_bytes, rel=0.01)
         counted, plain = counted + cost.kept_bytes, plain + kept(module, state, module)
     assert counted < (0.75 if family == "llama" else 0.96) * plain
+
+
+def test_dropout_on_a_cpu_keeps_numbers():
+    """On CUDA and where blocks are compiled, flags. More is alive while they are drawn."""
+    for cost, module, state in blocks_of("gpt", Counting(), dropout=0.1):
+        assert kept(module, state, module) == pytest.approx(cost.kept_bytes, rel=0.01)
+        with MemoryTracker() as tracker, scope():
+            module(state)
+        assert tracker.peak_bytes() <= cost.kept_bytes + cost.allocated_bytes
+    of_cpu, of_cuda = (sum(cost.kept_bytes for cost, *_ in blocks_of("gpt", Counting(on_cuda=on_cuda), dropout=0.1))
+                       for on_cuda in (False, True))
+    assert of_cpu - of_cuda == 3 * SAMPLES * 128 * 256
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
