@@ -259,12 +259,15 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
     if gradients.dtype is not wide and offload != "host":  # room that the first update makes
         device["buckets"] += largest * wide.itemsize
+    rules = rules_of(run.optim, dtype)
+    whole_bytes = wide.itemsize * sum(prod(shape) for spec in gradients.owned() for shape in rules.state_shapes(
+        spec.rule_name, spec.whole_shape, in_layer=spec.in_layer).values() if shape is not None)
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
     host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
         owners, state_bytes=sum(states if half else states[:2]), element_bytes=dtype.itemsize,
         data=run.mesh.num_replicas, sharded=optim.shard,
-        updated=sum(map(len, optimizer.buckets)) if has_owners else 0,
+        updated=sum(map(len, optimizer.buckets)) if has_owners else 0, whole_bytes=whole_bytes,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
         host["copies"] = KEPT_STEPS * (own + sum(states) * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
@@ -272,7 +275,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
         pinned += [host["checkpoint"]] if run.checkpoint.background else []
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
-    copied, rules = _skipped_elements(run, gradients, optimizer.buckets), rules_of(run.optim, dtype)
+    copied = _skipped_elements(run, gradients, optimizer.buckets)
     by_bucket = copied or offload in ("stream", "host") or gradients.dtype is not wide
     working = working_bytes(rules, gradients.owned(), largest if by_bucket else optimizer.largest_piece, wide.itemsize)
     device["workspace"] = wide.itemsize * copied
