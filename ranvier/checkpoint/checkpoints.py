@@ -239,6 +239,13 @@ class Checkpoints:
         """Bytes of the copies of this rank's part, which stay for the next save."""
         return sum(tensor.nbytes for tensor in self._room)
 
+    def mark_best(self, step: int) -> None:
+        """On rank 0: have the link `best` lead to the checkpoint of `step`, where there is one."""
+        folder = step_folder(self.folder, step)
+        if folder.exists():
+            with suppress(OSError):  # a file system without links: the manifest says which one is the best
+                files.mark_best(folder)
+
     def give_up(self) -> None:
         """A rank is lost, which may not have written its part: do not wait for it. From any thread, at any time."""
         self._closing.set()
@@ -312,8 +319,7 @@ class Checkpoints:
         seconds = time.monotonic() - job.began
         self.damaged.discard(final)
         if job.best == job.step:
-            with suppress(OSError):  # a file system without links: the manifest says which one is the best
-                files.mark_best(final)
+            self.mark_best(job.step)
         with suppress(OSError, OwnershipError):  # the checkpoint is there, whatever becomes of older ones
             files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged,
                          best=job.best, verify=self._lease.verify)

@@ -102,6 +102,8 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     best = best_of(run, data)
     if best is not None:
         best.load(resumed.best, is_own=resumed.continues)
+        if best.step is not None and is_first and run.checkpoint.best is not None:
+            saving.checkpoints.mark_best(best.step)  # the run may have been killed before it did
     runtime.train_data.offset = resumed.offset
     engine, done, notes = runtime.engine, resumed.step, resumed.notes
     if best is not None and best.stops:

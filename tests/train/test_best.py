@@ -132,6 +132,19 @@ def test_the_best_before_stays_where_a_better_one_cannot_be_written(settings, tm
     assert summary["best_step"] == 3 and Path(summary["best_checkpoint"]).name == "step-2"
 
 
+def test_the_mark_that_a_killed_run_did_not_set_is_set_when_it_resumes(settings, tmp_path, monkeypatch):
+    run, mark = tmp_path / "run", files.mark_best
+    scripted(monkeypatch, [3.0, 2.0, 1.0, 1.5])
+    args = ["train", *settings, "--run-dir", str(run), "--checkpoint.best", "eval_loss"]
+    for steps, fails_at, marked, kept in ((3, "step-3", "step-2", ["step-2", "step-3"]),
+                                          (3, "none", "step-3", ["step-2", "step-3"]),
+                                          (4, "none", "step-3", ["step-3", "step-4"])):
+        monkeypatch.setattr(files, "mark_best", lambda final, at=fails_at: mark(final) if final.name != at else None)
+        assert run_command([*args, "--train.steps", str(steps), "--resume", "auto"]) == 0
+        assert ((run / "checkpoint" / "best").resolve().name, checkpoints(run / "checkpoint")) == (marked, kept)
+        assert Path(json.loads((run / "summary.json").read_text())["best_checkpoint"]).name == marked
+
+
 def test_all_ranks_stop_together(settings, tmp_path, monkeypatch):
     from ranvier.cli.options import read_valid_recipe
     from ranvier.config.resolve import resolve
