@@ -303,6 +303,9 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"must be {setting.expected}", code="malformed-value", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
+    if isinstance(read, Path) and (read := Path(os.path.expanduser(read))).parts and read.parts[0][0] == "~":
+        raise ConfigError("is in the home folder of a user who does not exist", code="unknown-home", where=setting.flag,
+                          value=value, remedy=f"Correct --{setting.flag}: your own home folder is ~ alone.")
     if isinstance(read, Path) and not _can_be(read):
         raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))

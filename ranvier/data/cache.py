@@ -4,6 +4,7 @@ content, and files that appear only when they are complete, written by one proce
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ Progress = Callable[[str], None]
 
 def cache_folder(run: Run) -> Path:
     """`data.cache_dir`, or the cache folder of the user."""
-    return run.data.cache_dir.expanduser() if run.data.cache_dir else user_cache_folder()
+    return Path(os.path.expanduser(run.data.cache_dir)) if run.data.cache_dir else user_cache_folder()
 
 
 def user_cache_folder() -> Path:

@@ -8,6 +8,7 @@ The loss is that of the tokens that the assistant wrote; the others are read and
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -99,10 +100,10 @@ def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
     """The folder of the run's chat tokenizer: data.tokenizer, or that of the pretrained model. None where it would have
     to be fetched, and there is no `progress`. DataError where the run names none."""
     if run.data.tokenizer not in BUILT_IN:
-        path = Path(run.data.tokenizer).expanduser()
+        path = Path(os.path.expanduser(run.data.tokenizer))
         return path.parent if path.is_file() else path
     if run.model.pretrained is not None:
-        path = Path(run.model.pretrained).expanduser()
+        path = Path(os.path.expanduser(run.model.pretrained))
         return path if progress is None and path.is_dir() else (
             None if progress is None else folder_of(run.model.pretrained, cache_folder(run), progress))
     raise DataError("has no chat template", code="tokenizer-without-chat-template", where="data.tokenizer",
@@ -151,7 +152,7 @@ def conversations(name: str, setting: str, data: Data) -> Iterator[Conversation 
     table = open_conversations(name, setting)
     form = form_of_table(table, data)
     wanted = [*form.columns, *(other for other in form.more if other in table.columns)]
-    with readable_file(Path(name).expanduser(), setting, FORM):
+    with readable_file(Path(os.path.expanduser(name)), setting, FORM):
         for row in table.rows(wanted):
             yield form.read(row)
 

@@ -208,7 +208,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     problem = missing_path(name)
     if problem is not None:
         raise problem
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     found = _stat(path)
     if found is None:
         return _hugging_face(name, progress, column)
@@ -231,7 +231,7 @@ _FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
 def plain_bytes(name: str, column: str | None) -> int:
     """Bytes of the plain text of a corpus that is a file or folder. Compressed files and tables, which have more than
     their texts, count nothing: how much text they have is known once they are read. column: of their texts."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     there = _stat(path)
     if there is None or tables.is_saved(path):
         return 0
@@ -245,7 +245,7 @@ def missing_path(name: str) -> DataError | None:
     if tables.is_hub_name(name):
         return None
     with contextlib.suppress(RuntimeError):  # "~name" of nobody
-        if name and _stat(Path(name).expanduser()) is not None:
+        if name and _stat(Path(os.path.expanduser(name))) is not None:
             return None
     return DataError("does not exist", code="corpus-missing", where="data.corpus", value=name,
                      remedy="Give an existing file or folder of text, python-stdlib, sotu, or a data set's name.")
@@ -318,7 +318,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
 def look_at_columns(name: str, column: str | None) -> None:
     """Check that a corpus which is a table on this machine has its column of texts; its header or first row is read.
     DataError, with the columns that there are."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if tables.is_saved(path):
         _saved(name, column)
     elif path.is_file() and is_rows(path, column):
@@ -364,12 +364,12 @@ def archive_texts(path: Path, folder: str) -> Iterator[Document]:
 def on_hub(name: str) -> bool:
     """Whether this corpus is neither built in nor a file or folder, and is looked for on the Hugging Face hub."""
     return not (name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None
-                or _stat(Path(name).expanduser()) is not None)
+                or _stat(Path(os.path.expanduser(name))) is not None)
 
 
 def missing_package(name: str) -> DataError | None:
     """That a corpus needs the package `datasets`, where that is not installed."""
-    is_needed = on_hub(name) or (missing_path(name) is None and tables.is_saved(Path(name).expanduser()))
+    is_needed = on_hub(name) or (missing_path(name) is None and tables.is_saved(Path(os.path.expanduser(name))))
     return None if not is_needed or tables.has_package("datasets") else DataError(
         "is neither a file nor built in, and the package `datasets` is not installed",
         code="corpus-needs-datasets", where=_SETTING, value=name,

@@ -122,13 +122,13 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     if train == "imagenet":
         parts = read_known(_IMAGENET, ("train", "validation"), progress,
                            "a folder with one folder of images for each class", _imagenet)
-        return (parts[0], parts[1] if held is None else _held(Path(held).expanduser(), parts[0], progress))
-    path = Path(train).expanduser()
+        return (parts[0], parts[1] if held is None else _held(Path(os.path.expanduser(held)), parts[0], progress))
+    path = Path(os.path.expanduser(train))
     own = None
     if _has_folders(path / "train"):
         own, path = _held_out_folder(path), path / "train"
     images = _folder(path, "train", progress)
-    evaluated = own if held is None else Path(held).expanduser()
+    evaluated = own if held is None else Path(os.path.expanduser(held))
     if evaluated is not None:
         return images, _held(evaluated, images, progress)
     chosen = held_out(images.names)

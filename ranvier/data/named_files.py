@@ -94,7 +94,7 @@ def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], No
     """The DataErrors that `look` of (path, setting) raises for what --data.train and --data.eval name that is a file or
     folder which exists here, without reading all of it."""
     return [problem for name, setting in _given(data) if name not in names and _exists(name)
-            for problem in refusals(partial(look, Path(name).expanduser(), setting))]
+            for problem in refusals(partial(look, Path(os.path.expanduser(name)), setting))]
 
 
 def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]], *,
@@ -141,7 +141,7 @@ def _is_visible(name: str) -> bool:
 
 def _exists(name: str) -> bool:
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         return bool(name) and (path.exists() or bool(glob.glob(str(path), recursive=True)))
     except (OSError, ValueError, RuntimeError):  # too long, a NUL, "~name" of nobody
         return False
@@ -161,7 +161,7 @@ FILES = f"a file of rows ({', '.join(tables.ROW_ENDINGS)}; .gz behind it), a fol
 def open_source(name: str, setting: str, form: str) -> tables.Table:
     """The table of this name; of the hub's it is streamed. setting: train or eval, which takes the split validation.
     form: what may be given, for errors. DataError where there is no such table, or files of one have other columns."""
-    if is_data_set(name) or tables.is_saved(Path(name).expanduser()):
+    if is_data_set(name) or tables.is_saved(Path(os.path.expanduser(name))):
         return tables.open_dataset(name, "train" if setting == "train" else "validation", f"data.{setting}", form)
     files = files_of(name)
     if not files:
@@ -178,7 +178,7 @@ def open_source(name: str, setting: str, form: str) -> tables.Table:
 
 def files_of(name: str) -> list[Path]:
     """The files of rows that a name stands for, in the order of their paths."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         found = [one for one in path.rglob("*") if one.is_file()]
     else:

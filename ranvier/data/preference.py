@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -114,7 +115,7 @@ def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
     table = open_pairs(name, setting, form)
     wanted = [column for column in (*PAIR_COLUMNS, MARGIN, *OTHER_COLUMNS) if column in table.columns]
     first: Pair | None = None
-    with readable_file(Path(name).expanduser(), setting, FORM):
+    with readable_file(Path(os.path.expanduser(name)), setting, FORM):
         for row in table.rows(table.columns if is_object_name(form) else wanted):
             pair = pair_of(row) if form == "auto" else _made(form, row)
             first = first or pair

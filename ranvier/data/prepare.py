@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def cached(run: Run) -> Prepared | None:
     data = run.data
     names = [name for name in (data.train, data.eval, *data.mixture, data.packing and data.corpus) if name]
     is_plain_text = data.task == "lm" and not data.packing
-    is_fetched = run.model.pretrained is not None and not Path(run.model.pretrained).expanduser().is_dir()
+    is_fetched = run.model.pretrained is not None and not Path(os.path.expanduser(run.model.pretrained)).is_dir()
     if data.task not in SHIPPED or is_plain_text or is_fetched or any(is_data_set(name) for name in names):
         return None
     try:

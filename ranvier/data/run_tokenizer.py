@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def _existing(run: Run, folder: Path | None) -> WordPiece | None:
 
 
 def _load(run: Run) -> WordPiece:
-    path = Path(run.data.tokenizer).expanduser()
+    path = Path(os.path.expanduser(run.data.tokenizer))
     if not path.is_file():
         raise DataError("is not an existing tokenizer.json", code="tokenizer-file-missing", where="data.tokenizer",
                         value=run.data.tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def open_part(name: str, setting: str, cache: Path, progress: Progress, columns:
     if name == "sentiment":
         return Part(name=name, fingerprint=fingerprint("sentiment", SENTIMENT.sha256),
                     read=lambda: (_sentiment(fetch(SENTIMENT, cache, progress)), None))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if is_data_set(name) or is_saved(path):
         return _hub_part(name, setting, columns)
     data = read_bytes(path, setting, FORM)

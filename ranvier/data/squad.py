@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def open_part(name: str, setting: str, progress: Progress) -> Part[Question]:
     """The dataset squad, or that of a file. DataError if it is neither, or cannot be read. setting: train or eval."""
     if name == "squad":
         return Part(name=name, fingerprint=fingerprint("hub", _HUB), read=lambda: _hub(progress))
-    data = read_bytes(Path(name).expanduser(), setting, _FORMAT)
+    data = read_bytes(Path(os.path.expanduser(name)), setting, _FORMAT)
     return Part(name=name, fingerprint=fingerprint("squad", hashlib.sha256(data).hexdigest()),
                 read=lambda: (parse(data, name), None))
 

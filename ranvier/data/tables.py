@@ -329,8 +329,8 @@ def load_split(name: str, split: str, setting: str, instead: str, *, streaming: 
     except ImportError as error:
         raise missing_package("datasets", name, setting, instead) from error
     with readable_rows(name, setting, instead):
-        if is_saved(Path(name).expanduser()):
-            found = datasets.load_from_disk(str(Path(name).expanduser()))
+        if is_saved(Path(os.path.expanduser(name))):
+            found = datasets.load_from_disk(str(Path(os.path.expanduser(name))))
             return found[split] if isinstance(found, datasets.DatasetDict) else found
         hub, *parts = re.split(r":(?![^\[]*\])", name)  # a split may be train[:10%]
         streamed = {"streaming": True} if streaming else {}
@@ -354,7 +354,7 @@ def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         where = f"{setting} {name}"
-        if is_saved(Path(name).expanduser()):
+        if is_saved(Path(os.path.expanduser(name))):
             raise DataError("could not be read by the package `datasets`", code="datasets-folder-unreadable",
                             where=where, value=reason, remedy="Save it again with Dataset.save_to_disk.") from error
         raise DataError("could not be read from the Hugging Face hub", code="hub-table-unreadable", where=where,
@@ -392,7 +392,7 @@ def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming
             for number, values in enumerate(chosen):
                 yield Row(f"{name} {split} row {number}", values, is_arrow=True)
 
-    same = getattr(found, "_fingerprint", None) if is_saved(Path(name).expanduser()) else name
+    same = getattr(found, "_fingerprint", None) if is_saved(Path(os.path.expanduser(name))) else name
     return Table(name=name, columns=tuple(columns), fingerprint=fingerprint("datasets", split, same), rows=rows,
                  features=getattr(found, "features", None) or {})
 

@@ -7,6 +7,7 @@ token is refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def check(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mappin
 
 def local_folder(run: Run) -> Path | None:
     """The folder of `model.pretrained` where the model is on this machine; not one that has only its sizes."""
-    path = None if run.model.pretrained is None else Path(run.model.pretrained).expanduser()
+    path = None if run.model.pretrained is None else Path(os.path.expanduser(run.model.pretrained))
     is_here = path is not None and path.is_dir() and (has_weights(path) or (path / TOKENIZER).exists())
     return path if is_here else None
 

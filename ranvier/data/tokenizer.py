@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -178,7 +179,7 @@ def too_small(vocab: int) -> DataError:
 
 def from_path(name: str) -> Tokenizer:
     """The tokenizer in the tokenizer.json that data.tokenizer names. DataError if it is not one."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise DataError("is neither bpe, gpt2 nor the path of a tokenizer.json that exists", code="unknown-tokenizer",
                         where="data.tokenizer", value=name,

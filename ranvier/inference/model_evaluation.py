@@ -6,6 +6,7 @@ Each set of held-out data is prepared as the run's own; the model is built once.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepar
     for data in prepared.values():
         if isinstance(data.tokenizer, Tokenizer):
             return data.tokenizer
-    named = Path(run.data.tokenizer).expanduser()
+    named = Path(os.path.expanduser(run.data.tokenizer))
     places = [named, named / TOKENIZER, trained.origin / TOKENIZER]
     found = next((place for place in places if place.is_file()), None)
     if found is None:

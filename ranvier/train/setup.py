@@ -4,6 +4,7 @@ once every `auto` is resolved.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
         run = resolve(with_model(run, pretrained))
         check_source(pretrained, cache_folder(run), tell)
     if run.lora.adapters is not None:
-        check_adapters(pretrained, AdapterFolder(run.lora.adapters.expanduser()), families.config_of(run),
+        check_adapters(pretrained, AdapterFolder(Path(os.path.expanduser(run.lora.adapters))), families.config_of(run),
                        families.head_of(run), cache_folder(run), tell)
     data = prepare(run, tell)
     return resolve(run, Facts(num_classes=data.num_classes, num_samples=data.epoch_samples)), data, pretrained
@@ -132,7 +133,7 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
                          f"has {run.model.dropout:g} unless --model.dropout sets another value")
     notes += before_adapters()
     if run.lora.adapters is not None and not from_step:
-        folder = AdapterFolder(run.lora.adapters.expanduser())
+        folder = AdapterFolder(Path(os.path.expanduser(run.lora.adapters)))
         notes += load_adapters(engine, folder, families.config_of(run), families.head_of(run))
     return notes
 

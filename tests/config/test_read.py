@@ -99,6 +99,14 @@ def test_names_that_no_file_can_have(text):
     assert (problem.code, problem.where) == ("value-not-text", "data.corpus")
 
 
+def test_home_folders_of_paths(monkeypatch):
+    """In a file, where no shell has replaced them, too. A user who does not exist has none."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    found = resolved({"run_dir": "~/runs", "data": {"cache_dir": "~nosuchuser/cache"}})
+    assert str(found.run.run_dir) == "/home/someone/runs"
+    assert [(problem.code, problem.where) for problem in found.problems] == [("unknown-home", "data.cache-dir")]
+
+
 @pytest.mark.parametrize(("tree", "remedy"), [
     ({"batch": {"globl_size": 3}}, "Did you mean batch.global_size?"),
     ({"global_size": 3}, "Did you mean batch.global_size?"),

@@ -5,6 +5,7 @@ Tensors have the names of transformers' own modules, under which it reads them, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def _read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
 def _write(config: Transformer, head: str) -> dict[str, object]:
     assert config.pretrained is not None, "a problem of the family"
     try:
-        found = read_json(member(Path(config.pretrained).expanduser(), "config.json"), CONFIG_BYTES)
+        found = read_json(member(Path(os.path.expanduser(config.pretrained)), "config.json"), CONFIG_BYTES)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be read: {error}", code="config-json-unreadable",
                          where=f"config.json in {config.pretrained}",

@@ -7,6 +7,7 @@ The folder gets its name when the files have been read again and give the logits
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -113,7 +114,7 @@ def _check_base(base: str | None, tell: Progress) -> None:
     is fetched for that, since a checkpoint may name any model: of one that is not here a line says so."""
     if base is None:
         return
-    is_on_hub = hub_model.is_name(base) and not Path(base).expanduser().is_dir()
+    is_on_hub = hub_model.is_name(base) and not Path(os.path.expanduser(base)).is_dir()
     try:
         form = PretrainedConfig(hub_model.fetch_config(base, from_cache=True) if is_on_hub else
                                 folder_of(base, user_cache_folder(), CacheOnly())).form
@@ -131,7 +132,7 @@ def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:
     """The tokenizer.json with which the checkpoint of `source` at `run` was trained, where it is still there."""
     about = source.saved.manifest.about
     named = source.named_tokenizer
-    imported = None if named in ("bpe", "gpt2") else Path(named).expanduser()
+    imported = None if named in ("bpe", "gpt2") else Path(os.path.expanduser(named))
     return tokenizer_files.tokenizer_beside(run, source.saved.folder, imported, about.get("tokenizer"))
 
 
