@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,14 @@ def process_state(pid: int) -> tuple[str, str] | None:
     except OSError:
         return None
     return fields[0], fields[19]
+
+
+def mapped_files(start: str) -> set[str]:
+    """Paths of files that this process has mapped, removed ones included, with this `start`; none without /proc."""
+    try:
+        return set(re.findall(rf"{re.escape(start)}\S*", Path("/proc/self/maps").read_text(errors="replace")))
+    except OSError:
+        return set()
 
 
 def ancestors_with(variable: str) -> list[Process]:

@@ -29,13 +29,15 @@ def mpi(function):
 
 def told_by_rank(world: World, cases: list) -> list:
     """The number of cases that hold, also where collectives are torch's, the largest error of a gradient on columns,
-    and whether MPI ends in order."""
+    whether MPI ends in order, and shared memory that would outlive a killed rank."""
     from tests.tensor.test_tensor_real_processes import errors
 
     assert isinstance(world.backend, MixedBackend)
     plain = replace(world, backend=world.backend._messages)
+    maps = Path("/proc/self/maps")
+    named = [line for line in maps.read_text().splitlines() if "/mpich_shm_" in line and "(deleted)" not in line]
     return [conformance.run_cases(plain, cases), conformance.run_cases(world, MIXED),
-            *errors(plain, 1, world.size, "stationary"), leave_messages_behind(world)]
+            *errors(plain, 1, world.size, "stationary"), leave_messages_behind(world), named]
 
 
 @mpi
@@ -43,9 +45,9 @@ def told_by_rank(world: World, cases: list) -> list:
 def test_conformance_gradients_and_an_orderly_shutdown(size):
     """All in one start; a case that fails is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    for count, mixed, error, finalized in run_processes(f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases],
+    for count, mixed, error, finalized, named in run_processes(f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases],
                                                         timeout_seconds=240):
-        assert (count, mixed, finalized) == (len(cases), len(MIXED), True) and error < 1e-10
+        assert (count, mixed, finalized, named) == (len(cases), len(MIXED), True, []) and error < 1e-10
 
 
 def gaps(world: World) -> float:
