@@ -60,6 +60,7 @@ OPENS_FILES = {
     "system/untrusted_file.py": "the door",
     "system/atomic_file.py": "new files under random names, which replace others",
     "elastic/cache_file.py": "rows that are written in place, with the door's own flags",
+    "system/file_lock.py": "folders that are locked, with the door's own flags",
     # the kernel's files, and devices
     "cli/options.py": "/dev/null", "cli/train.py": "/dev/null", "train/joining.py": "/dev/null",
     "launch/failures.py": "/dev/null", "launch/start.py": "the terminal of the command",

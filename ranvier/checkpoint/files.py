@@ -11,6 +11,7 @@ the folder is (ranvier.system.lease).
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import shutil
@@ -24,6 +25,7 @@ import torch
 from ranvier.checkpoint import manifest as manifests
 from ranvier.errors import CheckpointError
 from ranvier.system.atomic_file import folder_problem
+from ranvier.system.file_lock import lock_now, open_folder, remove_unlocked
 from ranvier.system.pinned_memory import pinned_together
 from ranvier.system.tensor_file import Slot, write_tensors
 from ranvier.system.untrusted_file import new_file, read_json
@@ -205,21 +207,24 @@ def host_copies(tensors: Sequence[torch.Tensor], buffers: list[torch.Tensor]) ->
 @contextmanager
 def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
     """A folder beside `out` to write into. When the block ends well, it is on the disk and has the name `out`; when it
-    does not, nothing is left.
+    does not, nothing is left. What killed writers have left is removed: nobody holds its lock.
 
     CheckpointError when there is something at `out` that is not an empty folder, when the disk has no `needed_bytes`
     left, and when something cannot be written.
     """
     out = Path(os.path.abspath(out))
     check_free(out)
-    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp")
+    unfinished, handle = out.with_name(f".{out.name}.{secrets.token_hex(6)}.tmp"), None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
+            remove_unlocked(left)
         if (free := shutil.disk_usage(out.parent).free) < needed_bytes + _SPARE_BYTES:
             raise CheckpointError(f"would have {needed_bytes:,} bytes, and the disk has {free:,} left",
                                   code="disk-too-small", where=str(out),
                                   remedy="Free space there, or name a folder on another disk.")
         unfinished.mkdir()
+        lock_now(handle := open_folder(unfinished), shared=True)
         yield unfinished
         # All of it is on the disk before it gets its name.
         for place, _, names in os.walk(unfinished, topdown=False):
@@ -232,6 +237,8 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         raise _output_not_writable(out, error.strerror or str(error)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
 
 
 def _output_not_writable(out: Path, problem: str) -> CheckpointError:

@@ -17,9 +17,7 @@ and would be SIGBUS in a map. The page cache holds one copy for all ranks either
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import stat
 import tempfile
 import time
@@ -39,6 +37,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ranvier.block import State, carried, named
+from ranvier.system.file_lock import lock_now, open_folder, remove_unlocked
 
 Lengths = npt.NDArray[np.int64]
 """[samples] positions of each sample."""
@@ -172,14 +171,14 @@ class RunFolder:
         if self._handle is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(exist_ok=True, mode=0o700)
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._handle = open_folder(self.path)
             if self._is_temporary and os.fstat(self._handle).st_uid != os.getuid():
                 raise OSError(f"{self.path} belongs to another user")
-            _lock(self._handle, fcntl.LOCK_SH)
+            lock_now(self._handle, shared=True)
             for folder in self._parent.glob(f"{_PREFIX}*"):
                 with suppress(OSError):
                     if folder.lstat().st_mtime < time.time() - _ABANDONED_AFTER_SECONDS:
-                        _remove(folder)
+                        remove_unlocked(folder)
 
     def remove_others(self, prefix: str, keep: set[str]) -> None:
         """Remove the files whose keys begin with `prefix`, but for those of the keys in `keep`."""
@@ -194,28 +193,7 @@ class RunFolder:
             os.close(self._handle)
             self._handle = None
             with suppress(OSError):
-                _remove(self.path)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, unless a process holds its lock. OSError."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if _lock(handle, fcntl.LOCK_EX):
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, operation: int) -> bool:
-    """Lock a folder without waiting; False if others keep theirs. True as well if the file system has no locks."""
-    try:
-        fcntl.flock(handle, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+                remove_unlocked(self.path)
 
 
 # --- one file --------------------------------------------------------------------------------------------------------

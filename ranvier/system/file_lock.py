@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,33 @@ def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_lock
         ended.set()
         if beating is not None:
             beating.join()
+        os.close(handle)
+
+
+def open_folder(folder: Path) -> int:
+    """A handle of a folder, to be locked. OSError."""
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def lock_now(handle: int, *, shared: bool) -> bool:
+    """Lock an open file or folder without waiting; False if others keep theirs. True as well if the file system has no
+    locks."""
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def remove_unlocked(folder: Path) -> None:
+    """Remove a folder, unless a process holds its lock. OSError."""
+    handle = open_folder(folder)
+    try:
+        if lock_now(handle, shared=False):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
         os.close(handle)
 
 

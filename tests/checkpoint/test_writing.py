@@ -203,6 +203,18 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path):
     assert load(tmp_path)[0].step == 1
 
 
+def test_a_folder_of_results_of_a_killed_writer_is_removed_by_the_next(tmp_path):
+    left = tmp_path / f".out.{'0a' * 6}.tmp"
+    left.mkdir()
+    with files.new_folder(tmp_path / "out", 0) as first:
+        assert not left.exists()
+        with pytest.raises(CheckpointError), files.new_folder(tmp_path / "out", 0) as second:
+            assert {first, second} == set(tmp_path.iterdir()), "one that is still written stays"
+            (tmp_path / "out").write_bytes(b"")
+        (tmp_path / "out").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_the_mark_of_the_best_is_set_or_leaves_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
