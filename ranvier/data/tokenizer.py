@@ -210,7 +210,7 @@ def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.
             raise ValueError(f"no token {', '.join(sorted(missing))}")
         return Tokenizer(_byte_level(models.BPE(ids, merges)), ends=_ends_beside(path, ids),
                          pad=_pad_beside(path, ids), beside=_texts_beside(path))
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # the library raises plain Exception
         raise _damaged(path, error, remedy) from error

@@ -67,10 +67,13 @@ def _writers(found: os.stat_result) -> str | None:
 def read_bytes(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> bytes:
     """All of a file; the arguments are those of `open_regular_file`. OSError, and ValueError if it is larger."""
     with open_regular_file(path, own=own, unshared=unshared) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+        parts, left = list[bytes](), most_bytes + 1
+        while left and (part := file.read(min(left, 1 << 20))):  # which takes memory for as much as it may return
+            parts.append(part)
+            left -= len(part)
+    if not left:
         raise ValueError(f"has more than {most_bytes:,} bytes")
-    return content
+    return b"".join(parts)
 
 
 def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> object:

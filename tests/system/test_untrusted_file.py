@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
+import resource
 
 import numpy as np
+import psutil
 import pytest
 
 from ranvier.checkpoint.hf.peft import AdapterFolder
@@ -197,3 +199,17 @@ def test_the_configuration_beside_a_tokenizer_neither_blocks_nor_overflows(tmp_p
     assert json_object(tmp_path / "tokenizer_config.json", 1 << 20) == {} and _vocab_of(tmp_path, 7) == 7
     with pytest.raises(DataError, match="nested too deeply" if nested else "not a regular file"):
         tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_reading_takes_memory_for_what_is_there_and_not_for_the_limit(tmp_path):
+    """Where a process has little, as under `ulimit -v`, every small file would be refused."""
+    (tmp_path / "small").write_bytes(b"12" * (1 << 20))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (256 << 20), hard))
+    try:
+        assert read_bytes(tmp_path / "small", 1 << 40) == b"12" * (1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with pytest.raises(ValueError):
+        read_bytes(tmp_path / "small", (2 << 20) - 1)
+    assert len(read_bytes(tmp_path / "small", 2 << 20)) == 2 << 20
