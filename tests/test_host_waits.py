@@ -1,4 +1,4 @@
-"""After its first step a run never waits for the device: what decides of an update stays there, and is read later.
+"""After its first two steps a run never waits for the device: what decides of an update stays there, and is read later.
 
 On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever would wait raises.
 """
@@ -6,6 +6,7 @@ On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever woul
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from ranvier.optim import placement
 from ranvier.optim.rules import AdamW
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.planner import count
 from ranvier.planner.count import laid_out
 from tests.covering import first
 from tests.fake_cuda import FakeCuda
@@ -42,7 +44,8 @@ def moved(batch: list[Microbatch], device: torch.device) -> list[Microbatch]:
     return [Microbatch(one.inputs.to(device), one.targets.to(device), one.samples) for one in batch]
 
 
-def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False, precision: str = "bf16"
+def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False, precision: str = "bf16",
+            write: Callable[[Tensor], object] = lambda parameter: None
             ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Losses and norms, and parameters and states at the end. errors: what waits in a step raises."""
     program = Program(layers=1, steps=4, optim=settings, precision=precision)
@@ -50,9 +53,11 @@ def trained(device: torch.device, settings: dict[str, object], *, errors: bool =
     with engine_of(program, world_of_one(device)) as engine:
         for batch in batches(program, engine.mesh, 0):
             given = moved(batch, device)
-            first = not results  # the engine looks at targets once, and in fp16 ranks agree on what a batch weighs
-            torch.cuda.set_sync_debug_mode("error" if errors and not first else "default")
+            # before: targets are looked at, and copies (`Watch`), and in fp16 ranks agree on what a batch weighs
+            torch.cuda.set_sync_debug_mode("error" if errors and len(results) > 1 else "default")
             results.append(engine.train_batch(given))
+            for parameter in engine.named_parameters().values():
+                write(parameter)
             torch.cuda.set_sync_debug_mode("default")
         found = [(one.loss, float(one.grad_norm or 0.0)) for one in results]
         parameters = {name: parameter.detach().clone().to("cpu") for name, parameter
@@ -69,6 +74,16 @@ def test_a_step_has_the_cpus_numbers_and_no_wait(settings):
         expected = trained(CPU, settings)
         found = trained(DEVICE, settings, errors=settings.get("offload") != "host")  # the host updates: it waits
     assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.parametrize("offload", ["none", "stream"])
+def test_writes_through_data_after_each_step_are_followed(offload):
+    def write(parameter):
+        parameter.data[:2].mul_(0.5)
+
+    with FakeCuda(devices=2):
+        expected, found = (trained(device, {"offload": offload}, errors=False, write=write) for device in (CPU, DEVICE))
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
@@ -192,13 +207,14 @@ def test_copies_for_a_step_that_may_be_skipped_are_predicted(settings, monkeypat
         unless(skip, written, *rest, **named)
 
     monkeypatch.setattr(placement, "_unless", counted)
+    monkeypatch.setattr(count, "working_bytes", lambda *_: 0)  # of the rules themselves
     program = Program(layers=1, steps=1, optim=settings, precision="bf16", sequence=2, samples=1)
     with FakeCuda(devices=2), engine_of(program, world_of_one(DEVICE)) as engine:
         for batch in batches(program, engine.mesh, 0):
             engine.train_batch(moved(batch, DEVICE))
     run = ResolvedRun(mesh=Mesh(), precision="bf16", optim=Optim(**settings), launch=Launch(device="cuda"),
                       batch=Batch(microbatch_size=1), model=program.transformer)
-    predicted, unguarded = (laid_out(replace(run, guard=Guard(bad_step=each)))[1][0].device["workspace"]
-                            for each in ("stop", "none"))
+    predicted, unguarded = (sum(laid_out(replace(run, guard=Guard(bad_step=each)))[1][0].device[name] for name in (
+        "workspace", "activations", "deferred")) for each in ("stop", "none"))
     assert max(copied) <= predicted and (predicted == max(max(copied), unguarded) or settings["algorithm"] == "muon")
     assert (max(copied) > unguarded) == (settings.get("offload") != "host" and bool(settings))

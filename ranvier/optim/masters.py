@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class MasterCopies:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, dict.fromkeys(parameters)
+        self._watch = Watch(on_device=any(one.is_cuda for one in parameters))
         self._refuse({id(one) for one in parameters})
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
@@ -91,12 +93,13 @@ class MasterCopies:
         """Parameters and copies are the same again, where someone has written the ones or the others since they were.
         by_value: also elements of parameters that versions say nothing of."""
         self._take_places()
+        looks = by_value and self._watch.looks()
         for parameter, master in self.of.items():
             was, now = self._known.get(parameter), (parameter._version, master._version)
             if was is not None and was[0] == now[0] and was[1] != now[1]:
                 parameter.copy_(master)
-            elif by_value:
-                follow(master, parameter)
+            elif looks or was is None or was[0] != now[0]:
+                self._watch.found(follow(master, parameter) and looks)
             else:
                 continue
             self._known[parameter] = parameter._version, master._version
@@ -139,8 +142,31 @@ class MasterCopies:
             self._known[parameter] = parameter._version, master._version
 
 
-def follow(master: Tensor, values: Tensor) -> None:
+class Watch:
+    """Whether copies are compared with parameters element by element before an update: always on a CPU. On a device
+    that takes as long as an update, so there only before the first two, and before all where these find that someone
+    has written: a program that writes through `parameter.data` mostly does after each step."""
+
+    def __init__(self, *, on_device: bool) -> None:
+        self._left = 2.0 if on_device else inf
+
+    def looks(self) -> bool:
+        """Asked once for each update."""
+        self._left -= 1
+        return self._left >= 0
+
+    def found(self, has_written: bool) -> None:
+        """What a comparison has found."""
+        if has_written:
+            self._left = inf
+
+
+def follow(master: Tensor, values: Tensor) -> bool:
     """Elements of a master copy become `values` where these are not the copy, rounded: someone has written them, by
-    whatever way (a write through `parameter.data` leaves no trace). Others keep their bits."""
+    whatever way (a write through `parameter.data` leaves no trace). Others keep their bits. Whether there are any."""
     values = values.to(master.device)
-    master.copy_(torch.where(values == master.to(values.dtype), master, values))
+    written = values != master.to(values.dtype)
+    has_written = bool(written.any())
+    if has_written:
+        master.copy_(torch.where(written, values, master))
+    return has_written

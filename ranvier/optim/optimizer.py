@@ -29,6 +29,7 @@ from ranvier.optim.average import EMA
 from ranvier.optim.buckets import Bucket, Segment, buckets_of, joined, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
+from ranvier.optim.masters import Watch
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import MAX_COLLECTIVES
 from ranvier.optim.rules import Rules, check_state_name, rules_of
@@ -69,6 +70,7 @@ class FlatOptimizer:
         self._optim, self._gradients = optim, gradients
         views = ViewsOfParameters(gradients.places)
         self.weights = _flatten(gradients)
+        self._watch = Watch(on_device=self.weights.is_cuda)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
         views.follow()
         self.left_behind = views.left
@@ -172,8 +174,8 @@ class FlatOptimizer:
     def follow_parameters(self, *, by_value: bool = False) -> None:
         """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
         memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
-        follow. by_value: before an update, also those of which versions say nothing (on a device the update looks)."""
-        by_value &= not self.weights.is_cuda
+        follow. by_value: before an update, also those of which versions say nothing, where `Watch` looks."""
+        by_value = by_value and self._watch.looks()
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
@@ -185,7 +187,7 @@ class FlatOptimizer:
             parameter = spec.parameter
             if by_value or parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
-                self.placement.take_parameters(segment.start, segment.stop)
+                self._watch.found(self.placement.take_parameters(segment.start, segment.stop) and by_value)
 
     def _note_versions(self) -> None:
         """Parameters are what their master copies say."""

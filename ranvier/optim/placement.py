@@ -138,13 +138,18 @@ class _Flat:
         """Places of the states: (place, name -> all of them there)."""
         return [(self._home, self.states)]
 
-    def take_parameters(self, start: int, stop: int) -> None:
-        """Master copies of elements [start, stop) become what the parameters are now, where someone has written."""
+    def take_parameters(self, start: int, stop: int) -> bool:
+        """Master copies of elements [start, stop) become what the parameters are now, where someone has written them;
+        whether anyone has."""
+        found = False
         for piece in self._pieces if "master" in self.states else ():
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 at = piece.state + first - piece.start
-                _follow(self.states["master"][at:at + last - first], self._weights[first:last])
+                copies = self.states["master"][at:at + last - first]
+                values = self._weights[first:last]
+                found |= any([*map(follow, copies.split(_FOLLOWED), values.split(_FOLLOWED))])
+        return found
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
         return self.states[name][self._part(bucket, name)]
@@ -186,8 +191,6 @@ class _Flat:
     def _finish_bucket(self, bucket: Bucket, update: Update, states: dict[str, Tensor]) -> None:
         """The update itself, on the device, from states that are there."""
         weights = self._weights[bucket.start:bucket.stop]
-        if "master" in states and weights.is_cuda:  # elsewhere `FlatOptimizer.follow_parameters` has
-            _follow(states["master"], weights)
         gradients = self._scaled_gradients(bucket, update.factor)
         self._apply(bucket, update, states.get("master", weights), gradients, states)
         if EMA in states:
@@ -203,11 +206,6 @@ class _Flat:
     def synchronize(self) -> None:
         """Return when states may be read by the host. Nothing to do here: states are the host's own, or on the device
         in order with updates."""
-
-
-def _follow(master: Tensor, weights: Tensor) -> None:
-    for copies, values in zip(master.split(_FOLLOWED), weights.split(_FOLLOWED), strict=True):
-        follow(copies, values)
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
@@ -341,10 +339,9 @@ class Hybrid:
         """See `Resident`."""
         return [*self._resident.homes(), *self._streamed.homes()]
 
-    def take_parameters(self, start: int, stop: int) -> None:
+    def take_parameters(self, start: int, stop: int) -> bool:
         """See `Resident`."""
-        self._resident.take_parameters(start, stop)
-        self._streamed.take_parameters(start, stop)
+        return any([each.take_parameters(start, stop) for each in (self._resident, self._streamed)])
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
         """See `Resident`."""

@@ -203,8 +203,8 @@ def test_the_commands_take_them(tmp_path, capsys):
     losses = []
     for args in ([run, "--ema"], [out], [run]):
         capsys.readouterr()
-        assert run_command(["evaluate", *args, "--data", text, "--model.sequence", "16", *cache]) == 0
-        losses.append(next(line.split()[-1] for line in capsys.readouterr().out.splitlines() if " loss " in line))
+        assert run_command(["evaluate", *args, "--data", text, "--model.sequence", "16", "--json", *cache]) == 0
+        losses.append([one["loss"] for one in json.loads(capsys.readouterr().out)["results"].values()])
     assert losses[0] == losses[1] != losses[2]
     assert run_command(["generate", run, "--ema", "--prompt", "the", "--max-tokens", "3"]) == 0
     assert Path(out, "model.safetensors").exists()
