@@ -196,8 +196,8 @@ def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
     """The run with other in-flight limits."""
     if run.mesh.pipeline_size == 1 or run.pipeline.policy == "gpipe":
         return []
-    limits = dict.fromkeys(min(factor * run.mesh.pipeline_size, run.num_microbatches) for factor in (2, 3))
-    return [replace(run, pipeline=replace(run.pipeline, in_flight=limit)) for limit in limits]
+    return [replace(run, pipeline=replace(run.pipeline, in_flight=factor * run.mesh.pipeline_size))
+            for factor in (2, 3)]
 
 
 def stage_variants(run: ResolvedRun) -> list[ResolvedRun]:

@@ -23,7 +23,7 @@ from ranvier.plan.block_costs import block_costs
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner import work as work_module
-from ranvier.planner.candidates import SEARCHED, _microbatches, predict, variants
+from ranvier.planner.candidates import SEARCHED, in_flight_variants, predict, variants
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import run_cost
@@ -79,6 +79,13 @@ def test_meshes_that_divide_no_norm_of_keys_are_no_candidates():
         assert [(one.code, one.where) for one in found] == [("mesh-does-not-divide", "mesh.col")] * (cols == 4)
     with raises("layer-not-divisible"):
         laid_out(tried)
+
+
+def test_limits_above_a_steps_microbatches_are_tried():
+    """What is due first follows from the limit, so they are other orders of four microbatches."""
+    run = replace(TINY, mesh=Mesh(pipe=3), batch=Batch(global_size=16, microbatch_size=4))
+    assert run.num_microbatches == 4
+    assert [one.pipeline.in_flight for one in in_flight_variants(run)] == [6, 9]
 
 
 def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
