@@ -34,7 +34,7 @@ class MasterCopies:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, dict.fromkeys(parameters)
-        self._watch = Watch(on_device=any(one.is_cuda for one in parameters))
+        self._watch = Watch(parameters[0].device.type if parameters else "cpu")
         self._refuse({id(one) for one in parameters})
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
@@ -147,8 +147,8 @@ class Watch:
     that takes as long as an update, so there only before the first two, and before all where these find that someone
     has written: a program that writes through `parameter.data` mostly does after each step."""
 
-    def __init__(self, *, on_device: bool) -> None:
-        self._left = 2.0 if on_device else inf
+    def __init__(self, device_type: str) -> None:
+        self._left = {"cpu": inf, "meta": 0}.get(device_type, 2)
 
     def looks(self) -> bool:
         """Asked once for each update."""

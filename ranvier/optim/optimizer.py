@@ -70,7 +70,7 @@ class FlatOptimizer:
         self._optim, self._gradients = optim, gradients
         views = ViewsOfParameters(gradients.places)
         self.weights = _flatten(gradients)
-        self._watch = Watch(on_device=self.weights.is_cuda)
+        self._watch = Watch(self.weights.device.type)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
         views.follow()
         self.left_behind = views.left

@@ -51,8 +51,8 @@ class Update:
 
 
 GradientsOf = Callable[[Bucket], Tensor]
-_FOLLOWED = 1 << 22
-"""So many elements of master copies are compared with their parameters at once, which takes memory."""
+_FOLLOWED = {"cuda": 1 << 22}
+"""So many elements of master copies are compared with their parameters at once, which takes memory; on CPUs 1 << 16."""
 
 
 def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
@@ -147,8 +147,8 @@ class _Flat:
             if first < last:
                 at = piece.state + first - piece.start
                 copies = self.states["master"][at:at + last - first]
-                values = self._weights[first:last]
-                found |= any([*map(follow, copies.split(_FOLLOWED), values.split(_FOLLOWED))])
+                size = _FOLLOWED.get(self._weights.device.type, 1 << 16)
+                found |= any([*map(follow, copies.split(size), self._weights[first:last].split(size))])
         return found
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
@@ -307,6 +307,12 @@ class Streamed(_Flat):
             slot.stored = _event(self._out)
         slot.bucket = None
         self._load_next(slot)
+
+    def take_parameters(self, start: int, stop: int) -> bool:
+        """See `Resident`."""
+        if self._out is not None:
+            self._out.synchronize()  # the last step's states are in host memory
+        return super().take_parameters(start, stop)
 
     def synchronize(self) -> None:
         """See `Resident`."""
