@@ -45,13 +45,26 @@ def test_a_path_that_cannot_be_looked_up_is_an_error_of_the_user(words, capsys):
     assert error["code"] == "path-unusable" and path in error["where"]
 
 
-@pytest.mark.parametrize("args", [
-    ["check", "gpt-tiny", "--data.tokenizer"], ["check", "gpt-tiny", "--model.pretrained"],
-    ["check", "gpt-tiny", "--lora.adapters"], ["check", "vit-cifar10", "--data.train"], ["generate", "--prompt", "x"],
-    ["evaluate"]], ids=" ".join)
-def test_a_path_of_a_user_who_does_not_exist(args, capsys):
-    assert run_command([*args, "~nosuchuser/x"]) == 2
-    assert "RuntimeError" not in capsys.readouterr().err
+@pytest.mark.parametrize("words", [
+    ["import", "{}", "out"], ["generate", "{}", "--prompt", "a"], ["evaluate", "{}"],
+    ["check", "gpt-tiny", "--model.pretrained", "{}"], ["check", "gpt-tiny", "--lora.rank=2", "--lora.adapters", "{}"],
+    ["check", "gpt-tiny", "--model.family", "transformers", "--model.pretrained", "{}"],
+    ["check", "gpt-tiny", "--data.tokenizer", "{}"], ["check", "vit-cifar10", "--data.train", "{}"]], ids=" ".join)
+def test_the_home_of_no_user_is_no_bug(words, capsys):
+    assert run_command([word.format("~nobody-at-all/x") for word in words]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert "~nobody-at-all/x" in out + err
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC, errno.EIO, errno.EISDIR, errno.EEXIST, errno.ENOTDIR])
+def test_other_errors_of_files_keep_their_traceback(number, monkeypatch):
+    """A leak of file descriptors, a full disk, a folder that is opened as a file: none is the fault of a name."""
+    def fail(**settings):
+        raise OSError(number, "it fails", "some/file")
+
+    monkeypatch.setattr(main.command, "main", fail)
+    with pytest.raises(OSError, match="it fails"):
+        run_command(["doctor"])
 
 
 def test_help_and_version_do_not_import_torch():

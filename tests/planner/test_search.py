@@ -23,7 +23,7 @@ from ranvier.plan.block_costs import block_costs
 from ranvier.planner import report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner import work as work_module
-from ranvier.planner.candidates import SEARCHED, in_flight_variants, predict, variants
+from ranvier.planner.candidates import SEARCHED, _microbatches, in_flight_variants, predict, variants
 from ranvier.planner.count import laid_out
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import run_cost

@@ -93,7 +93,7 @@ def sizes_of(name: str) -> Mapping[str, object]:
 
 def is_model_name(name: str) -> bool:
     """Whether `folder_of` would fetch or convert what has this name: all but folders."""
-    path = Path(os.path.expanduser(name))
+    path = Path(os.path.expanduser(name))  # "~name" of nobody stays
     return not path.is_dir() and (name in _known() or is_gguf(path) or hub_model.is_name(name))
 
 
