@@ -155,8 +155,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     least = inf
     for place, found in enumerate(best):
-        if found.cost.pipeline_seconds < least:  # which chunks do not change
-            best[place] = _tuned(found, cluster, work, "chunks", searched)
+        if found.cost.pipeline_seconds < least:  # which neither chunks nor whole states change
+            best[place] = _reduced(found, cluster, work, searched)
             least = min(least, best[place].cost.seconds)
     best.sort(key=lambda found: found.cost.seconds)
     best[:_FOLLOWED] = sorted((_followed(found, cluster, work, searched) for found in best[:_FOLLOWED]),
@@ -354,6 +354,20 @@ def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> 
 
 def _group(one: Candidate) -> object:
     return one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
+
+
+def _reduced(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
+    """With another size of chunks, and with whole optimizer states on each replica, where that is worth it."""
+    best = _tuned(found, cluster, work, "chunks", searched)
+    if "shard" in searched and found.run.optim.shard:
+        run = replace(found.run, optim=replace(found.run.optim, shard=False))
+        whole = _tuned(replace(found, run=run, cost=run_cost(run, cluster, work.stages(run))), cluster, work, "chunks",
+                       searched)
+        if whole.cost.seconds < _WORTH * best.cost.seconds:
+            whole = with_memory(whole, cluster, work)
+            if whole.fits and whole.cost.seconds < _WORTH * best.cost.seconds:
+                return whole
+    return best
 
 
 def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],

@@ -121,6 +121,18 @@ def test_a_faster_network_has_no_slower_plan():
     assert seconds == sorted(seconds, reverse=True)
 
 
+@pytest.mark.parametrize(("bandwidth", "shard"), [(50e9, False), (10e9, True)])
+def test_optimizer_states_are_whole_where_that_is_faster(bandwidth, shard):
+    """Parameters that other replicas update arrive before the next step; chunks are tuned for both."""
+    h100 = load_cluster("h100")
+    cluster = replace(h100, devices_per_node=1, between=replace(h100.between, bandwidth=bandwidth))
+    run = Run(model=Transformer(num_layers=2, hidden=128, heads=4, vocab=32000, sequence=128),
+              mesh=Mesh(data=8), batch=Batch(global_size=64, microbatch_size=8))
+    whole = search(run, cluster, 8, ("chunks",)).best[0].cost.seconds
+    best = search(run, cluster, 8, ("chunks", "shard")).best[0]
+    assert best.run.optim.shard is shard and best.cost.seconds <= whole
+
+
 def test_candidates_are_all_meshes_and_all_of_them_can_be():
     found = list(variants(TINY, load_cluster("h100"), 8))
     assert {run.mesh.shape for run in found} >= {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 4), (2, 2, 1, 2)}
