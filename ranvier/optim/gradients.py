@@ -317,7 +317,8 @@ class Gradients:
                 continue
             table, grad = self._tables[spec.parameter], spec.parameter.grad
             if not table.decided:
-                told = grad is not None and grad._version == self._versions.get(spec.name, -1) + table.additions
+                told = grad is not None and grad.is_contiguous() and (
+                    grad._version == self._versions.get(spec.name, -1) + table.additions)
                 table.agree(chunk.group, any_row=not told or self._unreached[spec.name])
             found += [table] if table.found is not None else []
         return found

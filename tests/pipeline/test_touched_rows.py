@@ -96,6 +96,18 @@ def test_raw_gradients_are_those_of_plain_pytorch(mesh, options, padding, packed
     assert packed and sum(packed) <= 2 * 3 * 40 + 100, "few rows travel"
 
 
+class Transposed(Table):
+    """Its gradient lies in memory as it does: not row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, VOCAB, dtype=torch.float64).t())
+
+
+def test_a_table_that_lies_transposed():
+    assert_parity(lookup_model(Transposed), sentences(), Mesh(data=2))
+
+
 def test_one_rank_has_autograds_bits(monkeypatch):
     """Sums in the order of autograd's kernel, however often a word occurs; with several microbatches too."""
     batches, make = sentences(((9, 7, 8),), largest=11), lookup_model()
