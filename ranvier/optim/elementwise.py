@@ -10,7 +10,7 @@ part of them must become what it becomes as a part of the whole, and one of them
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from copy import deepcopy
 from typing import Any
 
@@ -63,7 +63,8 @@ def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: 
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of the program
     for number in range(_STEPS):
         for place, parameter in enumerate(one for pair in pairs for one in pair):
-            gradient = _values(_SHAPE[:parameter.dim()], parameter, 2 * (number + 1) + place)
+            shape = _SHAPE[:parameter.dim()]  # of mostly one direction, which those look for that adapt to a distance
+            gradient = _values(shape, parameter, place) + _values(shape, parameter, 2 * number + place)
             parameter.grad = (gradient[_half(gradient)] if halves else gradient) * (
                 10.0 * factor if place % 2 else 10.0)
         step(twin)
@@ -73,9 +74,10 @@ def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: 
 def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
     """A copy with the same settings, without states, and with two small tensors in each group."""
     twin: Any = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(one): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups
-                            for one in group["params"]}
-    settings = {name: one for name, one in vars(optimizer).items() if name not in ("param_groups", "state", "step")}
+    memo: dict[int, Any] = {id(optimizer): twin} | {  # which methods and settings may know
+        id(one): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for one in group["params"]}
+    settings = {name: OrderedDict() if name.startswith("_optimizer_") else one for name, one in vars(optimizer).items()
+                if name not in ("param_groups", "state", "step")}
     for one in tree_leaves(settings):
         if isinstance(one, nn.Module) or (isinstance(one, Tensor) and id(one) not in memo and one.numel() > _LARGEST):
             raise ValueError("a copy would take the memory of a model")
@@ -83,7 +85,8 @@ def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tup
     pairs = []
     for number, group in enumerate(optimizer.param_groups):
         copied = deepcopy({name: one for name, one in group.items() if name != "params"}, memo) | {"params": []}
-        twin.param_groups.append(copied if isinstance(group.get("lr"), Tensor) else copied | {"lr": 0.1})
+        rate = group.get("lr")
+        twin.param_groups.append(copied | {"lr": torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0})
         if group["params"]:
             like = max(group["params"], key=Tensor.dim)
             values = [_values(_SHAPE[:like.dim()], like, 7 * number + place) for place in range(2)]

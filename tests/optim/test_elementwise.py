@@ -63,11 +63,45 @@ class Sign(torch.optim.Optimizer):
                 one.sub_(momentum.lerp_(one.grad, 0.1).sign(), alpha=group["lr"] / self.count)
 
 
+class Decorated(torch.optim.AdamW):
+    """Hooks of the program are called by torch's step, too."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Bound(Scaled):
+    """Its update is a method that it keeps."""
+
+    def __init__(self, params):
+        super().__init__(params, over_all=True)
+        self.update = super().step
+
+    def step(self, closure=None):
+        self.update()
+
+
+class Distance(torch.optim.Optimizer):
+    """The rate grows with the distance that all parameters have gone along their gradients, as in Prodigy."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0})
+        self.rate = 1e-6
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        found = [one for group in self.param_groups for one in group["params"]]
+        gone = sum(float((self.state[one].setdefault("start", one.clone()) - one).mul(one.grad).sum()) for one in found)
+        self.rate = max(self.rate, gone / sum(float(one.grad.abs().sum()) for one in found))
+        for one in found:
+            one.sub_(one.grad.sign(), alpha=3 * self.rate * self.param_groups[0]["lr"])
+
+
 OPTIM = torch.optim
 ELEMENTWISE = [OPTIM.SGD, partial(OPTIM.SGD, momentum=0.9, nesterov=True), OPTIM.Adam, OPTIM.AdamW, OPTIM.NAdam,
                OPTIM.RAdam, OPTIM.Adamax, OPTIM.Adagrad, OPTIM.Adadelta, OPTIM.RMSprop, OPTIM.Rprop, OPTIM.ASGD,
                partial(OPTIM.AdamW, fused=True), partial(OPTIM.Adam, amsgrad=True, foreach=False), Sign, Noisy,
-               OfAModel, OPTIM.SparseAdam, OPTIM.LBFGS]
+               Decorated, OfAModel, OPTIM.SparseAdam, OPTIM.LBFGS]
 
 
 @pytest.mark.parametrize(("make", "code", "splits", "cuts"), [
@@ -75,7 +109,9 @@ ELEMENTWISE = [OPTIM.SGD, partial(OPTIM.SGD, momentum=0.9, nesterov=True), OPTIM
     (OPTIM.Adafactor, WHOLE, True, False), (OPTIM.Adafactor, None, False, True),
     (OPTIM.Muon, WHOLE, True, False), (OPTIM.Muon, None, False, True),
     (Scaled, WHOLE, True, False), (Scaled, None, False, True),
-    (partial(Scaled, over_all=True), WHOLE, True, False), (partial(Scaled, over_all=True), COUPLED, False, True)])
+    (partial(Scaled, over_all=True), WHOLE, True, False), (partial(Scaled, over_all=True), COUPLED, False, True),
+    (Bound, COUPLED, False, True), (Distance, COUPLED, False, True),
+    (partial(OPTIM.Adafactor, lr=torch.tensor(0.0)), WHOLE, True, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_an_update_depends_on(make, code, splits, cuts, dtype):
     parameters = [nn.Parameter(torch.randn(5, 3).to(dtype)) for _ in range(2)]
