@@ -218,7 +218,8 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         for left in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 12}.tmp"):
-            remove_unlocked(left)
+            with suppress(OSError):  # another user's, or another writer has just removed it
+                remove_unlocked(left)
         if (free := shutil.disk_usage(out.parent).free) < needed_bytes + _SPARE_BYTES:
             raise CheckpointError(f"would have {needed_bytes:,} bytes, and the disk has {free:,} left",
                                   code="disk-too-small", where=str(out),

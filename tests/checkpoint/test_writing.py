@@ -205,6 +205,11 @@ def test_a_checkpoint_that_was_about_to_be_replaced_comes_back(tmp_path):
 
 def test_a_folder_of_results_of_a_killed_writer_is_removed_by_the_next(tmp_path):
     left = tmp_path / f".out.{'0a' * 6}.tmp"
+    left.symlink_to("nowhere")
+    with files.new_folder(tmp_path / "out", 0):
+        assert left.is_symlink(), "what cannot be opened is no reason to write nothing"
+    (tmp_path / "out").rmdir()
+    left.unlink()
     left.mkdir()
     with files.new_folder(tmp_path / "out", 0) as first:
         assert not left.exists()
