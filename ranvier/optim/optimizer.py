@@ -70,8 +70,8 @@ class FlatOptimizer:
         self._optim, self._gradients = optim, gradients
         views = ViewsOfParameters(gradients.places)
         self.weights = _flatten(gradients)
-        self._watch = Watch(self.weights.device.type)
         """[gradients.size]: all trainable parameters of this rank, in the same places."""
+        self._watch = Watch(self.weights.device.type)
         views.follow()
         self.left_behind = views.left
         """Tensors that had values of parameters in common with them, and have none of the new memory."""

@@ -283,8 +283,6 @@ class Updater:
         if not keep:
             self.gradients.warn_of_lost()
         self._averaged = None
-        if self.flat is not None and self.in_backward:
-            self.flat.follow_parameters(by_value=True)
         self._step, self._squared, self._began = step, torch.zeros(()), False
         if self._by_block is not None:
             self._by_block.zero_()

@@ -9,6 +9,7 @@ from torch import nn
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
+from ranvier.optim import masters, optimizer
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.covering import covering, quick
@@ -119,22 +120,28 @@ def sgd(**options):
     (torch.bfloat16, sgd()), (torch.bfloat16, sgd(offload="stream")), (torch.bfloat16, sgd(offload="host")),
     (torch.bfloat16, sgd(update_in_backward=True)), (torch.float32, sgd(offload="host"))],
     ids=["torch", "none", "stream", "host", "in backward", "host, fp32"])
-def test_copies_follow_elements_that_are_written(dtype, options, write):
-    """Before each step two rows; the copies of others keep what they have below the parameter's resolution."""
+@pytest.mark.parametrize("looks_twice", [False, True])
+def test_copies_follow_elements_that_are_written(dtype, options, write, looks_twice, monkeypatch):
+    """After each step two rows; the copies of others keep what they have below the parameter's resolution. On a device
+    two looks are enough to see that a program writes."""
     def linear(outputs, targets):
         return (outputs * targets).float().sum(), 1
 
     def rank(world, write):
         engine = Engine(chain(partial(nn.Linear, 4, 4), loss=linear), world, dtype=dtype, **options)
         weight = engine.named_parameters()["b0.weight"]
-        for _ in range(3):
-            write(weight)
+        for number in range(4):
+            if number:
+                write(weight)
             engine.train_batch(batch_of(dtype, 0, count=1))
         copy = engine.updated(weight) if engine.optimizer else torch.cat([
             part.states["master"] for part in engine.flat_optimizer.slices() if part.parameter == "b0.weight"])
         engine.close()
         return weight.detach().clone(), copy.detach().view(4, 4).clone()
 
+    if looks_twice:
+        for module in (masters, optimizer):
+            monkeypatch.setattr(module, "Watch", lambda on_device, watch=masters.Watch: watch(on_device=True))
     (plain, plain_copy), = run_ranks(lambda world: rank(world, lambda parameter: None), 1)
     (weight, copy), = run_ranks(lambda world: rank(world, write), 1)
     assert 0 < weight[:2].abs().max() < 1e-3 and 0 < copy[:2].abs().max() < 1e-3
