@@ -38,14 +38,14 @@ class MasterCopies:
         self._refuse({id(one) for one in parameters})
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
-        self._given: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
-        """Copy -> its gradient and the version of that when it was given."""
+        self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
+        """Copy -> its gradient when it was given, and its parameter's."""
         self._known: dict[nn.Parameter, tuple[int, int]] = {}
         """Parameter -> its version and that of its copy when they were last the same."""
         self._take_places()
         self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
         if self._steps_are_noticed:  # also those that the program takes
-            optimizer.register_step_pre_hook(lambda *_: self.settle(by_value=True))
+            optimizer.register_step_pre_hook(lambda *_: self._begin_step())
             optimizer.register_step_post_hook(lambda *_: self.write_parameters())
 
     def _take_places(self) -> None:
@@ -104,17 +104,28 @@ class MasterCopies:
                 continue
             self._known[parameter] = parameter._version, master._version
 
+    def _begin_step(self) -> None:
+        """What a program has done with parameters' gradients since copies were given theirs is done with these."""
+        for parameter, master in self.of.items():
+            if (given := self._given.get(master)) and given[0].is_still(master.grad) and (
+                    not given[1].is_still(parameter.grad)):
+                self._take_gradient(parameter, master, 1.0)
+        self.settle(by_value=True)
+
     def take_gradients(self, factor: float) -> None:
         """Each copy has its parameter's gradient times `factor`, in fp32; without one where that is None."""
         self._take_places()
         for parameter, master in self.of.items():
-            if parameter.grad is None:
-                master.grad = None
-            elif parameter.grad.dtype is master.dtype:
-                master.grad = parameter.grad.mul_(factor) if factor != 1.0 else parameter.grad
-            else:
-                master.grad = parameter.grad.to(master.dtype).mul_(factor)
-            self._given[master] = master.grad, 0 if master.grad is None else master.grad._version
+            self._take_gradient(parameter, master, factor)
+
+    def _take_gradient(self, parameter: nn.Parameter, master: nn.Parameter, factor: float) -> None:
+        if parameter.grad is None:
+            master.grad = None
+        elif parameter.grad.dtype is master.dtype:
+            master.grad = parameter.grad.mul_(factor) if factor != 1.0 else parameter.grad
+        else:
+            master.grad = parameter.grad.to(master.dtype).mul_(factor)
+        self._given[master] = _Noted(master.grad), _Noted(parameter.grad)
 
     def forget_gradients(self) -> None:
         """A batch begins: copies have no gradients."""
@@ -125,12 +136,9 @@ class MasterCopies:
     def give_gradients(self) -> None:
         """What a program has done with the gradients of copies since they were given is done with the parameters'."""
         for parameter, master in self.of.items():
-            given, version = self._given.get(master, (None, 0))
-            now = master.grad
-            if now is None and given is not None:
-                parameter.grad = None
-            elif now is not None and now is not parameter.grad and (now is not given or now._version != version):
-                parameter.grad = now.to(parameter.grad_dtype)
+            now, (given, _) = master.grad, self._given.get(master, (_Noted(None), None))
+            if now is not parameter.grad and not given.is_still(now):
+                parameter.grad = None if now is None else now.to(parameter.grad_dtype)
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -140,6 +148,17 @@ class MasterCopies:
             if master.grad is not None:
                 parameter.copy_(master)
             self._known[parameter] = parameter._version, master._version
+
+
+class _Noted:
+    """A gradient, or None, as it is now."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        self._grad, self._version = grad, 0 if grad is None else grad._version
+
+    def is_still(self, grad: Tensor | None) -> bool:
+        """Whether it is this one, and unchanged."""
+        return grad is self._grad and (grad is None or grad._version == self._version)
 
 
 class Watch:

@@ -354,6 +354,8 @@ class Updater:
         self._take_edits()
         norm = self._recount(self._averaged).norm_on_device
         self.gradients.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        if self.masters is not None:
+            self.masters.take_gradients(1.0)
         return norm
 
     def _take_edits(self) -> None:

@@ -184,6 +184,39 @@ def clipped_by_torch(engine, number):
     engine.step(result)
 
 
+def clipped_before_the_optimizer(engine, number):
+    engine.forward_backward(batch_of(engine.dtype, number))
+    engine.clip_grad_norm_(0.1)
+    engine.optimizer.step()
+
+
+def clipped_by_torch_before_the_optimizer(engine, number):
+    engine.forward_backward(batch_of(engine.dtype, number))
+    nn.utils.clip_grad_norm_(engine.parameters(), 0.1)
+    engine.optimizer.step()
+
+
+def clipped_after_groups_doubled(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    for one in groups_of(engine):
+        one.grad = one.grad * 2.0
+    engine.clip_grad_norm_(0.1)
+    engine.step(result)
+
+
+def none_of_the_first(engine, number):
+    result = engine.forward_backward(batch_of(engine.dtype, number))
+    next(iter(engine.parameters())).grad = None
+    engine.step(result)
+
+
+def none_of_the_first_before_the_optimizer(engine, number):
+    engine.forward_backward(batch_of(engine.dtype, number))
+    next(iter(engine.parameters())).grad = None
+    engine.optimizer.step()
+    engine.zero_grad()
+
+
 def doubled(engine, number):
     result = engine.forward_backward(batch_of(engine.dtype, number))
     for one in engine.parameters():
@@ -200,7 +233,9 @@ def doubled_in_groups(engine, number):
 
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])
 @pytest.mark.parametrize(("loop", "same"), [
-    (by_the_optimizer, plainly), (skipping, plainly), (clipped_by_torch, clipped), (doubled_in_groups, doubled)])
+    (by_the_optimizer, plainly), (skipping, plainly), (clipped_by_torch, clipped), (doubled_in_groups, doubled),
+    (clipped_before_the_optimizer, clipped), (clipped_by_torch_before_the_optimizer, clipped),
+    (clipped_after_groups_doubled, clipped), (none_of_the_first_before_the_optimizer, none_of_the_first)])
 def test_a_loop_that_works_with_the_optimizers_parameters(loop, same, accumulate):
     """They are the copies, and have the gradients of the batch."""
     def rank(world, loop):
