@@ -46,6 +46,7 @@ EXCEPTIONS = {
 """Waits that order no accesses, and why they are there."""
 OTHER = {
     ("optim/optimizer.py", "self.placement.synchronize()"), ("optim/placement.py", "self._streamed.synchronize()"),
+    ("optim/placement.py", "self.synchronize()"),
     ("comm/torch_group.py", "return self._work.is_completed()"),
     ("comm/nccl_transport.py", "return all(work.is_completed() for work in works)")}
 """What has the name of a wait: a call of one that is in a scenario, a poll that every transport's tests share, and one
@@ -81,6 +82,9 @@ def updates(offload, dtype, in_flight, gradient_dtype=torch.float32):
             gradients.fill_(float(step))
             if step >= 3:
                 chunks, buckets = [chunk[::-1] for chunk in chunks[::-1]], buckets[::-1]
+            if step in (2, 3):  # as before each step in which a program may have written parameters
+                weights[:50].fill_(float(step))
+                held.take_parameters(0, size)
             held.prefetch(buckets)
             if step == 1:  # a step that is skipped: its buckets were copied in for nothing
                 continue

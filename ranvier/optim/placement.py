@@ -204,7 +204,7 @@ class _Flat:
         Nothing to do here: states are where they are updated."""
 
     def synchronize(self) -> None:
-        """Return when states may be read by the host. Nothing to do here: states are the host's own, or on the device
+        """Return when states may be read and written by the host. Nothing to do here: states are the host's own, or on the device
         in order with updates."""
 
 
@@ -316,8 +316,9 @@ class Streamed(_Flat):
 
     def synchronize(self) -> None:
         """See `Resident`."""
-        if self._out is not None:
-            self._out.synchronize()
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
 
 
 class Hybrid:
