@@ -204,8 +204,8 @@ class _Flat:
         Nothing to do here: states are where they are updated."""
 
     def synchronize(self) -> None:
-        """Return when states may be read and written by the host. Nothing to do here: states are the host's own, or on the device
-        in order with updates."""
+        """Return when states may be read and written by the host. Nothing to do here: states are the host's own, or on
+        the device in order with updates."""
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
