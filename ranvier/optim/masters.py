@@ -95,14 +95,25 @@ class MasterCopies:
         self._take_places()
         looks = by_value and self._watch.looks()
         for parameter, master in self.of.items():
-            was, now = self._known.get(parameter), (parameter._version, master._version)
-            if was is not None and was[0] == now[0] and was[1] != now[1]:
-                parameter.copy_(master)
-            elif looks or was is None or was[0] != now[0]:
-                self._watch.found(follow(master, parameter) and looks)
-            else:
-                continue
-            self._known[parameter] = parameter._version, master._version
+            self._settle(parameter, master, looks)
+
+    @torch.no_grad()
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The copy of a parameter as the next update will find it; the parameter itself where it has none."""
+        master = self.of.get(parameter, parameter)
+        if master is not parameter:
+            self._settle(parameter, master, self._watch.is_on)
+        return master
+
+    def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
+        was, now = self._known.get(parameter), (parameter._version, master._version)
+        if was is not None and was[0] == now[0] and was[1] != now[1]:
+            parameter.copy_(master)
+        elif looks or was is None or was[0] != now[0]:
+            self._watch.found(follow(master, parameter) and looks)
+        else:
+            return
+        self._known[parameter] = parameter._version, master._version
 
     def _begin_step(self) -> None:
         """What a program has done with parameters' gradients since copies were given theirs is done with these."""
@@ -168,6 +179,11 @@ class Watch:
 
     def __init__(self, device_type: str) -> None:
         self._left = {"cpu": inf, "meta": 0}.get(device_type, 2)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the next update looks."""
+        return self._left > 0
 
     def looks(self) -> bool:
         """Asked once for each update."""

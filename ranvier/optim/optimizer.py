@@ -168,14 +168,13 @@ class FlatOptimizer:
 
     def prefetch(self) -> None:
         """The next updates are those of a whole step: states of the first buckets may come in already."""
-        self.follow_parameters(by_value=True)
+        self.follow_parameters(by_value=self._watch.looks())
         self.placement.prefetch(self.buckets)
 
-    def follow_parameters(self, *, by_value: bool = False) -> None:
+    def follow_parameters(self, *, by_value: bool) -> None:
         """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
         memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
-        follow. by_value: before an update, also those of which versions say nothing, where `Watch` looks."""
-        by_value = by_value and self._watch.looks()
+        follow. by_value: also those of which versions say nothing."""
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
@@ -273,7 +272,7 @@ class FlatOptimizer:
         They may be read and written between steps; after writing, call `restore_counters`.
         """
         self.placement.synchronize()
-        self.follow_parameters()
+        self.follow_parameters(by_value=self._watch.is_on)
         for chunk in self._chunks:
             for spec in chunk.specs:
                 first, last = self._gradients.places[spec.parameter]

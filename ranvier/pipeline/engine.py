@@ -255,7 +255,7 @@ class Engine:
         """The tensor that the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in
         half precision, else itself."""
         masters = self._updater.masters
-        return parameter if masters is None else masters.of.get(parameter, parameter)
+        return parameter if masters is None else masters.updated(parameter)
 
     @property
     def flat_optimizer(self) -> FlatOptimizer | None:

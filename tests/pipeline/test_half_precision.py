@@ -114,6 +114,12 @@ def sgd(**options):
     return {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, **options), "learning_rate": 1e-5}
 
 
+def copy_of(engine, weight):
+    copy = engine.updated(weight) if engine.optimizer else torch.cat([
+        part.states["master"] for part in engine.flat_optimizer.slices() if part.parameter == "b0.weight"])
+    return copy.detach().view(weight.shape)
+
+
 @pytest.mark.parametrize("write", [zero_in_place, zero_data, replace_data])
 @pytest.mark.parametrize(("dtype", "options"), [
     (torch.bfloat16, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-5)}),
@@ -134,10 +140,12 @@ def test_copies_follow_elements_that_are_written(dtype, options, write, looks_tw
             if number:
                 write(weight)
             engine.train_batch(batch_of(dtype, 0, count=1))
-        copy = engine.updated(weight) if engine.optimizer else torch.cat([
-            part.states["master"] for part in engine.flat_optimizer.slices() if part.parameter == "b0.weight"])
+        found = [weight.detach().clone(), copy_of(engine, weight).clone()]
+        write(weight)
+        last = copy_of(engine, weight)
+        assert torch.equal(last.to(dtype), weight), "what is saved"
         engine.close()
-        return weight.detach().clone(), copy.detach().view(4, 4).clone()
+        return found
 
     if looks_twice:
         for module in (masters, optimizer):
