@@ -297,6 +297,7 @@ class Gradients:
                 self.on_complete(chunk)
                 for spec in chunk.specs:
                     spec.parameter.grad = None
+                self._leave_to_program(chunk.specs)
             for spec in chunk.specs if chunk.reused or chunk.sent_to_owner or len(chunk.group.ranks) > 1 else ():
                 grad = spec.parameter.grad
                 self._handed_on.setdefault(spec.name, None if grad is None else grad._version)

@@ -14,7 +14,7 @@ from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.reference import Reference
 from tests.covering import covering, label, pairwise
-from tests.pipeline.parity import SEED, assert_close, merge, on_mesh, points, share
+from tests.pipeline.parity import SEED, assert_close, chain, merge, on_mesh, points, share
 from tests.pipeline.test_ties import blocks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -293,6 +293,23 @@ def test_gradients_that_nobody_keeps_have_one_memory():
         return len(found)
 
     assert on_mesh(make, Mesh(), work, optimizer=ADAMW) == [1]
+
+
+def test_gradients_that_a_program_keeps_stay_after_updates_in_the_backward():
+    """Blocks have one memory for theirs, in turn."""
+    batch, three = points([[3]]), partial(chain, *[partial(nn.Linear, 4, 4)] * 3)
+
+    def work(engine):
+        kept = {}
+        for name, one in engine.named_parameters().items():
+            one.register_post_accumulate_grad_hook(lambda one, name=name: kept.update({name: one.grad}))
+        engine.train_batch(share(engine, batch))
+        return kept
+
+    found, = on_mesh(three, Mesh(), work, optim=Optim(update_in_backward=True))
+    expected, = on_mesh(three, Mesh(), lambda engine: (
+        engine.forward_backward(share(engine, batch)), engine.gradients())[1])
+    assert_close(found, expected)
 
 
 def test_nothing_to_clip_is_refused():
