@@ -310,8 +310,7 @@ class Streamed(_Flat):
 
     def take_parameters(self, start: int, stop: int) -> bool:
         """See `Resident`."""
-        if self._out is not None:
-            self._out.synchronize()  # the last step's states are in host memory
+        self.synchronize()
         return super().take_parameters(start, stop)
 
     def synchronize(self) -> None:

@@ -149,7 +149,7 @@ def test_copies_follow_elements_that_are_written(dtype, options, write, looks_tw
 
     if looks_twice:
         for module in (masters, optimizer):
-            monkeypatch.setattr(module, "Watch", lambda on_device, watch=masters.Watch: watch(on_device=True))
+            monkeypatch.setattr(module, "Watch", lambda device_type, watch=masters.Watch: watch("cuda"))
     (plain, plain_copy), = run_ranks(lambda world: rank(world, lambda parameter: None), 1)
     (weight, copy), = run_ranks(lambda world: rank(world, write), 1)
     assert 0 < weight[:2].abs().max() < 1e-3 and 0 < copy[:2].abs().max() < 1e-3
