@@ -37,7 +37,8 @@ def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
     microbatch_size: samples of a replica's microbatch; the last one of a batch may have fewer. Rows have parts of it
         that differ by one sample at most, and may be empty. mesh: as of the engine.
 
-    Raises DataError for a loader that is none of these.
+    Raises DataError for a loader that is none of these, that has an iteration of its own, or a sampler that gives each
+    process another part of the data.
     """
     return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh.of_replicas(world.size))
 
@@ -46,12 +47,24 @@ class ShardedLoader:
     """See `shard_loader`. Each iteration is an epoch; all ranks begin it together."""
 
     def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
+        if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+            raise DataError("is no DataLoader of torch, or iterates in its own way, which would be passed over",
+                            code="loader-of-another-kind", where="shard_loader(loader)", value=type(loader).__name__,
+                            remedy="Give a torch.utils.data.DataLoader, and change samples in its data set or "
+                                   "collate_fn; or cut each batch by ranvier.microbatches.")
         if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             raise DataError("has no batches of numbered samples", code="loader-without-samples",
                             where="shard_loader(loader)", value=type(loader.dataset).__name__,
                             remedy="Give a DataLoader with a batch_size over a data set with __getitem__ and __len__.")
-        if microbatch_size < 1:
-            raise ConfigError("must be at least 1", code="loader-microbatch-size",
+        for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+            if getattr(sampler, "num_replicas", 1) != 1:
+                raise DataError("gives each process a part of the data, and rank 0's would be that of all ranks",
+                                code="sampler-of-a-part", where="the sampler of the DataLoader",
+                                value=type(sampler).__name__,
+                                remedy="Leave it out: shard_loader divides each batch among the replicas. shuffle=True "
+                                       "shuffles; batch_size is that of all replicas together.")
+        if not isinstance(microbatch_size, Integral) or microbatch_size < 1:
+            raise ConfigError("must be a whole number of at least 1", code="loader-microbatch-size",
                               where="shard_loader(microbatch_size=...)", value=microbatch_size,
                               remedy="Give samples per microbatch.")
         mesh.require_known_axes("shard_loader")
@@ -64,6 +77,10 @@ class ShardedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
+        old = self._loader
+        generator = torch.default_generator if old.generator is None else old.generator
+        seeds = generator.clone_state()
+        torch.empty((), dtype=torch.int64).random_(generator=generator)  # the workers' seed, before the sampler's draws
         with call_of_all_ranks("the loop over shard_loader", partial(describe_actions, self._world.store,
                                                                      self._world.size)):
             shares = [self._share(batch) for batch in self._batches()]
@@ -71,12 +88,11 @@ class ShardedLoader:
             for share in shares:
                 yield [Microbatch(samples=torch.tensor(part, dtype=torch.int64)) for part in self._parts(share)]
             return
-        old = self._loader
         loaded = iter(DataLoader(old.dataset, batch_sampler=[self._loaded(share) for share in shares if share],
                                  num_workers=old.num_workers, collate_fn=old.collate_fn, pin_memory=old.pin_memory,
                                  timeout=old.timeout, worker_init_fn=old.worker_init_fn,
                                  multiprocessing_context=old.multiprocessing_context,
-                                 prefetch_factor=old.prefetch_factor))
+                                 prefetch_factor=old.prefetch_factor, generator=seeds))
         for share in shares:
             yield self._microbatches(next(loaded), share) if share else []
 

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import ranvier
 from ranvier.config.run import Pipeline
@@ -121,7 +121,36 @@ def test_training_on_rows(mesh):
         torch.testing.assert_close(value, reference.parameters[name].detach(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_one_rank_draws_the_random_numbers_of_the_loader_itself(own):
+    """The order, the workers' seed, and what is drawn afterwards are those of a plain loop over the DataLoader."""
+    def drawn(wrap):
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(6) if own else None
+        loader = wrap(DataLoader(TensorDataset(torch.arange(13), torch.arange(13)), batch_size=5, shuffle=True,
+                                 generator=generator))
+        orders = [torch.cat([batch[0].inputs if isinstance(batch[0], ranvier.Microbatch) else batch[0]
+                             for batch in loader]) for _ in range(2)]
+        return torch.cat([*orders, torch.randint(1 << 60, (1,)), torch.randint(1 << 60, (1,), generator=generator)])
+
+    found, = run_ranks(lambda world: drawn(lambda loader: ranvier.shard_loader(loader, world, microbatch_size=5)), 1)
+    assert torch.equal(found, drawn(lambda loader: loader))
+
+
+class Doubled(DataLoader):
+    def __iter__(self):
+        return ((2 * inputs, targets) for inputs, targets in super().__iter__())
+
+
+PART = DistributedSampler(DATA, num_replicas=2, rank=0)
+
+
 @pytest.mark.parametrize(("loader", "options", "code", "value"), [
+    (Doubled(DATA, batch_size=2), {}, "loader-of-another-kind", "Doubled"),
+    ([DATA[:2]], {}, "loader-of-another-kind", "list"),
+    (DataLoader(DATA, batch_size=2, sampler=PART), {}, "sampler-of-a-part", "DistributedSampler"),
+    (DataLoader(DATA, batch_sampler=BatchSampler(PART, 2, False)), {}, "sampler-of-a-part", "DistributedSampler"),
+    (DataLoader(DATA, batch_size=2), {"microbatch_size": 2.5}, "loader-microbatch-size", 2.5),
     (DataLoader(Stream(), batch_size=2), {}, "loader-without-samples", "Stream"),
     (DataLoader(DATA, batch_size=None), {}, "loader-without-samples", "TensorDataset"),
     (DataLoader(DATA, batch_size=2), {"microbatch_size": 0}, "loader-microbatch-size", 0),
