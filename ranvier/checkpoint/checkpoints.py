@@ -194,6 +194,7 @@ class Checkpoints:
         began = time.monotonic()
         _check_about({} if about is None else about)
         self.engine.check_usable("Checkpoints.save")
+        self.engine.refuse_in_averages("Checkpoints.save")
         with self.engine.during("Checkpoints.save"):
             self.claim()
         self._join()

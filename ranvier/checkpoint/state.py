@@ -32,6 +32,7 @@ from ranvier.errors import CheckpointError
 from ranvier.layout import Box, Slice, index_of, whole
 from ranvier.models.lora import is_adapter
 from ranvier.optim.average import EMA
+from ranvier.pipeline.state_dict import set_extra_states
 
 if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
@@ -309,7 +310,14 @@ class _Untied:
 def load(engine: Engine, saved: Saved) -> None:
     """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
     check_fits(engine, saved)
+    there, here = saved.manifest.tensors.get("buffer", {}), engine.named_buffers()
+    mine = {name for name in there if _block_of(engine, name) in (None, *engine.blocks)}
+    for name in sorted(mine ^ here.keys()):
+        what = f"lacks the model's buffer {name}" if name in here else f"has the buffer {name}, and the model has none"
+        raise CheckpointError(what, code="checkpoint-of-other-buffers", where=f"checkpoint {saved.folder}",
+                              remedy=_SAME_MODEL)
     fill(engine, saved)
+    set_extra_states(engine, {name: saved.read("buffer", name) for name in here if name.endswith("._extra_state")})
     random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):
         if piece.name in random:
@@ -324,6 +332,11 @@ def load(engine: Engine, saved: Saved) -> None:
                 raise damaged("generator-state", saved.folder,
                               f"the state of torch's generator ({piece.name}) is none: {error}") from error
     restore_counters(engine, saved.manifest)
+
+
+def _block_of(engine: Engine, name: str) -> str | None:
+    """The block of the model that has the buffer `name`."""
+    return max((block for block in engine.block_names if name.startswith(f"{block}.")), key=len, default=None)
 
 
 def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:

@@ -345,6 +345,7 @@ class Engine:
         """
         self._step, self._statistics.num_updates = steps, 0
         self._values.loaded()
+        self.zero_grad()  # of batches before, which a step would add to the next one's
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
@@ -369,6 +370,7 @@ class Engine:
         what is to stay as it is. The model and the seed of dropout are the engine's own. All ranks call it.
         """
         self.check_usable("state_dict")
+        self.refuse_in_averages("state_dict")
         return take_state(self)
 
     @of_engine
@@ -397,8 +399,6 @@ class Engine:
         self.check_usable("load_state_dict")
         self.refuse_in_averages("load_state_dict")
         load_state(self, state)
-        self._statistics.forget()
-        self._updater.gradients.unapplied = False
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
         """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. On a CPU as

@@ -58,6 +58,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         for name, buffer in engine.named_buffers().items():
             if isinstance(buffer, Tensor):
                 buffer.copy_(state["buffers"][name])
+        set_extra_states(engine, state["buffers"])
         _load_optimizer(engine, state["optimizer"])
     if engine.flat_optimizer is not None:
         engine.learning_rate = state["learning_rate"]
@@ -67,6 +68,14 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.nominal_weight = state["nominal_weight"], state["nominal_weight_is_agreed"]
     if engine.bad_steps is not None and state["bad_steps"] is not None:
         engine.bad_steps.load(state["bad_steps"])
+
+
+def set_extra_states(engine: Engine, states: Mapping[str, Any]) -> None:
+    """Modules of this rank take what their `get_extra_state` has returned. states: by the names of `named_buffers`."""
+    for block, module in engine.blocks.items():
+        for path, part in module.named_modules(prefix=block):
+            if (name := f"{path}._extra_state") in states:
+                part.set_extra_state(states[name])
 
 
 def _layout_of(engine: Engine) -> dict[str, Any]:

@@ -105,6 +105,27 @@ def test_what_has_no_place_is_refused(tmp_path, layer, code):
         run_ranks(lambda world: saved_and_loaded(world, tmp_path, layer()), 1)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+@pytest.mark.parametrize("written", [False, True])
+def test_buffers_on_one_side_only_are_refused(tmp_path, written, mesh):
+    """Of a checkpoint or of the model that it is to fill; by each rank for its own blocks, and told on all."""
+    def rank(world, has_buffer):
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, track_running_stats=has_buffer)]
+        engine = Engine(layers, world, mesh=mesh, loss=lambda y, t: (y.sum(), 1.0))
+        checkpoints = Checkpoints(engine, tmp_path)
+        if has_buffer is not written:
+            with raises("checkpoint-of-other-buffers", "1.num_batches_tracked"):
+                checkpoints.load()
+        else:
+            checkpoints.save()
+            checkpoints.wait()
+        checkpoints.close()
+        engine.close()
+
+    run_ranks(lambda world: rank(world, written), mesh.size)
+    run_ranks(lambda world: rank(world, not written), mesh.size)
+
+
 @pytest.mark.parametrize("about", [{"path": "a\udcffb"}, {"x": object()}])
 def test_what_json_lacks_is_refused(tmp_path, about):
     with raises("about-not-json", "Checkpoints.save"):

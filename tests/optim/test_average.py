@@ -116,8 +116,9 @@ def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path
                 for call in (engine.train_batch, engine.forward_backward):
                     with raises("step-inside-averages"):
                         call(loader.microbatches(0))
-                with raises("step-inside-averages"), engine.averaged():
-                    pass
+                for call in (engine.averaged().__enter__, engine.state_dict, Checkpoints(engine, tmp_path).save):
+                    with raises("step-inside-averages"):
+                        call()
         return inside, engine.evaluate(loader.microbatches(0)).loss, train(engine, 2)
 
     options = {"dtype": torch.float64, **OPTIM, "offload": offload, "shard": shard}

@@ -209,3 +209,51 @@ def test_checkpoints_do_what_a_state_dict_cannot(tmp_path):
     expected, _ = run_ranks(written, 2)
     first, second = run_ranks(read, 2)
     assert same({**first, **second}, {name: expected[name] for name in (first | second)})
+
+
+class Counting(torch.nn.Linear):
+    """It counts its forwards outside of its buffers: `form` of the number is its extra state."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return self.form(self.calls)
+
+    def set_extra_state(self, state):
+        self.calls = int(state)
+
+
+def trained_twice(world, folder, form):
+    """Whole parameters and extra states after a batch whose gradients wait, and a return to the state before it."""
+    layer = Counting(2, 2)
+    layer.form = form
+    torch.nn.init.eye_(layer.weight)
+    engine = Engine([torch.nn.Linear(2, 2), layer], world, mesh=Mesh(data=2), dtype=torch.float64,
+                    loss=lambda y, t: ((y - t).square().sum(), 2.0), optimizer=partial(torch.optim.SGD, lr=0.1))
+    batch = [(torch.ones(1, 2, dtype=torch.float64) + world.rank, torch.zeros(1, 2, dtype=torch.float64))]
+    engine.train_batch(batch)
+    if folder is None:
+        state = copy.deepcopy(engine.state_dict())
+        back = partial(engine.load_state_dict, state)
+    else:
+        checkpoints = Checkpoints(engine, folder)
+        checkpoints.save()
+        back = checkpoints.load
+    found = []
+    for _ in range(2):
+        engine.step(engine.forward_backward(batch))
+        found.append([layer.calls, *(value.detach().clone() for value in engine.named_parameters().values())])
+        engine.forward_backward(batch)
+        back()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("in_file", "form"), [(False, int), (False, torch.tensor), (True, torch.tensor)])
+def test_accumulated_gradients_end_with_a_load_and_extra_states_are_taken(in_file, form, tmp_path):
+    for first, again in run_ranks(lambda world: trained_twice(world, tmp_path if in_file else None, form), 2):
+        assert first[0] == again[0] and same(first, again)
