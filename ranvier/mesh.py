@@ -481,3 +481,11 @@ class StagePlacement:
     def local(self, stage: int) -> int:
         """The place of `stage` among those of its rank."""
         return stage // self.num_ranks
+
+
+def mesh_of(mesh: Mesh | None, where: str, **sizes: int) -> Mesh:
+    """`mesh`, or that of `sizes`, by axis. ConfigError where both are given to the function `where`."""
+    if mesh is not None and (axis := next((axis for axis, size in sizes.items() if size != 1), None)):
+        raise ConfigError("is given beside a mesh, which has sizes of its own", code="size-beside-mesh",
+                          where=f"{where}({axis}=...)", value=sizes[axis], remedy=f"Give either mesh= or {axis}=.")
+    return mesh or Mesh(**sizes)

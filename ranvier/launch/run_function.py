@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from ranvier.errors import LaunchError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, mesh_of
 from ranvier.system import child
 
 _GRACE_SECONDS = 10.0
@@ -49,8 +49,8 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
 
     LaunchError, with the rank and its error, if a rank fails; ConfigError for a mesh that cannot be.
     """
+    mesh = mesh_of(mesh, "ranvier.run", data=data, pipe=pipe, row=row, col=col)
     pickler = cloudpickle_module()
-    mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
     settings = dict(mesh=mesh, transport=transport, threads=threads, device=device, timeout_seconds=timeout_seconds)
     with tempfile.TemporaryDirectory(prefix="ranvier-run-") as name:
         folder = Path(name)

@@ -39,7 +39,7 @@ from ranvier.launch.heartbeat import exit_with_launcher, mpi_start_watch
 from ranvier.launch.launchers import LAUNCHERS, Setting, Started, detect
 from ranvier.launch.mpiexec import mpi_available
 from ranvier.launch.shared_store import check_mpi, open_store
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, mesh_of
 from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
 from ranvier.world import JoinPoint, World
@@ -90,7 +90,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
     """
     _end_on_errors()
     with naming_arguments("ranvier.start"):
-        mesh = mesh or Mesh(data=data, pipe=pipe, row=row, col=col)
+        mesh = mesh_of(mesh, "ranvier.start", data=data, pipe=pipe, row=row, col=col)
         try:
             comm = Comm(transport=transport, collectives=collectives, timeout_seconds=timeout_seconds)
             launch = Launch(launcher=launcher, threads=threads, device=device, stopped_seconds=stopped_seconds,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +44,9 @@ def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: in
     """
     inputs = _as_dict(inputs)
     count = _batch_size(inputs, targets, samples)
-    if size < 1:
-        raise ModelError("must be at least 1", code="microbatch-size", where="microbatches(size)", value=size,
-                         remedy="Give samples per microbatch.")
+    if not isinstance(size, Integral) or size < 1:
+        raise ModelError("must be a whole number of at least 1", code="microbatch-size",
+                         where="microbatches(size)", value=size, remedy="Give samples per microbatch.")
     return _cut(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
 
 
@@ -71,22 +72,30 @@ def _as_dict(inputs: Any) -> Any:
 
 
 def _batch_size(*trees: object) -> int:
-    """The size of dim 0 of all tensors."""
-    leaves = [[tree] if isinstance(tree, Tensor) else tree_leaves(tree) for tree in trees]
+    """The size of dim 0 of all tensors. ModelError for values of each sample that are no tensor: all microbatches would
+    get those of the whole batch."""
+    leaves = [[tree] if isinstance(tree, Tensor) else tree_leaves(tree, is_leaf=_is_list_of_values) for tree in trees]
     tensors = [[leaf for leaf in of_tree if isinstance(leaf, Tensor)] for of_tree in leaves]
-    lists = [tree for tree, found in zip(trees, tensors, strict=True)
+    sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
+    whole = [tree for tree, found in zip(trees, tensors, strict=True)
              if isinstance(tree, (list, tuple)) and tree and not found]
-    for one in (*lists, *(leaf for of_tree in leaves for leaf in of_tree if not isinstance(leaf, Tensor))):
-        if isinstance(one, (list, tuple)) or getattr(one, "shape", None):
+    for one in (*whole, *(leaf for of_tree in leaves for leaf in of_tree if not isinstance(leaf, Tensor))):
+        held = one.values() if isinstance(one, Mapping) else getattr(one, "__dict__", {}).values()
+        if (any(one is tree for tree in whole) or (isinstance(one, list) and {len(one)} == sizes)
+                or getattr(one, "shape", None) or any(isinstance(value, Tensor) for value in held)):
             raise ModelError("is not a tensor, and cannot be cut into microbatches", code="batch-of-arrays",
                              where="microbatches(inputs, targets)", value=type(one).__name__,
-                             remedy="Pass torch.from_numpy(array), or torch.as_tensor(values).")
-    sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
+                             remedy="Pass torch.from_numpy(array), torch.as_tensor(values), or a dict of tensors.")
     if len(sizes) != 1 or None in sizes:
         raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",
                          where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),
                          remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
     return sizes.pop() or 0
+
+
+def _is_list_of_values(tree: object) -> bool:
+    return isinstance(tree, list) and bool(tree) and not any(
+        isinstance(one, (Tensor, list, tuple, Mapping)) for one in tree)
 
 
 def as_microbatches(batch: Batch) -> list[Microbatch]:

@@ -1,11 +1,13 @@
 """What `auto` comes to, and settings that cannot work here."""
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 
+import ranvier
 from ranvier.launch import start as launch
 from ranvier.launch.launchers import Started, local_variables
 from ranvier.mesh import Mesh
@@ -108,6 +110,14 @@ def test_the_launchers_ranks_must_be_the_meshs(monkeypatch):
         monkeypatch.setenv(name, value)
     with raises("launcher-started-other-number", 4, 3):
         launch.start(Mesh(data=2, pipe=2))
+
+
+@pytest.mark.parametrize("call", [launch.start, partial(ranvier.run, print)])
+def test_sizes_beside_a_mesh_are_refused(call, monkeypatch):
+    for name in ("excepthook", "exit"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    with raises("size-beside-mesh", value=4):
+        call(mesh=Mesh(pipe=2), data=4)
 
 
 @pytest.mark.parametrize(("mesh", "command"), [

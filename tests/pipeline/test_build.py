@@ -2,6 +2,7 @@
 
 from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -174,6 +175,9 @@ def test_microbatches_cut_along_the_batch():
     assert parts[1].samples.tolist() == [12, 13]
     assert microbatches(torch.zeros(0, 2), torch.zeros(0), 3) == []
     other, = microbatches(UserDict(x=torch.ones(2)), torch.zeros(2), 2)  # as a tokenizer of transformers returns it
+    constants = {"x": torch.ones(4), "size": (2, 2, 2, 2), "layers": [1, 2], "mode": "a"}
+    for one in microbatches(constants, torch.ones(4), 2):
+        assert {**one.inputs, "x": None} == {**constants, "x": None} and len(one.inputs["x"]) == 2
     assert type(other.inputs) is dict and torch.equal(other.inputs["x"], torch.ones(2))
 
 
@@ -183,7 +187,11 @@ def test_microbatches_cut_along_the_batch():
     ((torch.zeros(4), {"label": numpy.zeros(4)}, 2), ("batch-of-arrays", "ndarray")),
     (([[0.0], [1.0]], [[1], [2]], 2), ("batch-of-arrays", "list")),
     ((torch.zeros(4), [1, 0, 1, 0], 2), ("batch-of-arrays", "list")),
+    (({"x": torch.zeros(4), "lengths": [3, 1, 2, 2]}, torch.zeros(4), 2), ("batch-of-arrays", "list")),
+    ((torch.zeros(4), UserDict(y=torch.zeros(4)), 2), ("batch-of-arrays", "UserDict")),
+    ((torch.zeros(4), {"y": SimpleNamespace(labels=torch.zeros(4))}, 2), ("batch-of-arrays", "SimpleNamespace")),
     ((torch.zeros(4), torch.zeros(4), 0), ("microbatch-size", 0)),
+    ((torch.zeros(4), torch.zeros(4), 2.5), ("microbatch-size", 2.5)),
     ((torch.zeros(4), torch.zeros(4), 2, torch.zeros(3)), ("batch-not-in-dim-0",)),
 ])
 def test_what_cannot_be_cut(arguments, error):
