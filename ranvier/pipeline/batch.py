@@ -109,7 +109,7 @@ class BatchRunner:
         running: Action | None = None
         try:
             self._stages.begin(training, len(batch), wanted)
-            self._statistics.begin(batch, training=training)
+            self._statistics.begin(batch, training=training, predicts=wanted is not None and not wanted.has_loss)
             self._connections.inbox.begin(self._call, step, len(batch),
                                           schedule.on_message if leads else lambda *_: None)  # the leader decides
             if nominal_weight is not None and not (self._has_loss and batch):

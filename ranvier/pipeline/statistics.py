@@ -35,8 +35,9 @@ class BatchStatistics:
 
     sums: Tensor
     """[14] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
-    1 times those that update by it), the numbers of `SameTargets`, 0 if all have updated equally often, how many add to
-    an earlier batch, and the numbers of `SameRates`, `SameLeft` and `TiedParameters`."""
+    1 times those that update by it, and the square of that times those that predict), the numbers of `SameTargets`, 0
+    if all have updated equally often, how many add to an earlier batch, and the numbers of `SameRates`, `SameLeft` and
+    `TiedParameters`."""
     work: Work
     """The reduction of `sums`."""
 
@@ -47,7 +48,7 @@ class BatchStatistics:
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
-        self._zeroed = self._training = self._updates = False
+        self._zeroed = self._training = self._updates = self._predicts = False
         self.num_updates = 0
         """Updates of this rank since the start, or since parameters were loaded."""
 
@@ -83,9 +84,9 @@ class BatchStatistics:
 
     # ------------------------------------------------------------------ the batch at hand
 
-    def begin(self, batch: Sequence[Microbatch], *, training: bool) -> None:
-        """A batch begins, of which ranks compare the targets where it trains."""
-        self._training = training
+    def begin(self, batch: Sequence[Microbatch], *, training: bool, predicts: bool) -> None:
+        """A batch begins, of which ranks compare the targets where it trains. predicts: whether without a loss."""
+        self._training, self._predicts = training, predicts
         self._targets = self._same_targets.numbers(batch if training else ())
 
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
@@ -98,16 +99,18 @@ class BatchStatistics:
         of_training = [self.num_updates * (-1 if ranks.index else size - 1), earlier is not None, same_rates.number(),
                        same_left.number()] if self._training else [0, 0, 0, 0]
         self.sums = sums = torch.tensor([
-            0, 0, self._zeroed, self._training * (size + 1 if self._updates else 1), *[0] * SAME_TARGETS,
+            0, 0, self._zeroed, self._training * (size + 1 if self._updates else 1) + self._predicts * (size + 1) ** 2,
+            *[0] * SAME_TARGETS,
             *of_training, ties.number()], dtype=torch.float64)  # in one call: this is the host's time in every step
 
         def add_earlier() -> None:
             _, weight, zeroed, calls, *numbers = sums.tolist()
             updates, continuing, rates, left, of_ties = numbers[SAME_TARGETS:]
-            updating, others = divmod(int(calls), size + 1)
-            if (updating, others) not in ((0, 0), (size, 0), (0, size)):
-                raise calls_differ(f"of {size} ranks {updating} are in train_batch, {others} in forward_backward, and "
-                                   f"{size - updating - others} in others")
+            predicting, training = divmod(int(calls), (size + 1) ** 2)
+            updating, others = divmod(training, size + 1)
+            if size not in (counts := (predicting, updating, others, size - predicting - updating - others)):
+                raise calls_differ(f"of {size} ranks " + ", ".join(f"{count} are in {call}" for count, call in zip(
+                    counts, ("predict", "train_batch", "forward_backward", "evaluate"), strict=True) if count))
             if 0 < continuing < size:
                 raise calls_differ(f"of {size} ranks {continuing:g} add to the gradients of the batch before, and "
                                    f"{size - continuing:g} have called step or zero_grad since")

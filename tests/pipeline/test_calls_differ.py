@@ -36,6 +36,19 @@ def test_one_rank_is_in_another_call_while_others_train(mesh, other):
         run_ranks(work, mesh.size)
 
 
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
+def test_one_rank_predicts_while_another_evaluates(mesh):
+    """Its part of the loss would be missing."""
+    def work(world):
+        engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
+                        dtype=torch.float64, optim=Optim(), timeout_seconds=5)
+        batch = points([[2, 2]] * mesh.data)[engine.coordinates.data]
+        return engine.predict(batch) if world.rank else engine.evaluate(batch).loss
+
+    with raises("calls-differ", "predict", "evaluate"):
+        run_ranks(work, mesh.size)
+
+
 @pytest.mark.parametrize("call", ["step", "zero_grad"])
 def test_one_replica_alone_ends_a_step(call):
     """Neither call needs other ranks, so that the next batch is the first to show it."""
