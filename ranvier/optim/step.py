@@ -303,7 +303,8 @@ class Updater:
         else:
             status = self._judge()
             self._apply(status, status.factor)
-        self._kept, self._last, self.gradients.on_complete = None, status, None
+        self._kept, self.gradients.on_complete = None, None
+        self._last = status if status.may_update else self._last
         self.gradients.note_left()
         return status
 
@@ -338,7 +339,8 @@ class Updater:
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
         self._apply(status, 1.0)
-        self._averaged, self._last, self.gradients.unapplied = None, status, False
+        self._averaged, self.gradients.unapplied = None, False
+        self._last = status if status.may_update else self._last
         self.gradients.note_left()
         return averaged
 
@@ -473,7 +475,7 @@ class Updater:
         """The norm of the last step that had one which is finite; None before there is one. Where the first is not, 0,
         which clips nothing."""
         status, self._last = self._last, None
-        if status is not None and status.may_update:
+        if status is not None:
             norm = status.norm_on_device
             before = torch.zeros_like(norm) if self._norm_before is None else self._norm_before
             self._norm_before = torch.where(norm.isfinite(), norm, before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.config.run import Memory, Optim, Pipeline
+from ranvier.config.run import Guard, Memory, Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.optim.loss_scale import LossScale
@@ -16,7 +16,7 @@ from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import chosen, covering, label, pairwise, quick
 from tests.errors import raises
-from tests.pipeline.parity import SEED, chain, frozen, on_mesh, points, share, small_gpt, squared, tokens
+from tests.pipeline.parity import IGNORED, SEED, chain, frozen, on_mesh, points, share, small_gpt, squared, tokens
 from tests.pipeline.test_parity import of_blocks, residuals
 from tests.pipeline.test_training import assert_same_weights, batch_of, three_ends, weights
 
@@ -111,6 +111,29 @@ def test_a_batch_without_a_valid_target_updates_nothing():
 
     with pytest.warns(UserWarning, match="step 1 is skipped: no valid target in the global batch"):
         on_mesh(small_gpt, Mesh(data=2), work, optim=optim())
+
+
+@pytest.mark.parametrize(("optimizer", "guard"), [
+    (None, Guard(bad_step="skip")), (partial(torch.optim.SGD, lr=0.1), None)], ids=("own", "torchs"))
+def test_a_step_without_a_target_leaves_the_norm_by_which_the_next_one_is_clipped(optimizer, guard):
+    sgd = {} if optimizer else {"algorithm": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+    batches = [points([[2]], seed=seed) for seed in range(3)]
+    batches[1][0][0].targets.fill_(IGNORED)
+
+    def work(engine):
+        norms, before = [], []
+        for batch in batches:
+            norms.append(engine.train_batch(share(engine, batch)).grad_norm)
+            before.append({name: value.detach().clone() for name, value in engine.named_parameters().items()})
+        moved = sum((one - before[1][name]).square().sum() for name, one in before[2].items()).sqrt()
+        return norms, float(moved), engine.last_norm
+
+    with pytest.warns(UserWarning, match="step 2 is skipped"):
+        (norms, moved, last), = on_mesh(
+            lambda: chain(lambda: nn.Linear(4, 4)), Mesh(), work, guard=guard, optimizer=optimizer,
+            optim=Optim(clip_norm=0.01, clip_from="previous-step", **sgd))
+    assert moved == pytest.approx((0.1 if optimizer else 1e-3) * norms[2] * 0.01 / norms[0], rel=1e-4)
+    assert last == pytest.approx(norms[2])
 
 
 def test_groups_that_fit_nothing_are_refused():
