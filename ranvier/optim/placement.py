@@ -51,8 +51,8 @@ class Update:
 
 
 GradientsOf = Callable[[Bucket], Tensor]
-_FOLLOWED = {"cuda": 1 << 22}
-"""So many elements of master copies are compared with their parameters at once, which takes memory; on CPUs 1 << 16."""
+_FOLLOWED, _FOLLOWED_ON_CPU = 1 << 22, 1 << 14
+"""So many elements of master copies are compared with their parameters at once, in memory that nobody predicts."""
 
 
 def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
@@ -147,8 +147,9 @@ class _Flat:
             if first < last:
                 at = piece.state + first - piece.start
                 copies = self.states["master"][at:at + last - first]
-                size = _FOLLOWED.get(self._weights.device.type, 1 << 16)
-                found |= any([*map(follow, copies.split(size), self._weights[first:last].split(size))])
+                values = self._weights[first:last]
+                size = _FOLLOWED if values.is_cuda else _FOLLOWED_ON_CPU
+                found |= any([*map(follow, copies.split(size), values.split(size))])
         return found
 
     def _of(self, bucket: Bucket, name: str) -> Tensor:
