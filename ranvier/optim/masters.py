@@ -40,8 +40,8 @@ class MasterCopies:
         """Parameter -> its master copy."""
         self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
         """Copy -> its gradient when it was given, and its parameter's."""
-        self._known: dict[nn.Parameter, tuple[int, int]] = {}
-        """Parameter -> its version and that of its copy when they were last the same."""
+        self._known: dict[nn.Parameter, tuple[tuple[int, int], int]] = {}
+        """Parameter -> `_written` when it and its copy were last the same."""
         self._take_places()
         self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
         if self._steps_are_noticed:  # also those that the program takes
@@ -106,14 +106,14 @@ class MasterCopies:
         return master
 
     def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
-        was, now = self._known.get(parameter), (parameter._version, master._version)
+        was, now = self._known.get(parameter), _written(parameter, master)
         if was is not None and was[0] == now[0] and was[1] != now[1]:
             parameter.copy_(master)
         elif looks or was is None or was[0] != now[0]:
             self._watch.found(follow(master, parameter) and looks)
         else:
             return
-        self._known[parameter] = parameter._version, master._version
+        self._known[parameter] = _written(parameter, master)
 
     def _begin_step(self) -> None:
         """What a program has done with parameters' gradients since copies were given theirs is done with these."""
@@ -158,7 +158,12 @@ class MasterCopies:
         for parameter, master in self.of.items():
             if master.grad is not None:
                 parameter.copy_(master)
-            self._known[parameter] = parameter._version, master._version
+            self._known[parameter] = _written(parameter, master)
+
+
+def _written(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], int]:
+    """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is no version."""
+    return (parameter._version, parameter.data_ptr()), master._version
 
 
 class _Noted:

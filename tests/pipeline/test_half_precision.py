@@ -120,16 +120,17 @@ def copy_of(engine, weight):
     return copy.detach().view(weight.shape)
 
 
-@pytest.mark.parametrize("write", [zero_in_place, zero_data, replace_data])
+@pytest.mark.parametrize(("write", "first", "on_device"), [
+    *((write, 1, on_device) for write in (zero_in_place, zero_data, replace_data) for on_device in (False, True)),
+    (zero_in_place, 3, True), (replace_data, 3, True)])
 @pytest.mark.parametrize(("dtype", "options"), [
     (torch.bfloat16, {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-5)}),
     (torch.bfloat16, sgd()), (torch.bfloat16, sgd(offload="stream")), (torch.bfloat16, sgd(offload="host")),
     (torch.bfloat16, sgd(update_in_backward=True)), (torch.float32, sgd(offload="host"))],
     ids=["torch", "none", "stream", "host", "in backward", "host, fp32"])
-@pytest.mark.parametrize("looks_twice", [False, True])
-def test_copies_follow_elements_that_are_written(dtype, options, write, looks_twice, monkeypatch):
-    """After each step two rows; the copies of others keep what they have below the parameter's resolution. On a device
-    two looks are enough to see that a program writes."""
+def test_copies_follow_elements_that_are_written(dtype, options, write, first, on_device, monkeypatch):
+    """Before step `first` and each later one two rows; the copies of others keep what they have below the parameter's
+    resolution. On a device two looks are enough to see that a program writes; versions always tell."""
     def linear(outputs, targets):
         return (outputs * targets).float().sum(), 1
 
@@ -137,7 +138,7 @@ def test_copies_follow_elements_that_are_written(dtype, options, write, looks_tw
         engine = Engine(chain(partial(nn.Linear, 4, 4), loss=linear), world, dtype=dtype, **options)
         weight = engine.named_parameters()["b0.weight"]
         for number in range(4):
-            if number:
+            if number >= first:
                 write(weight)
             engine.train_batch(batch_of(dtype, 0, count=1))
         found = [weight.detach().clone(), copy_of(engine, weight).clone()]
@@ -147,7 +148,7 @@ def test_copies_follow_elements_that_are_written(dtype, options, write, looks_tw
         engine.close()
         return found
 
-    if looks_twice:
+    if on_device:
         for module in (masters, optimizer):
             monkeypatch.setattr(module, "Watch", lambda device_type, watch=masters.Watch: watch("cuda"))
     (plain, plain_copy), = run_ranks(lambda world: rank(world, lambda parameter: None), 1)
