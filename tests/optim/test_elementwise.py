@@ -41,9 +41,9 @@ class Noisy(torch.optim.SGD):
 class OfAModel(Scaled):
     """Nobody copies a model to try an optimizer."""
 
-    def __init__(self, params):
+    def __init__(self, params, kept=None):
         super().__init__(params, over_all=True)
-        self.models = [nn.Linear(2, 2)]
+        self.models = [nn.Linear(2, 2) if kept is None else kept]
 
 
 class Sign(torch.optim.Optimizer):
@@ -101,7 +101,7 @@ OPTIM = torch.optim
 ELEMENTWISE = [OPTIM.SGD, partial(OPTIM.SGD, momentum=0.9, nesterov=True), OPTIM.Adam, OPTIM.AdamW, OPTIM.NAdam,
                OPTIM.RAdam, OPTIM.Adamax, OPTIM.Adagrad, OPTIM.Adadelta, OPTIM.RMSprop, OPTIM.Rprop, OPTIM.ASGD,
                partial(OPTIM.AdamW, fused=True), partial(OPTIM.Adam, amsgrad=True, foreach=False), Sign, Noisy,
-               Decorated, OfAModel, OPTIM.SparseAdam, OPTIM.LBFGS]
+               Decorated, OfAModel, partial(OfAModel, kept=torch.empty(1025, 1024)), OPTIM.SparseAdam, OPTIM.LBFGS]
 
 
 @pytest.mark.parametrize(("make", "code", "splits", "cuts"), [

@@ -295,6 +295,17 @@ def test_gradients_that_nobody_keeps_have_one_memory():
     assert on_mesh(make, Mesh(), work, optimizer=ADAMW) == [1]
 
 
+def test_gradients_that_a_program_keeps_grow_within_a_step():
+    """As in a plain loop that calls backward twice."""
+    def work(engine):
+        engine.forward_backward(share(engine, points([[2]])))
+        kept = [one.grad for one in engine.parameters()]
+        engine.forward_backward(share(engine, points([[2]])))
+        assert all(one.grad is grad for one, grad in zip(engine.parameters(), kept, strict=True))
+
+    on_mesh(make, Mesh(), work, optimizer=ADAMW)
+
+
 def test_gradients_that_a_program_keeps_stay_after_updates_in_the_backward():
     """Blocks have one memory for theirs, in turn."""
     batch, three = points([[3]]), partial(chain, *[partial(nn.Linear, 4, 4)] * 3)
