@@ -62,9 +62,10 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
                               value=getattr(function, "__name__", function),
                               remedy="Create files, locks, engines and devices inside the function.") from error
         code = _run_program(folder)
-        if code:
+        results = [folder / f"{rank}.result" for rank in range(mesh.size)]
+        if code or not all(path.exists() for path in results):  # a function may have called sys.exit
             raise _failure(folder, code)
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(mesh.size)]
+        return [pickle.loads(path.read_bytes()) for path in results]
 
 
 def cloudpickle_module() -> ModuleType:

@@ -45,6 +45,13 @@ def test_results_and_output_of_ranks(capsys):
     assert "hello from 0" in shown and "hello from 1" not in shown
 
 
+def test_ranks_that_end_well_without_a_result(monkeypatch):
+    """As by sys.exit() in the function."""
+    monkeypatch.setattr("ranvier.launch.run_function._run_program", lambda folder: 0)
+    with raises("function-ranks-ended", 0):
+        ranvier.run(print)
+
+
 @pytest.mark.slow
 def test_the_rank_that_fails_is_named(capsys):
     def work(world):
