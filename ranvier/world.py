@@ -124,11 +124,13 @@ class World:
 
     def all_reduce(self, value: Tensor | float, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor | float:
         """The sum, mean, minimum or maximum of all ranks' `value`: numbers, or tensors of the same shape, which are
-        not modified. Collective."""
+        not modified. Sums of whole numbers and truth values are int64, and their means fp64. Collective."""
         if op not in ("sum", "mean", "min", "max"):
             raise ConfigError("must be sum, mean, min or max", code="reduce-op", where="World.all_reduce(op=...)",
                               value=op, remedy="Leave it out for sum.")
         reduced = _copied(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
+        if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
+            reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
         self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()
         if op == "mean":
             reduced = reduced / self.size

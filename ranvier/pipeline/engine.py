@@ -749,7 +749,7 @@ class Engine:
         self._connections.board.calls += 1
         if not training:
             self._values.begin(training=False)
-        with self._lifetime.working(), self._randomness.batch():
+        with self._lifetime.batch(), self._randomness.batch():
             self._runner.run(batch, call=self._connections.board.calls, step=self._step, training=training,
                              wanted=wanted)
         if not training:

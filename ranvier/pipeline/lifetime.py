@@ -15,6 +15,7 @@ class Lifetime:
         self.is_closed = False
         self.failure: str | None = None
         """The first error inside of `working`."""
+        self._runs_batch = False
 
     def check(self, call: str) -> None:
         """RanvierError where the engine cannot be called. call: of `Engine.check_usable`."""
@@ -26,6 +27,19 @@ class Lifetime:
             raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self.failure}",
                                code="engine-failed", where=where,
                                remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
+        if self._runs_batch:
+            raise RanvierError("is called while the engine runs a batch, as by observe, a hook or a block",
+                               code="engine-in-batch", where=where, remedy="Call it after the batch.")
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """`working` on a batch, inside which the engine cannot be called."""
+        self._runs_batch = True
+        try:
+            with self.working():
+                yield
+        finally:
+            self._runs_batch = False
 
     @contextmanager
     def working(self) -> Iterator[None]:

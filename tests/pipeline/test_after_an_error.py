@@ -161,3 +161,15 @@ def test_ranks_may_close_at_different_times():
 
     for slow in range(2):
         run_ranks(partial(work, slow=slow), 2)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_amid_a_batch_is_refused(call):
+    """As by observe: the batch would go on with what the call has left."""
+    def rank(world):
+        engine = build(world)
+        with raises("engine-in-batch"):
+            engine.evaluate(GOOD, observe=lambda number, outputs: CALLS[call](engine))
+        engine.close()
+
+    run_ranks(rank, 1)

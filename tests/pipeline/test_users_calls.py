@@ -263,6 +263,10 @@ def test_values_over_all_ranks():
         total = world.all_reduce(table)
         assert torch.equal(total, 3 * table - 3 * world.rank + 3) and total.shape == (3, 2)
         assert world.all_reduce(world.rank) == 3.0 and world.all_reduce(0.5 + world.rank, "mean") == 1.5
+        for dtype in (torch.bool, torch.uint8, torch.int64):  # uint8 would overflow, and bool be "any of them"
+            ones = torch.ones(2).to(dtype) * (1 if dtype is torch.bool else 200)
+            total, mean = world.all_reduce(ones), world.all_reduce(ones, "mean")
+            assert torch.equal(total, 3 * ones.long()) and torch.equal(mean, ones.double())
         assert (world.all_reduce(world.rank, "min"), world.all_reduce(world.rank, "max")) == (0.0, 2.0)
         assert world.gather_objects({"rank": world.rank, "names": ["a"]})[2] == {"rank": 2, "names": ["a"]}
         assert world.broadcast(f"from {world.rank}", source=1) == "from 1"
