@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier.block import State
 from ranvier.comm.protocol import Work
+from ranvier.errors import ModelError
 from ranvier.optim.step import GradientStatus
 from ranvier.tensor.columns import gather_whole
 
@@ -30,7 +31,12 @@ class LastOutputs:
         """The last block has returned `state` for microbatch `number`."""
         whole = gather_whole(state)
         if self._observe is not None:
+            before = _versions(whole)
             self._observe(number, whole)
+            if self.has_loss and _versions(whole) != before:
+                raise ModelError("has modified the outputs, of which the loss is yet to be computed",
+                                 code="observe-modifies", where="Engine.evaluate(observe=...)",
+                                 remedy="Let it modify a copy: outputs.clone().")
         else:  # a loss may reuse the memory of what it is given
             self.outputs.append(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, whole)
                                 if self.has_loss else whole)
@@ -39,6 +45,11 @@ class LastOutputs:
         """What the loss has returned for the same microbatch."""
         if self._observe is None:
             self.sums.append((total.detach().clone(), weight))
+
+
+def _versions(state: State) -> list[int]:
+    """How often each tensor of `state` has been modified in place."""
+    return [leaf._version for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 class BatchResult:

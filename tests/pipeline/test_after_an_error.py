@@ -173,3 +173,14 @@ def test_a_call_amid_a_batch_is_refused(call):
         engine.close()
 
     run_ranks(rank, 1)
+
+
+def test_an_observer_that_modifies_outputs_before_the_loss_is_refused():
+    def rank(world):
+        engine = build(world)
+        engine.predict(GOOD, observe=lambda number, outputs: outputs.zero_())
+        with raises("observe-modifies"):
+            engine.evaluate(GOOD, observe=lambda number, outputs: outputs.zero_())
+        engine.close()
+
+    run_ranks(rank, 1)
