@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -483,7 +483,7 @@ class StagePlacement:
         return stage // self.num_ranks
 
 
-def mesh_of(mesh: Mesh | None, where: str, **sizes: int) -> Mesh:
+def mesh_of(mesh: Mesh | None, where: str, **sizes: Any) -> Mesh:
     """`mesh`, or that of `sizes`, by axis. ConfigError where both are given to the function `where`."""
     if mesh is not None and (axis := next((axis for axis, size in sizes.items() if size != 1), None)):
         raise ConfigError("is given beside a mesh, which has sizes of its own", code="size-beside-mesh",

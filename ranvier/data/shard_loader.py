@@ -63,7 +63,7 @@ class ShardedLoader:
                                 value=type(sampler).__name__,
                                 remedy="Leave it out: shard_loader divides each batch among the replicas. shuffle=True "
                                        "shuffles; batch_size is that of all replicas together.")
-        if not isinstance(microbatch_size, Integral) or microbatch_size < 1:
+        if not hasattr(microbatch_size, "__index__") or microbatch_size < 1:
             raise ConfigError("must be a whole number of at least 1", code="loader-microbatch-size",
                               where="shard_loader(microbatch_size=...)", value=microbatch_size,
                               remedy="Give samples per microbatch.")

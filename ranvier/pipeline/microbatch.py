@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +43,7 @@ def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: in
     """
     inputs = _as_dict(inputs)
     count = _batch_size(inputs, targets, samples)
-    if not isinstance(size, Integral) or size < 1:
+    if not hasattr(size, "__index__") or size < 1:
         raise ModelError("must be a whole number of at least 1", code="microbatch-size",
                          where="microbatches(size)", value=size, remedy="Give samples per microbatch.")
     return _cut(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
