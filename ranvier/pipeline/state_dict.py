@@ -12,6 +12,7 @@ rank of the same layout alone; `ranvier.Checkpoints` has whole tensors by name, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def _load_optimizer(engine: Engine, state: StateDict | None) -> None:
     if state is None:
         return
     if engine.optimizer is not None:
-        engine.optimizer.load_state_dict(state["states"])
+        engine.optimizer.load_state_dict(copy.deepcopy(state["states"]))  # torch would go on with these very tensors
         for name, parameter in engine.named_parameters().items():
             if (updated := engine.updated(parameter)) is not parameter:
                 updated.copy_(state["masters"][name])

@@ -257,3 +257,18 @@ def trained_twice(world, folder, form):
 def test_accumulated_gradients_end_with_a_load_and_extra_states_are_taken(in_file, form, tmp_path):
     for first, again in run_ranks(lambda world: trained_twice(world, tmp_path if in_file else None, form), 2):
         assert first[0] == again[0] and same(first, again)
+
+
+def test_a_state_can_be_loaded_again():
+    """Training after the first load leaves it as it is."""
+    def rank(world):
+        engine = engine_of(world, Mesh(), optimizer=ADAMW)
+        batches = token_batches(Mesh(), seed=1)
+        train(engine, [batches])
+        state = everything(engine)
+        kept = copy.deepcopy(state)
+        engine.load_state_dict(state)
+        train(engine, [batches])
+        assert same(state, kept)
+
+    run_ranks(rank, 1)
