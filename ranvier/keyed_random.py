@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ranvier.errors import ModelError
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -138,7 +140,7 @@ def current_samples() -> tuple[int, ...]:
 def next_sample_keys(batch: int, device: torch.device) -> Tensor:
     """[batch] int64: the keys of the samples at the next dropout call of the current scope.
 
-    RuntimeError outside a `scope` (the engine opens one around every block) and for another number of samples.
+    RuntimeError outside a `scope` (the engine opens one around every block); ModelError for another number of samples.
     """
     current = _current.scope
     if current is None:
@@ -147,7 +149,10 @@ def next_sample_keys(batch: int, device: torch.device) -> Tensor:
     if current.keys is not None:
         return current.keys[site]
     if len(current.samples) != batch:
-        raise RuntimeError(f"keyed dropout has {len(current.samples)} sample numbers for a batch of {batch}")
+        raise ModelError(f"has {len(current.samples)} sample numbers for a batch of {batch}",
+                         code="dropout-without-samples", where="keyed dropout",
+                         remedy="Number the samples: ranvier.microbatches(inputs, targets, size, samples=numbers); or "
+                                "use torch.nn.Dropout.")
     return current.site_keys(site).to(device, non_blocking=True)
 
 

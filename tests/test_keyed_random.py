@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ranvier import keyed_random
 from ranvier.block import Initial, initialise
 from tests.covering import examples
+from tests.errors import raises
 from tests.fake_cuda import FakeCuda
 
 KEY = keyed_random.key("initial", 0, "a.weight")
@@ -120,7 +121,7 @@ def test_scopes_nest_and_end():
 
 def test_other_numbers_of_samples():
     with keyed_random.scope(0, 0, torch.tensor([1])):
-        with pytest.raises(RuntimeError, match="keyed dropout has 1 sample numbers for a batch of 2"):
+        with raises("dropout-without-samples", 1, 2):
             keyed_random.dropout(torch.ones(2, 3), 0.5, True)
 
 

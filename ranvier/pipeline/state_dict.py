@@ -76,7 +76,7 @@ def set_extra_states(engine: Engine, states: Mapping[str, Any]) -> None:
     for block, module in engine.blocks.items():
         for path, part in module.named_modules(prefix=block):
             if (name := f"{path}._extra_state") in states:
-                part.set_extra_state(states[name])
+                part.set_extra_state(copy.deepcopy(states[name]))
 
 
 def _layout_of(engine: Engine) -> dict[str, Any]:
