@@ -137,6 +137,7 @@ class Checkpoints:
         self.damaged: set[Path] = set()
         """Checkpoints that `load` has passed over; only the writing of rank 0 asks."""
         self._untold: list[Written] = []
+        self._asked = self._closed = False
         self._ended: list[Written] = []
         self._lease, self._own_lease, self._claimed = lease, False, False
         self._objects = dict(objects or {})
@@ -188,16 +189,21 @@ class Checkpoints:
         about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
         thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
         for that. best: the step of the best checkpoint, perhaps this one, which stays and is marked by the link
-        `best`. What cannot be written is reported by `written` and `wait`, on rank 0 and on all. The first call raises
-        as `claim`.
+        `best`. What cannot be written is reported by `written` and `wait`, on rank 0 and on all, and where neither is
+        called by a warning of the next `save` or `close`. The first call raises as `claim`; CheckpointError after
+        `close`.
         """
         began = time.monotonic()
         _check_about({} if about is None else about)
+        if self._closed:
+            raise CheckpointError("is called after close, and the folder may be another's", code="checkpoints-closed",
+                                  where="Checkpoints.save", value=str(self.folder), remedy="Close after the last save.")
         self.engine.check_usable("Checkpoints.save")
         self.engine.refuse_in_averages("Checkpoints.save")
         with self.engine.during("Checkpoints.save"):
             self.claim()
         self._join()
+        self._warn_of_failures()
         groups = state.optimizer_groups(self.engine)
         pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
         if self._background:
@@ -219,7 +225,7 @@ class Checkpoints:
     def written(self) -> list[Written]:
         """Outcomes since the last call, on rank 0; never waits. Empty elsewhere, and once what is under way is given
         up."""
-        done, self._untold = self._untold, []
+        done, self._untold, self._asked = self._untold, [], True
         return [] if self._closing.is_set() else done
 
     def wait(self) -> list[Written]:
@@ -258,9 +264,18 @@ class Checkpoints:
             self._thread.join(seconds)
         ended = self._thread is None or not self._thread.is_alive()
         self._closing.set()
+        self._closed = True
+        self._warn_of_failures()
         if ended and self._own_lease and self._lease is not None:
             self._lease.release()
         return ended
+
+    def _warn_of_failures(self) -> None:
+        """On rank 0, where nobody asks what has been written."""
+        failed = [] if self._asked else [one for one in self._ended if one.error is not None]
+        for one in failed:
+            self._ended.remove(one)
+            warnings.warn(f"the checkpoint of step {one.step} is not written: {one.error}. {one.remedy}", stacklevel=3)
 
     def _join(self) -> None:
         if self._thread is not None:

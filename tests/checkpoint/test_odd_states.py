@@ -156,6 +156,24 @@ def test_whatever_fails_in_a_writer_is_told(tmp_path, monkeypatch):
     assert on(Mesh(data=2), work) == [["MemoryError: no room (rank 1)"]] * 2
 
 
+def test_a_program_that_never_asks_is_warned_of_what_was_not_written(tmp_path):
+    """A second Checkpoints of the process has taken the folder; a third call comes after the end."""
+    def work(engine):
+        first, second = Checkpoints(engine, tmp_path), Checkpoints(engine, tmp_path)
+        first.claim()
+        second.save()
+        first.save()
+        with pytest.warns(UserWarning, match="checkpoint of step 0 is not written"):
+            first.save()
+        with pytest.warns(UserWarning, match="checkpoint of step 0 is not written"):
+            first.close()
+        second.close()
+        with raises("checkpoints-closed"):
+            second.save()
+
+    on(Mesh(), work)
+
+
 def test_a_checkpoint_that_nobody_could_read_gets_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr(files.manifests, "contradictions", lambda manifest: iter(["one piece is there twice"]))
 
