@@ -69,6 +69,7 @@ class Finding:
     parameter: str | None = None
 
 
+@torch.no_grad()  # a recomputed block looks at fewer, and must save as many tensors
 def flaw_of(tensors: Iterable[object]) -> str | None:
     """"nan" or "inf" where a floating-point tensor among `tensors` has one; nan where it has both."""
     found = None

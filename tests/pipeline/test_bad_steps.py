@@ -265,6 +265,13 @@ def test_the_first_block_whose_output_is_not_finite_is_named(mesh, sample, micro
     assert mesh.coordinates(cause.rank).data == replica
 
 
+@pytest.mark.parametrize("recompute", ["selective", 1])
+def test_a_block_that_is_recomputed_is_named(recompute):
+    make = partial(lambda: faulty(small_gpt(), "layer1.mlp", makes_nan, samples=[3], by_hook=False))
+    cause = examined(make, Mesh(), batch_of(Mesh(), 0), memory=Memory(recompute=recompute))
+    assert (cause.kind, cause.block, cause.microbatch) == ("output", "layer1.mlp", 1)
+
+
 def test_the_first_microbatch_is_named_where_several_are_bad():
     make = partial(lambda: faulty(faulty(small_gpt(), "layer2.mlp", makes_nan, samples=[1]), "layer0.mlp", makes_nan,
                                   samples=[4, 6]))
