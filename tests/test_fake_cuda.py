@@ -77,16 +77,19 @@ def test_logits_lie_in_rows_of_a_multiple_of_128(options, monkeypatch):
     assert shapes and all(shape[-1] == 131 and stride[-2:] == (256, 1) for shape, stride in shapes)
 
 
-def test_stages_on_devices_give_the_cpus_numbers():
-    """Two stages as threads that share the device: their messages, ties and device times."""
-    program = Program(mesh={"pipe": 2}, layers=1, microbatches=3)
+@pytest.mark.parametrize("options", [{"microbatches": 3}, {
+    "microbatches": 1, "optim": {"update_in_backward": True}}], ids=str)
+def test_stages_on_devices_give_the_cpus_numbers(options):
+    """Two stages as threads that share the device: their messages, ties and device times; in the backward, the last one
+    waits for the weight of the batch, to which the first one must have added its part."""
+    program = Program(mesh={"pipe": 2}, layers=1, **options)
     expected = run_ranks(lambda world: losses(world, asdict(program)), 2)
     with FakeCuda(devices=2) as cuda:
         def train(world):
             world.device = SECOND
             with cuda.thread():
                 return losses(world, asdict(program))
-        assert run_ranks(train, 2) == expected
+        assert run_ranks(train, 2, timeout_seconds=10.0) == expected
         assert cuda.calls["current_stream", 1] and not cuda.calls["current_stream", 0]
 
 

@@ -168,7 +168,8 @@ class BatchRunner:
     def _reduce_statistics(self, training: bool) -> None:
         """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
         counts = self._has_loss and self._at.is_first_with_samples
-        self._statistics.reduce(self._stages.last.loss_and_weight if counts else None, at_once=not training)
+        self._statistics.reduce(self._stages.last.loss_and_weight if counts else None,
+                                at_once=not training or self._updater.in_backward)  # where another rank waits for it
 
     # ------------------------------------------------------------------ one action
 
