@@ -250,7 +250,8 @@ def adapters_in(block: Any) -> Iterator[tuple[str, Adapter, Tensor]]:
                 continue
             path, _, part = target.rpartition(".")
             layer = block.get_submodule(path)
-            hook = next(hook for hook in layer._forward_hooks.values() if isinstance(hook, _AddAdapters))
+            hooks = *layer._forward_hooks.values(), *getattr(layer.forward, "hooks", ())
+            hook = next(hook for hook in hooks if isinstance(hook, _AddAdapters))
             yield target, adapter, _rows_of_part(layer.weight, number=layer.parts.index(part), count=len(layer.parts),
                                                  width=hook.part_width)
 

@@ -10,17 +10,19 @@ layout.
 
 B batch, S sequence, H hidden width, F inner width; c columns.
 
-Hooks on layers and blocks strip layouts on entry, check them, and mark what is returned. While a block runs, its code
-cannot read the weights of its layers (`ranvier.tensor.closed_parameters`). A layer that is given another
-layout than it takes refuses it by name; a replicated tensor is converted to any layout. Between stages, and in the
-activation cache, the name of a tensor carries its layout.
+Layers strip layouts on entry, check them, and mark what they return, as hooks on blocks do: a user's hooks on either
+see tensors with layouts. While a block runs, its code cannot read the weights of its layers
+(`ranvier.tensor.closed_parameters`). A layer that is given another layout than it takes refuses it by name; a
+replicated tensor is converted to any layout. Between stages, and in the activation cache, the name of a tensor carries
+its layout.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,7 @@ from ranvier.tensor.columns import (
     refuse_function,
 )
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.splittable import ActivationKind
+from ranvier.tensor.splittable import ActivationKind, SplitHook
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -104,7 +106,7 @@ def own_hooks(module: _M) -> _M:
 
 def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *,
                 alone: bool, vocab: int = 0) -> None:
-    """Install hooks on a split layer: they check and strip the layouts of its inputs, and mark its outputs.
+    """Let a split layer check and strip the layouts of its inputs, and mark its outputs.
 
     alone: it is called with its own part, as a plain tensor. vocab: the whole vocabulary of a layer that gives a part
     of it.
@@ -113,32 +115,55 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
         module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(where)))
     guard: _RowGuard = _RowGuard(mesh, where) if mesh.num_cols == 1 else _LayerGuard(mesh, where, takes, gives,
                                                                                      alone=alone, vocab=vocab)
-    module.register_forward_pre_hook(guard.before, with_kwargs=True)
-    module.register_forward_hook(guard.after)
+    hooks = tuple(hook for hook in module._forward_hooks.values() if isinstance(hook, SplitHook))
+    for key in [key for key, hook in module._forward_hooks.items() if hook in hooks]:
+        del module._forward_hooks[key]
+    module.forward = GuardedForward(mesh, module, guard, hooks)
 
 
-class _RowGuard(_OfMesh):
-    """The hooks of one layer on rows alone, where tensors have no layouts."""
+class GuardedForward(_OfMesh):
+    """The forward of one layer with its own `hooks`. A user's on the layer would see inputs without layouts if this
+    were one, too."""
+
+    def __init__(self, mesh: TensorMesh, module: nn.Module, guard: _RowGuard, hooks: Sequence[Callable[..., Any]]
+                 ) -> None:
+        super().__init__(mesh)
+        self._module, self._guard, self.hooks = ref(module), guard, hooks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        module = self._module()
+        assert module is not None
+        args, kwargs = self._guard.before(args, kwargs)
+        y = type(module).forward(module, *args, **kwargs)
+        for hook in self.hooks:
+            y = hook(module, args, y)
+        return self._guard.after(y)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedForward:
+        return GuardedForward(self._mesh, memo[id(self._module())], self._guard, self.hooks)
+
+
+class _RowGuard:
+    """What one layer does on rows alone, where tensors have no layouts."""
 
     def __init__(self, mesh: TensorMesh, where: str) -> None:
-        super().__init__(mesh)
-        self._where, self._in_block = where, False
+        self._mesh, self._where, self._in_block = mesh, where, False
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """It is called: code of its block does not run until it returns."""
         self._mesh.order.record(self._where, "forward")
         self._in_block, self._mesh.runs_user_code = self._mesh.runs_user_code, False
-        return None
+        return args, kwargs
 
-    def after(self, _: nn.Module, args: Any, y: object) -> object:
+    def after(self, y: object) -> object:
         """Code of its block runs again."""
         self._mesh.runs_user_code = self._in_block
         return y
 
 
 class _LayerGuard(_RowGuard):
-    """The hooks of one layer, and what it was given last. They run twice for each layer of each microbatch: with small
-    layers the time of their calls counts."""
+    """The same on columns, and what the layer was given last. It runs twice for each layer of each microbatch: with
+    small layers the time of its calls counts."""
 
     def __init__(self, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *, alone: bool,
                  vocab: int) -> None:
@@ -151,14 +176,14 @@ class _LayerGuard(_RowGuard):
         self._fitted: tuple[ColumnLayout | None, torch.Size, torch.dtype] | None = None
         """An input that was taken as it is: so is the next one like it, as those of all microbatches are."""
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
-        super().before(_, args, kwargs)
+        super().before(args, kwargs)
         self._entered, self._sequences, take = None, 0, self._take
         return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
                 mapped(take, kwargs) if kwargs else kwargs)
 
-    def after(self, _: nn.Module, args: Any, y: object) -> object:
+    def after(self, y: object) -> object:
         """Its output, marked."""
         self._mesh.runs_user_code = self._in_block
         if self._alone:

@@ -384,6 +384,30 @@ def test_a_part_that_refers_to_its_block(reference):
     run_ranks(rank, 2)
 
 
+# ---------------------------------------------------------------------- hooks on the layers of an engine
+
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("hook", [
+    lambda layer: layer.register_forward_pre_hook(lambda module, args: (centred(args[0]),)),
+    lambda layer: layer.register_forward_hook(lambda module, args, y: y + args[0].detach().mean()),
+    lambda layer: setattr(layer, "forward", lambda x, forward=layer.forward: centred(forward(x))),
+    lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),))],
+    ids=["input", "input of a hook", "forward", "weight"])
+def test_a_hook_on_a_running_layer_sees_no_part_as_a_whole(hook):
+    def rank(world):
+        engine = Engine([Words(), MLP(MLP.method), Scores()], world, mesh=Mesh(col=2), loss=summed,
+                        optimizer=partial(torch.optim.SGD, lr=0.1))
+        hook(engine.blocks["1"].up)
+        with raises("not-over-columns"):
+            engine.train_batch([(IDS, IDS)])
+        engine.close()
+
+    run_ranks(rank, 2)
+
+
 # ---------------------------------------------------------------------- columns that part at random
 
 class Parting(nn.Module):

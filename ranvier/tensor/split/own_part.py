@@ -46,7 +46,7 @@ class SplitLayer(nn.Module):
 
     def begins(self, what: Pass) -> None:
         """This layer communicates over the mesh, which all ranks must do in the same order. Its forward is recorded by
-        a hook (`ranvier.tensor.boundaries`)."""
+        `GuardedForward`."""
         if self.mesh.num_rows > 1 or self.mesh.num_cols > 1:
             self.mesh.order.record(self.__dict__.get("_split_name", type(self).__name__), what)
 
