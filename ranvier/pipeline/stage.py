@@ -361,6 +361,8 @@ class Stage:
         with keyed_random.Scope(self._seed, step, samples) as scope:
             for _, name, module in self.blocks[run.start:run.stop]:
                 scope.block, scope.keys, scope.calls = name, None, 0
+                if self._mesh is not None:
+                    self._mesh.runs_user_code = True
                 try:
                     if self._others is None:  # a context would be a third of the host's time for a block
                         state = module(state) if compiled is None else compiled(module, name, state, scope)
@@ -379,6 +381,9 @@ class Stage:
                         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
                                        f"returned. If that is no block of yours: {hint}")
                     raise
+                finally:
+                    if self._mesh is not None:
+                        self._mesh.runs_user_code = False
                 is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
                 if name == self.blocks[-1][1]:
                     break  # messages move before the next action

@@ -308,11 +308,15 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     in_chain: the block is one of a model: plain inputs are replicated, others carry their layout, and so do outputs.
     Otherwise the caller passes his part of the residual stream as plain tensors, and gets plain ones.
     """
-    def runs(value: bool) -> Callable[..., None]:
-        return lambda *_: setattr(mesh, "runs_user_code", value)
+    outside: list[bool] = []
 
-    module.register_forward_pre_hook(_Hook(mesh, runs(True)))
-    module.register_forward_hook(_Hook(mesh, runs(False)), always_call=True)
+    def begin(*_: object) -> None:
+        outside.append(mesh.runs_user_code)  # True in a stage, where hooks of a user's are called last
+        mesh.runs_user_code = True
+
+    module.register_forward_pre_hook(_Hook(mesh, begin))
+    module.register_forward_hook(_Hook(mesh, lambda *_: setattr(
+        mesh, "runs_user_code", bool(outside) and outside.pop())), always_call=True)
     if mesh.check_order:
         module.register_forward_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(f"the end of {where}")))
     if mesh.num_cols == 1:

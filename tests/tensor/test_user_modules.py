@@ -391,16 +391,19 @@ def centred(x):
 
 
 @pytest.mark.parametrize("hook", [
-    lambda layer: layer.register_forward_pre_hook(lambda module, args: (centred(args[0]),)),
-    lambda layer: layer.register_forward_hook(lambda module, args, y: y + args[0].detach().mean()),
-    lambda layer: setattr(layer, "forward", lambda x, forward=layer.forward: centred(forward(x))),
-    lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),))],
-    ids=["input", "input of a hook", "forward", "weight"])
-def test_a_hook_on_a_running_layer_sees_no_part_as_a_whole(hook):
+    lambda layer, _: layer.register_forward_pre_hook(lambda module, args: (centred(args[0]),)),
+    lambda layer, _: layer.register_forward_hook(lambda module, args, y: y + args[0].detach().mean()),
+    lambda layer, _: setattr(layer, "forward", lambda x, forward=layer.forward: centred(forward(x))),
+    lambda layer, _: layer.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.mean(),)),
+    lambda _, block: block.register_forward_hook(lambda block, args, y: y * block.up.weight.detach().mean()),
+    lambda _, block: block.register_forward_pre_hook(lambda block, args: args[0] * block.up.weight.detach().mean(),
+                                                     prepend=True)],
+    ids=["input", "input of a hook", "forward", "weight", "weight behind a block", "weight before a block"])
+def test_a_hook_on_a_running_layer_or_block_sees_no_part_as_a_whole(hook):
     def rank(world):
         engine = Engine([Words(), MLP(MLP.method), Scores()], world, mesh=Mesh(col=2), loss=summed,
                         optimizer=partial(torch.optim.SGD, lr=0.1))
-        hook(engine.blocks["1"].up)
+        hook(engine.blocks["1"].up, engine.blocks["1"])
         with raises("not-over-columns"):
             engine.train_batch([(IDS, IDS)])
         engine.close()
