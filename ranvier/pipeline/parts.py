@@ -19,6 +19,7 @@ from ranvier.config import rules
 from ranvier.config.run import Guard
 from ranvier.optim.elementwise import refuse_coupled
 from ranvier.optim.guard import BadSteps
+from ranvier.optim.initialized_parts import refuse_initializers
 from ranvier.optim.partial_norms import warn_of_norms
 from ranvier.optim.step import OptimizerFactory, Updater
 from ranvier.pipeline.batch import BatchRunner
@@ -117,6 +118,7 @@ class EngineParts:
         if (flat := self.updater.flat) is not None:
             refuse_left_behind(flat.left_behind, self.blocks, self.model.loss if numbers[-1] == last else None)
         self.ties.send_values(self.connections.board.calls, trained=False)  # parameters have their places in memory
+        refuse_initializers(one for name, one in self.parameters.items() if one.shape != layout[name].shape)
         self.stages = RankStages([self._build_stage(one, seed, compile, tables) for one in numbers],
                                  eval_blocks=range(0 if frozen_dropout else given.frozen_blocks))
         self.runner = BatchRunner(

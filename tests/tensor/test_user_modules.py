@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ranvier.config.run import Optim
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -406,6 +407,24 @@ def test_a_hook_on_a_running_layer_or_block_sees_no_part_as_a_whole(hook):
         hook(engine.blocks["1"].up, engine.blocks["1"])
         with raises("not-over-columns"):
             engine.train_batch([(IDS, IDS)])
+        engine.close()
+
+    run_ranks(rank, 2)
+
+
+# ---------------------------------------------------------------------- parameters that are initialized again
+
+@pytest.mark.parametrize("options", [{"optimizer": partial(torch.optim.SGD, lr=0.1)}, {"optim": Optim()}], ids=str)
+@pytest.mark.parametrize("initialize", [nn.init.xavier_normal_, nn.init.orthogonal_, nn.init.normal_])
+def test_a_part_of_a_weight_is_not_initialized_as_a_whole_one(initialize, options):
+    def rank(world):
+        engine = Engine([Words(), MLP(MLP.method), Scores()], world, mesh=Mesh(col=2), loss=summed, **options)
+        weight, named = engine.blocks["1"].up.weight, getattr(nn.init, initialize.__name__)
+        with raises("initialized-part") as error:
+            named(weight.data[2:])
+        assert error.value.value == (INNER // 2 - 2, HIDDEN)
+        nn.init.zeros_(weight)
+        named(torch.empty(4, 4))
         engine.close()
 
     run_ranks(rank, 2)
