@@ -414,7 +414,7 @@ class _NoInitialValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FILLS:
+        if getattr(func, "__wrapped__", func) in _FILLS:  # engines wrap those of torch.nn.init
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 return tensor
