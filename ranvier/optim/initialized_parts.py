@@ -33,6 +33,11 @@ def refuse_initializers(parts: Iterable[nn.Parameter]) -> None:
             setattr(nn.init, name, _refusing(getattr(nn.init, name)))
 
 
+def has_parts(tensor: Tensor) -> bool:
+    """Whether its memory holds such parts."""
+    return bool(storage_of(tensor)) and hasattr(tensor.untyped_storage(), _PARTS)
+
+
 def _refusing(torchs: Any) -> Any:
     @wraps(torchs)
     def initialize(tensor: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -109,7 +109,7 @@ class EngineParts:
         tables = lookup_tables(module for _, _, module in self.blocks)
         self.updater = self._build_updater(optimizer, nominal_weight, guard, tables)
         if plan.mesh.size > plan.mesh.num_replicas:
-            warn_of_norms(self.updater.gradients)
+            warn_of_norms(self.updater.gradients, splits=self.connections.tensor_mesh is not None)
             if self.updater.users is not None:
                 refuse_coupled(self.updater.users, splits=self.connections.tensor_mesh is not None, cuts=len({
                     layout.pipe_of(one.block) for one in layout.parameters if one.trainable and one.is_owner}) > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.config.run import Optim
@@ -428,6 +429,34 @@ def test_a_part_of_a_weight_is_not_initialized_as_a_whole_one(initialize, option
         engine.close()
 
     run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": partial(torch.optim.SGD, lr=0.1)}, {"optim": Optim()}],
+                         ids=["torch", "ranvier"])
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2), Mesh(pipe=2)], ids=str)
+def test_the_norm_of_a_part_warns(mesh, options):
+    def rank(world):
+        make = [Words(), MLP(MLP.method), Scores()] if mesh.pipe == 1 else [nn.Embedding(20, 4), nn.Linear(4, 1)]
+        engine = Engine(make, world, mesh=mesh, loss=summed, **options)
+        ids = IDS.chunk(mesh.row)[engine.coordinates.row]
+        engine.forward_backward([(ids, ids)])
+        if world.rank:  # ranks are threads, which share the filters of warnings
+            engine.gradients()
+            return engine.close()
+        weight = max(engine.parameters(), key=torch.numel)
+        compiled = torch.compile(lambda x: x.norm(), fullgraph=True, backend="eager")
+        found = []
+        for norm in (weight.grad.norm, weight.grad.data.norm, weight.norm, weight.data.norm, torch.ones(3).norm,
+                     partial(weight.norm, dim=0), partial(compiled, torch.ones(3)),
+                     partial(torch.vmap(Tensor.norm), torch.ones(2, 3))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                norm()
+            found.append(any("rows and columns" in str(one.message) for one in caught))
+        engine.close()
+        return found
+
+    assert run_ranks(rank, 2)[0] == [mesh.pipe == 1] * 4 + [False] * 4
 
 
 # ---------------------------------------------------------------------- columns that part at random
