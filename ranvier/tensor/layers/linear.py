@@ -163,11 +163,11 @@ class SplitClassifierHead(SplitLayer):
 
     def __init__(self, layer: Layer, mesh: TensorMesh, token: int | None) -> None:
         super().__init__(layer, mesh)
-        self._token = token
+        self.token = token
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part of x_BSH to [B, C] or [B, S, C], the same on every column."""
-        match self.mesh.activations.name, self._token:
+        match self.mesh.activations.name, self.token:
             case "whole", token:
                 return functional.linear(x if token is None else x[:, token], self.weight, self.bias)
             case "sequence", None:

@@ -79,12 +79,12 @@ class SplitNorm(SplitLayer):
     def __init__(self, layer: Layer, mesh: TensorMesh, epsilon: float | None, *, centred: bool,
                  offset: float = 0.0) -> None:
         super().__init__(layer, mesh)
-        self._epsilon, self._centred, self._offset = epsilon, centred, offset
+        self.eps, self._centred, self._offset = epsilon, centred, offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H/c] to [..., H/c]."""
         bias = self.bias if self._centred else None
-        return _NormOverColumns.apply(x, self.weight, bias, self._epsilon, self._centred, self._offset, self.mesh,
+        return _NormOverColumns.apply(x, self.weight, bias, self.eps, self._centred, self._offset, self.mesh,
                                       current())
 
 
