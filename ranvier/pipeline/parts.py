@@ -77,7 +77,8 @@ class EngineParts:
             warnings.warn(told(self.cast_buffers, given.dtype), stacklevel=4)
         self.parameters = stage_parameters(layout, self.blocks)
         self.elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in self.blocks),
-                                          self.parameters.values())
+                                          self.parameters.values(),
+                                          splits=self.connections.tensor_mesh is not None)
         self.held = HeldParameters(
             self.blocks, container, others=self.elsewhere.others,
             owners={one.name: one.owner for one in layout.parameters},

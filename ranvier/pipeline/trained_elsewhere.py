@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.errors import ModelError
+from ranvier.tensor.splittable import SplitHook
 
 
 @dataclass(eq=False)
-class _OldValues:
+class _OldValues(SplitHook):
     """Hook of one module. known: name -> (parameter, version) when other ranks have first updated it. told: has a name
     once the engine has warned. rewritten: where the module goes when nothing in it is old any more."""
 
@@ -93,14 +94,17 @@ def _use(parameter: nn.Parameter) -> tuple[bool, int, int]:
 
 
 class TrainedElsewhere:
-    """given: all blocks that the user has made. own: the names of this rank's. held: the parameters of those."""
+    """given: all blocks that the user has made. own: the names of this rank's. held: the parameters of those. splits:
+    these are parts, on rows and columns, so that nobody trains the blocks that the user has made."""
 
-    def __init__(self, given: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter]) -> None:
+    def __init__(self, given: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter], *,
+                 splits: bool = False) -> None:
         mine, self._here, self._told = set(own), {id(one) for one in held}, list[str]()
-        self._rewritten = [ref(module) for block in given if block not in mine for module in given[block].modules()
+        self._rewritten = [ref(module) for block in given if splits or block not in mine
+                           for module in given[block].modules()
                            if any(one is not None and id(one) not in self._here
                                   for one in module._parameters.values())]
-        """Modules of other ranks that have no old values until the next update. Not kept alive here: a program may drop
+        """Modules trained elsewhere without old values until the next update. Not kept alive here: a program may drop
         the model, of which this rank needs a part only."""
         self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
                      for path, module in given[block].named_modules()]
@@ -159,7 +163,7 @@ class TrainedElsewhere:
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""
         for path, module in self._own:
-            for note in _notes(module) if module._forward_pre_hooks else ():
+            for note in self._notes_of_others(module) if module._forward_pre_hooks else ():
                 note.look(module)
                 for name in note.known:
                     raise ModelError("has its values from before the training here: another engine has trained it on "
@@ -174,8 +178,12 @@ class TrainedElsewhere:
         """All values of this rank are those that they are to be."""
         self.may_be_old = True
         for _, module in self._own:
-            for note in _notes(module):
+            for note in self._notes_of_others(module):
                 note.remove(module)
+
+    def _notes_of_others(self, module: nn.Module) -> list[_OldValues]:
+        """Of other engines."""
+        return [note for note in _notes(module) if note.rewritten is not self._rewritten]
 
     def updated(self) -> None:
         """All ranks have updated what they train. Costs something after the first update and after new values only."""

@@ -28,7 +28,7 @@ _LAYERS = "ranvier.tensor.layers."
 
 
 class SplitHook:
-    """Base of forward hooks that the split form of a layer has, too (`ranvier.tensor.adapters`)."""
+    """Base of forward hooks that the split form of a layer has, too (`ranvier.tensor.adapters`), or does not need."""
 
 
 @runtime_checkable
@@ -82,8 +82,9 @@ def check_plain(layer: Splittable, where: str) -> None:
     if ours is None or type(layer).split is not getattr(ours, "split"):  # noqa: B009
         return
     more = {"a forward of its own": type(layer).forward is not getattr(ours, "forward"),  # noqa: B009
-            "hooks": bool(layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-                          or any(not isinstance(hook, SplitHook) for hook in layer._forward_hooks.values())),
+            "hooks": bool(layer._backward_hooks or layer._backward_pre_hooks or any(
+                not isinstance(hook, SplitHook) for hooks in (layer._forward_pre_hooks, layer._forward_hooks)
+                for hook in hooks.values())),
             "max_norm": getattr(layer, "max_norm", None) is not None,
             "scale_grad_by_freq": getattr(layer, "scale_grad_by_freq", False),
             "a hook on a parameter": any(map(has_hooks, layer.parameters())),

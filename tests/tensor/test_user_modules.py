@@ -413,6 +413,53 @@ def test_a_hook_on_a_running_layer_or_block_sees_no_part_as_a_whole(hook):
     run_ranks(rank, 2)
 
 
+# ---------------------------------------------------------------------- the modules that an engine was built of
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
+def test_the_modules_of_a_split_model_warn_of_old_values(mesh):
+    """They are in no engine, and neither used, saved nor trained again as if they were."""
+    def rank(world):
+        torch.manual_seed(0)
+        mlp = MLP(MLP.method)
+        blocks = nn.Sequential(Words(), mlp, mlp, Scores())
+        build = partial(Engine, world=world, mesh=mesh, loss=summed, optimizer=partial(torch.optim.SGD, lr=0.1))
+        batch = [(IDS.chunk(mesh.row)[world.rank % mesh.row],) * 2]
+        engine = build(blocks)
+        for _ in range(2):
+            engine.train_batch(batch)
+        again = build(blocks)
+        with raises("parameter-trained-elsewhere"):
+            again.train_batch(batch)
+        state = engine.full_state_dict() or {}
+        engine.close()
+        caught = []
+        if world.rank == 0:  # ranks are threads, which share the filters of warnings
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                blocks.state_dict()
+                blocks.load_state_dict(state)
+                blocks.state_dict()
+        return ["full_state_dict" in str(one.message) for one in caught]
+
+    assert run_ranks(rank, 2) == [[True], []]
+
+
+@pytest.mark.parametrize("name", ["norm", "head"])
+def test_numbers_of_a_running_layer_are_its_own(name):
+    def rank(world):
+        block = nn.Sequential(layers.LayerNorm(HIDDEN), layers.ClassifierHead(HIDDEN, 1, token=0))
+        engine = Engine([Words(), block], world, mesh=Mesh(col=2), loss=summed,
+                        optimizer=partial(torch.optim.SGD, lr=0.1))
+        losses = [engine.evaluate([(IDS, IDS)]).loss]
+        setattr(engine.blocks["1"][int(name == "head")], *(("eps", 10.0) if name == "norm" else ("token", 3)))
+        losses.append(engine.evaluate([(IDS, IDS)]).loss)
+        engine.close()
+        return losses
+
+    first, second = run_ranks(rank, 2)[0]
+    assert first != second
+
+
 # ---------------------------------------------------------------------- parameters that are initialized again
 
 @pytest.mark.parametrize("options", [{"optimizer": partial(torch.optim.SGD, lr=0.1)}, {"optim": Optim()}], ids=str)
