@@ -121,6 +121,11 @@ class Checkpoints:
     def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
                  timeout_seconds: float = 300.0, background: bool = True, lease: Lease | None = None,
                  objects: Mapping[str, object] | None = None) -> None:
+        for name, value, least in (("keep", keep, 1), ("keep_every", keep_every, 0)):
+            if not isinstance(value, int) or value < least:
+                raise CheckpointError(f"must be a whole number of at least {least}", code="checkpoints-to-keep",
+                                      where=f"Checkpoints({name})", value=value, remedy="Give a number of checkpoints."
+                                      if least else "Give a number of steps, or 0.")
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every, self._background = keep, keep_every, background
         world = engine.world
