@@ -43,7 +43,7 @@ from ranvier.tensor.columns import (
     refuse_function,
 )
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.splittable import ActivationKind, SplitHook
+from ranvier.tensor.splittable import GUARDED, ActivationKind, GuardedLayer, SplitHook
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -121,7 +121,7 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
     module.forward = GuardedForward(mesh, module, guard, hooks)
 
 
-class GuardedForward(_OfMesh):
+class GuardedForward(_OfMesh, GuardedLayer):
     """The forward of one layer with its own `hooks`. A user's on the layer would see inputs without layouts if this
     were one, too."""
 
@@ -134,7 +134,8 @@ class GuardedForward(_OfMesh):
         module = self._module()
         assert module is not None
         args, kwargs = self._guard.before(args, kwargs)
-        y = type(module).forward(module, *args, **kwargs)
+        computes = module.__dict__.get(GUARDED)
+        y = type(module).forward(module, *args, **kwargs) if computes is None else computes(*args, **kwargs)
         for hook in self.hooks:
             y = hook(module, args, y)
         return self._guard.after(y)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.splittable import Layer
+from ranvier.tensor.splittable import Layer, forward_slot
 from ranvier.tensor.weight_gradients import WeightGradients
 
 _ROW_MULTIPLE = 128
@@ -244,7 +244,7 @@ def _takes(module: nn.Module) -> bool:
     """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by class
     or by assignment, and no parametrization, which each look at the weight would evaluate."""
     return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
-            and "forward" not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
+            and forward_slot(module) not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
 
 
 class DeferringForwards:
@@ -300,14 +300,14 @@ class DeferringForwards:
         """Before a batch: give the layers their forwards."""
         for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
             if _takes(module):
-                module.__dict__["forward"] = forward
+                module.__dict__[forward_slot(module)] = forward
         for layer in self._split:
             layer.weight_gradients = self._gradients
 
     def remove(self) -> None:
         """After a batch: the blocks are plain modules again."""
         for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
+            if module.__dict__.get(slot := forward_slot(module)) is forward:
+                del module.__dict__[slot]
         for layer in self._split:
             layer.weight_gradients = None

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import are_plain, is_transformed
+from ranvier.tensor.splittable import forward_slot
 from ranvier.tensor.weight_gradients import WeightGradients
 
 LEAST_ROWS = 1024
@@ -60,8 +61,8 @@ def _takes(module: nn.Module) -> bool:
     """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
     parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of rows."""
     return (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-            and "forward" not in module.__dict__ and "weight" in module._parameters and module.max_norm is None
-            and not module.scale_grad_by_freq and not module.sparse
+            and forward_slot(module) not in module.__dict__ and "weight" in module._parameters
+            and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
             and module.num_embeddings >= LEAST_ROWS and module.weight.device.type == "cpu")
 
 
@@ -105,10 +106,10 @@ class LookupForwards:
         """Before a batch."""
         for module, forward in self._forwards.items():
             if _takes(module):
-                module.__dict__["forward"] = forward
+                module.__dict__[forward_slot(module)] = forward
 
     def remove(self) -> None:
         """After a batch: the modules are plain again."""
         for module, forward in self._forwards.items():
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
+            if module.__dict__.get(slot := forward_slot(module)) is forward:
+                del module.__dict__[slot]

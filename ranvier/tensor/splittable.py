@@ -31,6 +31,20 @@ class SplitHook:
     """Base of forward hooks that the split form of a layer has, too (`ranvier.tensor.adapters`), or does not need."""
 
 
+GUARDED = "guarded_forward"
+
+
+class GuardedLayer:
+    """Base of a forward that checks what a layer is given (`ranvier.tensor.boundaries`), around the one that
+    computes."""
+
+
+def forward_slot(layer: nn.Module) -> str:
+    """The attribute by which the forward that computes is replaced: behind what guards the layer, where something
+    does."""
+    return GUARDED if isinstance(layer.__dict__.get("forward"), GuardedLayer) else "forward"
+
+
 @runtime_checkable
 class Splittable(Protocol):
     """A module whose parameters can be sharded over a tensor mesh.
