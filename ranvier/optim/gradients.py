@@ -426,11 +426,10 @@ class Gradients:
             kept.data = kept.detach().clone()
 
     def _is_at(self, grad: Tensor, address: int, spec: GradientSpec) -> bool:
-        """Whether the elements of a gradient lie from `address` on, in the order of `_view` and as they are: it is no
-        view such as `grad.t()` or `grad.conj()`, which begin there, too."""
+        """Whether the elements of a gradient, which is real, lie from `address` on, in the order of `_view` and as they
+        are: it is no view such as `grad.t()`, or one with the negative bit, which begin there, too."""
         return (grad.layout is torch.strided and grad.data_ptr() == address
-                and grad.stride() == self._strides[spec.name]
-                and not (grad.is_neg() or grad.is_conj())) or not grad.numel()
+                and grad.stride() == self._strides[spec.name] and not grad.is_neg()) or not grad.numel()
 
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain

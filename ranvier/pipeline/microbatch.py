@@ -78,7 +78,8 @@ def _batch_size(*trees: object) -> int:
     sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
     whole = [tree for tree, found in zip(trees, tensors, strict=True)
              if isinstance(tree, (list, tuple)) and tree and not found]
-    for one in (*whole, *(leaf for of_tree in leaves for leaf in of_tree if not isinstance(leaf, Tensor))):
+    others = (leaf for of_tree in leaves for leaf in of_tree if leaf is not None and not isinstance(leaf, Tensor))
+    for one in (*whole, *others):
         held = one.values() if isinstance(one, Mapping) else getattr(one, "__dict__", {}).values()
         if (any(one is tree for tree in whole) or (isinstance(one, list) and {len(one)} == sizes)
                 or getattr(one, "shape", None) or any(isinstance(value, Tensor) for value in held)):
