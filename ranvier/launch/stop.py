@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask a rank to stop. Nearly everything sends SIGTERM; Slurm can be told to send SIGUSR1 earlier."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a rank to stop. Nearly everything sends SIGTERM; Slurm can be told to send SIGUSR1 earlier, and a
+terminal that closes sends SIGHUP."""
 
 
 FINISHED_RUN = "ranvier/finished-run"

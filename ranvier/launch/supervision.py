@@ -5,7 +5,7 @@
     a rank exits with 0 before the end       likewise
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
-    Ctrl-C, SIGTERM, SIGUSR1 if ranks save   the same signal to all ranks, which exit themselves; a second one kills
+    these and SIGUSR1, if ranks save         the same signal to all ranks, which exit themselves; a second one kills
     this process is killed outright          the kernel ends the ranks (ranvier.system.parent_death)
 
 Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
@@ -346,12 +347,20 @@ def _terminals() -> dict[str, str]:
 
 @contextmanager
 def _signals(more: Sequence[int]) -> Iterator[list[int]]:
-    """Collect SIGINT, SIGTERM, SIGHUP and `more` in a list that grows as they arrive; ignored ones stay ignored."""
+    """Collect SIGINT, SIGTERM, SIGHUP and `more` in a list that grows as they arrive; ignored ones stay ignored.
+
+    When a terminal closes, the kernel and the shell send SIGHUP: it counts once.
+    """
     received: list[int] = []
     before: dict[int, Any] = {}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGHUP or number not in received:
+            received.append(number)
+
     for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more}:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, lambda number, frame: received.append(number))
+            before[number] = signal.signal(number, on_signal)
     try:
         yield received
     finally:

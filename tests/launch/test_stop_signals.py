@@ -64,7 +64,7 @@ def end(process, pids):
 
 
 @pytest.mark.parametrize(("number", "transport"), first([(signal.SIGTERM, "torch")], [
-    (signal.SIGTERM, "torch"), (signal.SIGUSR1, "torch"), (signal.SIGINT, "torch"),
+    (signal.SIGTERM, "torch"), (signal.SIGUSR1, "torch"), (signal.SIGINT, "torch"), (signal.SIGHUP, "torch"),
     pytest.param(signal.SIGINT, "mpi", marks=SLOW_MPI.marks),
     pytest.param(signal.SIGTERM, "mpi", marks=SLOW_MPI.marks),
     pytest.param(signal.SIGUSR1, "mpi", marks=SLOW_MPI.marks)]))
@@ -271,6 +271,13 @@ def test_signals_that_are_ignored_stay_ignored():
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_terminal_that_closes_sends_sighup_twice():
+    with supervision._signals(STOP_SIGNALS) as received:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+    assert received == [signal.SIGHUP, signal.SIGTERM, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("where", ["another thread", "no signals"])
