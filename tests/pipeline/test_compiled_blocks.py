@@ -19,7 +19,7 @@ from ranvier.models import bert, gpt, llama, vit
 from ranvier.models.blocks_of import blocks_of
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.tensor import compiled
+from ranvier.tensor import compiled, deferred_linear
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
@@ -171,13 +171,14 @@ def test_stages_that_defer_their_products():
 @pytest.mark.slow
 def test_products_come_in_the_same_order(monkeypatch):
     """And keep the same bytes alive, so that schedules and memory are those of uncompiled blocks."""
-    orders, add = [], WeightGradients.add
+    orders, add = [], compiled.add_gradients
 
-    def recorded(self, parameters, tensors, *rest, **options):
-        orders[-1].append([tuple(one.shape) for one in (*parameters, *tensors)])
-        add(self, parameters, tensors, *rest, **options)
+    def recorded(*operands, **options):
+        orders[-1].append([tuple(one.shape) for one in operands])
+        add(*operands, **options)
 
-    monkeypatch.setattr(WeightGradients, "add", recorded)
+    for module in (deferred_linear, compiled):
+        monkeypatch.setattr(module, "add_gradients", recorded)
     for how in (False, True):
         orders.append([])
         kept = on_mesh(lambda: model_of("gpt"), Mesh(), lambda engine: (engine.forward_backward(
