@@ -16,7 +16,10 @@ from typing import Literal
 
 from benchmarks.elastic.bound import depths, speedup
 from ranvier.elastic.auto_pipe import Situation, best_cut, compress, greedy, stage_sizes
-from ranvier.schedule.policies import GPipe
+from ranvier.elastic.inputs import BlockFacts
+from ranvier.elastic.microbatch_profile import microbatch_counts
+from ranvier.mesh import StagePlacement
+from ranvier.schedule.policies import GPipe, MessageDriven
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +60,25 @@ def situation(shape: Shape, devices: int, flops_per_second: float, bandwidth: fl
     """The start on pipe `devices`. bandwidth: bytes a second between two devices."""
     block = shape.layer_flops / flops_per_second / 2
     blocks = 2 * shape.layers
-    return Situation(num_replicas=1, pipeline_size=devices, samples=shape.batch, bandwidth=bandwidth,
-                     forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
-                     output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
-                     gradient_bytes=tuple(4 * count for count in shape.parameters))
+    facts = BlockFacts(forward_seconds=(block,) * blocks, backward_seconds=(2 * block,) * blocks,
+                       update_seconds=(0.0,) * blocks, output_bytes=(4 * shape.tokens * shape.hidden,) * blocks,
+                       num_parameters=shape.parameters, parameter_bytes=tuple(4 * n for n in shape.parameters),
+                       state_bytes=(0,) * blocks, cores=None, bandwidth=bandwidth, latency_seconds=0.0)
+    return Situation(facts=facts, num_replicas=1, placement=StagePlacement(num_ranks=devices), samples=shape.batch,
+                     microbatches=devices, policy=MessageDriven())
 
 
 def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal["exact", "reference"]) -> list[Epoch]:
     """The epochs with so many frozen layers in each. An epoch reads what the one before it had frozen."""
-    found, before, pipe = [], 0, start.pipeline_size
+    found, before, first = [], 0, start.placement.num_ranks
+    ranks, pipe = start.num_replicas * first, first
     for number, depth in enumerate(frozen):
         here = replace(start, frozen=2 * depth, cached=2 * before if cache else 0)
-        ranks = start.num_replicas * start.pipeline_size
-        if number == 0:
-            pipe = start.pipeline_size
-        elif cut == "exact":
-            cuts = {pipe: best_cut(replace(here, num_replicas=ranks // pipe, pipeline_size=pipe)).seconds
-                    for pipe in range(ranks, 0, -1) if ranks % pipe == 0}
-            pipe = min((pipe for pipe in cuts if cuts[pipe] is not None), key=lambda pipe: float(f"{cuts[pipe]:.9g}"))
-        else:
+        if number > 0 and cut == "exact":
+            times = {pipe: _seconds_on(here, ranks // pipe, pipe)
+                     for pipe in range(ranks, 0, -1) if ranks % pipe == 0 and here.cached + pipe <= here.num_blocks + 1}
+            pipe = min(times, key=lambda pipe: float(f"{times[pipe]:.9g}"))
+        elif number > 0:
             pipe = _packed(start, pipe, 2 * depth)
         data = ranks // pipe
         found.append(Epoch(frozen=depth, data=data, pipe=pipe, seconds=_seconds_on(here, data, pipe)))
@@ -84,15 +87,18 @@ def course(start: Situation, frozen: Sequence[int], *, cache: bool, cut: Literal
 
 
 def _seconds_on(here: Situation, data: int, pipe: int) -> float:
-    """Of the best cut of one mesh; with fewer cached layers where its stages need them."""
-    fewer = min(here.cached, here.num_blocks - pipe + 1)
-    return best_cut(replace(here, num_replicas=data, pipeline_size=pipe, cached=fewer)).seconds
+    """Of the best cut of one mesh and number of microbatches; with fewer cached layers where its stages need them."""
+    mesh = replace(here, num_replicas=data, placement=StagePlacement(num_ranks=pipe),
+                   cached=min(here.cached, here.num_blocks - pipe + 1))
+    times = [best_cut(replace(mesh, microbatches=count)).seconds
+             for count in microbatch_counts(pipe, -(-here.samples // data))]
+    return min(seconds for seconds in times if seconds is not None)
 
 
 def _packed(start: Situation, pipe: int, frozen: int) -> int:
     """The article's pipeline length, by sizes."""
-    sizes = [size / 4e6 for size in start.gradient_bytes]
-    largest = max(stage_sizes(sizes, greedy(sizes, start.pipeline_size)))
+    sizes = [size / 4e6 for size in start.facts.parameter_bytes]
+    largest = max(stage_sizes(sizes, greedy(sizes, start.placement.num_ranks)))
     return compress(sizes, pipe, frozen, largest)
 
 
