@@ -30,6 +30,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,13 +199,13 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def run(workload: Workload, rounds: int, steps: int, folder: Path) -> dict[str, dict[str, object]]:
+def run(workload: Workload, rounds: int, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Contender -> stalls and costs in seconds, one a round, seconds of a step, and bytes of a checkpoint."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     teams = {name: Team(context, workload, name, store.port, folder / name.replace(" ", "-"))
              for name in CONTENDERS}
-    found: dict[str, dict[str, object]] = {name: {"stall_seconds": [], "cost_seconds": [], "step_seconds": []}
+    found: dict[str, dict[str, Any]] = {name: {"stall_seconds": [], "cost_seconds": [], "step_seconds": []}
                                            for name in CONTENDERS}
     try:
         for name in CONTENDERS:

@@ -172,8 +172,9 @@ def evaluate(network: nn.Module, data: Prepared, run: Run, step: int, start: flo
         for number in range(-(-total // loader.global_size)):
             for batch in loader.microbatches(number):
                 logits = logits_of(network, batch.inputs, DTYPES[run.precision])
-                sums += torch.tensor([loss_of(logits, batch.targets, "sum").item(),
-                                      (logits.argmax(-1) == batch.targets).sum().item(), batch.targets.numel()])
+                targets = torch.as_tensor(batch.targets)
+                sums += torch.tensor([loss_of(logits, targets, "sum").item(),
+                                      (logits.argmax(-1) == targets).sum().item(), targets.numel()])
     to_train(network, run)
     dist.all_reduce(sums)
     loss, right, count = sums.tolist()

@@ -148,7 +148,7 @@ def _as_parent(args: Sequence[str], faults: Sequence[Fault]) -> int:
         return _Forked(os.getpid(), dict(environ), signal.SIGKILL, partial(
             run_command, args, change_world=partial(_with_faults, faults)))
 
-    supervise.start_child = start_child
+    vars(supervise)["start_child"] = start_child
     return run_command(args)
 
 

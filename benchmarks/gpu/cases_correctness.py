@@ -152,8 +152,8 @@ def syncs(options: Options) -> Findings:
     waits = HostWaits()
     with engine_of(program, world_of_one(options.device)) as engine:
         for step, given in enumerate(batches(program, engine.mesh, 0)):
-            batch = [replace(one, inputs=one.inputs.to(options.device), targets=one.targets.to(options.device))
-                     for one in given]
+            batch = [replace(one, inputs=torch.as_tensor(one.inputs, device=options.device),
+                             targets=torch.as_tensor(one.targets, device=options.device)) for one in given]
             synchronize(options.device)
             if step < 2 or options.dry_run:
                 engine.train_batch(batch)
@@ -228,7 +228,7 @@ def stressed(world: World, row: dict[str, Any], stress: str) -> list[list[float]
         return made
 
     if stress != "none":
-        world.backend.transport = transport  # type: ignore[method-assign]  # of this object only
+        world.backend.transport = transport  # of this object only
     return losses(world, row)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
             if turn:
                 seconds[name].append((time.perf_counter() - started) / options.steps)
     ratios = sorted(theirs / ours for theirs, ours in zip(seconds["torch"], seconds["ranvier"], strict=True))
-    found = {"stem": vars(options) | {"output": None}, "device": str(device),
+    found: dict[str, Any] = {"stem": vars(options) | {"output": None}, "device": str(device),
              "milliseconds": {name: 1e3 * median(times) for name, times in seconds.items()},
              "speed_over_torch": {"middle": median(ratios), "least": ratios[0], "greatest": ratios[-1]}}
     print(table(("layers", "ms a step"), [(name, f"{value:.2f}") for name, value in found["milliseconds"].items()]))

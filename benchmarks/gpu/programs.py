@@ -100,8 +100,8 @@ def engine_of(program: Program, world: World) -> Iterator[Engine]:
     """The program's engine on this rank."""
     dtype, mesh = DTYPES[program.precision], Mesh(**program.mesh)
     rows = program.samples // mesh.row
-    sample = Microbatch(*(torch.zeros(rows, program.sequence, dtype=torch.int64) for _ in range(2)),
-                        torch.arange(rows))
+    tokens = torch.zeros(rows, program.sequence, dtype=torch.int64)
+    sample = Microbatch(tokens, tokens, torch.arange(rows))
     engine = Engine(gpt(program.transformer, dtype=dtype), world, mesh=mesh, optim=Optim(**program.optim),
                     learning_rate=1e-3, dtype=dtype, memory=Memory(**program.memory), seed=program.seed, sample=sample,
                     pipeline=Pipeline(**program.pipeline), tensor=TensorParallel(**program.tensor), guard=Guard(),

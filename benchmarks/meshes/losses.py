@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -50,7 +51,8 @@ def plain_losses(recipe: str, steps: int, folder: Path, autocast: str | None = N
     batches = []
     for step in range(steps):
         (whole,) = loader.microbatches(step)
-        batches.append(np.concatenate([whole.inputs.numpy(), whole.targets.numpy()[:, -1:]], axis=1))
+        targets: Any = whole.targets
+        batches.append(np.concatenate([whole.inputs.numpy(), targets.numpy()[:, -1:]], axis=1))
     np.save(folder / "batches.npy", np.stack(batches))
     train, optim = run.train, run.optim
     (folder / "config.json").write_text(json.dumps({

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ranvier.block import initialise
-from ranvier.models.gpt import Transformer, gpt
+from ranvier.config.run import Transformer
+from ranvier.models.gpt import gpt
 
 
 def main(batches_file: str, config_file: str, losses_file: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def engine_loop(size: Size, world: ranvier.World) -> Callable[[Tensor, Tensor], 
     return lambda inputs, targets: engine.train_batch(ranvier.microbatches(inputs, targets, size.sequences)).loss
 
 
-def compare(size: Size, world: ranvier.World, rounds: int, steps: int) -> dict[str, object]:
+def compare(size: Size, world: ranvier.World, rounds: int, steps: int) -> dict[str, Any]:
     loops = {"plain": plain_loop(size), "ranvier": engine_loop(size, world)}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     losses: dict[str, list[float]] = {name: [] for name in loops}

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -109,7 +110,7 @@ def parse(arguments: Sequence[str]) -> Plan:
 def measure(plan: Plan, path: Path) -> dict:
     """Run all cases; after each one `path` (JSON), and beside it .md and .png, hold all results so far."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = {"command": plan.command, "rounds": plan.rounds, "steps_per_round": plan.steps,
+    results: dict[str, Any] = {"command": plan.command, "rounds": plan.rounds, "steps_per_round": plan.steps,
                "warmup_steps": plan.warmup,
                "allocator": {"name": plan.allocator, "variables": ALLOCATORS[plan.allocator]}, "threads_per_rank": 1,
                "cases": []}

@@ -77,7 +77,7 @@ def configurations(base: ResolvedRun, quick: bool = False) -> list[ResolvedRun]:
 
 def train_on_rank(world: World, path: str) -> None:
     """One rank of one configuration, with as many threads as `ranvier train` would give it."""
-    from ranvier.launch.start import threads_per_rank
+    from ranvier.system.machine import threads_per_rank
     from ranvier.train.loop import train
 
     torch.set_num_threads(threads_per_rank(world.backend.size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ class AutogradStack:
 
     def __init__(self, network: nn.Module, dim: int | None) -> None:
         self.network, self._dim = network, dim
-        self._x = self._y = None
+        self._x: Any = None
+        self._y: Any = None
 
     def share(self, whole: Tensor) -> Tensor:
         if self._dim is None:

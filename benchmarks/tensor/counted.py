@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(__doc__.partition("\n\n")[2].partition("\n\n")[2])
     print(f"bytes received per rank and microbatch: b {sizes.batch}, s {sizes.sequence}, h {sizes.hidden}, "
           f"n {sizes.heads}, V {sizes.vocab}, {options.dtype}")
-    rows = [row for case in options.cases for row in rows_of(*case, sizes)]
+    rows = [found for scheme, row, col in options.cases for found in rows_of(scheme, row, col, sizes)]
     print(shown(rows))
     different = sum(not row["equal"] for row in rows)
     print(f"{len(rows) - different} of {len(rows)} counts equal their formula to the byte")

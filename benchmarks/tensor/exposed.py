@@ -74,7 +74,7 @@ class Products(TorchDispatchMode):
     """Adds matrix products to a clock, while it is active."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        super().__init__()
         self.clock = clock
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,8 @@ class OurStack:
             parameter.grad = torch.zeros_like(parameter)
         self._summed = {axis: [parameter for name, parameter in self._parameters.items()
                                if axis in self._splits[name].summed] for axis in ("row", "col")}
-        self._x = self._y = None
+        self._x: Any = None
+        self._y: Any = None
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
 
     def share(self, whole: Tensor) -> Tensor:

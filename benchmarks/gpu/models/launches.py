@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
     """Counts, while it is active, the operations that launch a kernel or read a number back, by name."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
