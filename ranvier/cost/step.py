@@ -38,14 +38,7 @@ from ranvier.cost.collectives import (
     tree_seconds,
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
-from ranvier.cost.kernels import (
-    Kernel,
-    backward_of,
-    for_each,
-    weight_gradients_of,
-    without_fused_loss,
-    without_panels,
-)
+from ranvier.cost.kernels import Kernel, backward_of, for_each, weight_gradients_of, without_fused_loss, without_panels
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import (
     Bytes,

@@ -23,13 +23,7 @@ from ranvier.config.named_object import blamed, is_object_name, load_object
 from ranvier.config.run import Data
 from ranvier.data.cache import fingerprint
 from ranvier.data.chat_template import Conversation, Message
-from ranvier.data.conversation_rows import (
-    MESSAGES_SETTING,
-    OTHER_COLUMNS,
-    answered,
-    conversation_of,
-    turns_in,
-)
+from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, answered, conversation_of, turns_in
 from ranvier.data.tables import Row, Table
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json

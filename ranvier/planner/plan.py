@@ -27,14 +27,7 @@ from ranvier.planner.problems import TOO_LARGE, cannot_be_laid_out
 from ranvier.planner.problems import problems as find_problems
 from ranvier.planner.run_cost import SAVED_BYTES_PER_SECOND, run_cost, run_pipeline
 from ranvier.planner.search import SearchResult, check_precision, search
-from ranvier.planner.simulation import (
-    STEADY,
-    Goodput,
-    Noise,
-    Simulation,
-    goodput,
-    simulate_step,
-)
+from ranvier.planner.simulation import STEADY, Goodput, Noise, Simulation, goodput, simulate_step
 from ranvier.planner.training import (
     Goal,
     changed_cluster,

@@ -14,15 +14,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
 from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.hardware import Cluster, Device
-from ranvier.cost.step import (
-    Cost,
-    PipelineNumbers,
-    StageWork,
-    Step,
-    least_seconds,
-    step_cost,
-    step_pipeline,
-)
+from ranvier.cost.step import Cost, PipelineNumbers, StageWork, Step, least_seconds, step_cost, step_pipeline
 from ranvier.models import families
 from ranvier.optim.average import averages_of
 from ranvier.optim.rules import rules_of, states_per_element, update_flops
