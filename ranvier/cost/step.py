@@ -40,17 +40,7 @@ from ranvier.cost.collectives import (
 from ranvier.cost.hardware import Cluster, Device, Precision
 from ranvier.cost.kernels import Kernel, backward_of, for_each, weight_gradients_of, without_fused_loss, without_panels
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
-from ranvier.cost.volume import (
-    Bytes,
-    Recompute,
-    SplitLayer,
-    Trip,
-    Trips,
-    Volume,
-    block_volume,
-    layer_trips,
-    volume_scheme,
-)
+from ranvier.cost.volume import Bytes, SplitLayer, Trip, Trips, Volume, block_volume, layer_trips, volume_scheme
 from ranvier.schedule.closed_form import DIRECT, Way, passage
 from ranvier.schedule.conditions import Deferral
 from ranvier.schedule.limits import Limits
@@ -730,12 +720,11 @@ class _StepCost:
         layers = self.step.split_layers[block]
         key = id(layers), recomputed
         if key not in self._volumes:
-            again: Recompute = "again" if self.as_published else "kept"
             self._volumes[key] = block_volume(
                 layers, self.scheme, row=self.mesh.row, col=self.mesh.col, batch=self.run.batch.microbatch_size,
                 sequence=self.step.tokens, hidden=self.run.model.hidden, itemsize=self.step.bytes.parameter,
-                sum_itemsize=self.step.bytes.summed, recompute=again if recomputed else "none",
-                last=not self.as_published,
+                sum_itemsize=self.step.bytes.summed, last=not self.as_published,
+                recompute="none" if not recomputed else "again" if self.as_published else "kept",
                 weights_kept_for=self.count if self.run.tensor.keep_weights else None,
                 gradient_itemsize=self.step.bytes.gradient)
         return self._volumes[key]

@@ -33,23 +33,8 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.step import Step
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
-from ranvier.planner.candidates import (
-    NO_COST,
-    SEARCHED,
-    Candidate,
-    Setting,
-    any_fits,
-    chunk_variants,
-    does_not_fit,
-    in_flight_variants,
-    memory_saving_variants,
-    no_mesh,
-    on_cluster,
-    possible,
-    stage_variants,
-    with_memory,
-    with_share,
-)
+from ranvier.planner import candidates
+from ranvier.planner.candidates import NO_COST, SEARCHED, Candidate, Setting
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
 from ranvier.planner.problems import problems
@@ -113,9 +98,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                           remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
     if "precision" not in searched:
         check_precision(run, cluster)
-    base, work = on_cluster(run, cluster), work or Work()
+    base, work = candidates.on_cluster(run, cluster), work or Work()
     queue = _Queue(cluster, work, searched)
-    for candidate in possible(base, cluster, ranks, searched):
+    for candidate in candidates.possible(base, cluster, ranks, searched):
         queue.add(candidate, _Known.BOUND)
     progress(f"searching {queue.added:,} combinations of mesh and microbatch size")
     fitting: list[Candidate] = []
@@ -136,9 +121,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                 fitting.append(found)
                 continue
             dropped.append(found)
-            if len(dropped) == _LOOKED_AT and not fitting and not any_fits(base, cluster, ranks, work):
+            if len(dropped) == _LOOKED_AT and not fitting and not candidates.any_fits(base, cluster, ranks, work):
                 break
-            for frugal in memory_saving_variants(found.run, cluster, searched) if is_first else ():
+            for frugal in candidates.memory_saving_variants(found.run, cluster, searched) if is_first else ():
                 queue.add(frugal, _Known.COUNTED)
         if fitting and "stages-per-rank" in searched:
             progress("trying several stages per rank")
@@ -150,7 +135,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         interrupted, searched = True, ()
     dropped += queue.least_of_too_large()
     if not fitting:
-        raise does_not_fit(run, cluster, ranks, dropped, work) if dropped else no_mesh(base, cluster, ranks, searched)
+        raise (candidates.does_not_fit(run, cluster, ranks, dropped, work) if dropped else
+               candidates.no_mesh(base, cluster, ranks, searched))
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     least = inf
@@ -171,7 +157,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     dropped = [found for found in dropped if found.cost.seconds < slowest]
     dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
     dropped.sort(key=lambda found: found.cost.seconds)
-    dropped[:_COMPARED] = [with_memory(_simulated(found, cluster, work), cluster, work)
+    dropped[:_COMPARED] = [candidates.with_memory(_simulated(found, cluster, work), cluster, work)
                            for found in dropped[:_COMPARED]]
     return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
                         dropped=tuple(dropped), interrupted=interrupted)
@@ -246,10 +232,10 @@ class _Queue:
                         found = self._counted(run, limited=True)
                 case _Known.LIMITED:
                     fits_without = False if self._with_least_share(run).optim.offload_share != 0.0 else None
-                    run = with_share(run, self.cluster, self.work, fits_without=fits_without)
+                    run = candidates.with_share(run, self.cluster, self.work, fits_without=fits_without)
                     if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
                         return known, None, is_first  # none, or stream, which are in the queue
-                    found = with_memory(replace(found, run=run), self.cluster, self.work, exact=False)
+                    found = candidates.with_memory(replace(found, run=run), self.cluster, self.work, exact=False)
                     if not found.fits:
                         return known, found, is_first
                     found, settled = _simulated(found, self.cluster, self.work), True
@@ -336,7 +322,7 @@ def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> 
     for one in sorted(fitting, key=lambda one: one.cost.seconds):
         fastest.setdefault(_group(one), one)
     for one in fastest.values():
-        for run in stage_variants(one.run):
+        for run in candidates.stage_variants(one.run):
             stages = work.stages(run)
             seconds = run_cost(run, cluster, stages, exact=False, limits=unlimited(run)).seconds
             if seconds < best and are_searched(run.placement):
@@ -345,7 +331,7 @@ def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> 
     for seconds, _, one in sorted(waiting):
         if seconds >= _WORTH * best:
             break
-        other = with_memory(_simulated(one, cluster, work), cluster, work)
+        other = candidates.with_memory(_simulated(one, cluster, work), cluster, work)
         if other.fits and other.cost.seconds < _WORTH * best:
             faster[_group(one)] = other
             best = other.cost.seconds
@@ -364,7 +350,7 @@ def _reduced(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[
         whole = _tuned(replace(found, run=run, cost=run_cost(run, cluster, work.stages(run))), cluster, work, "chunks",
                        searched)
         if whole.cost.seconds < _WORTH * best.cost.seconds:
-            whole = with_memory(whole, cluster, work)
+            whole = candidates.with_memory(whole, cluster, work)
             if whole.fits and whole.cost.seconds < _WORTH * best.cost.seconds:
                 return whole
     return best
@@ -373,10 +359,11 @@ def _reduced(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[
 def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
            searched: Sequence[Setting]) -> Candidate:
     """With another in-flight limit, or size of chunks, where that is worth it."""
-    for run in {"in-flight": in_flight_variants, "chunks": chunk_variants}[name](found.run) if name in searched else ():
+    variants = candidates.in_flight_variants if name == "in-flight" else candidates.chunk_variants
+    for run in variants(found.run) if name in searched else ():
         other = replace(found, run=run, cost=run_cost(run, cluster, work.stages(run)))
         if other.cost.seconds < _WORTH * found.cost.seconds:
-            other = with_memory(other, cluster, work)  # which may take slower limits of the schedule
+            other = candidates.with_memory(other, cluster, work)  # which may take slower limits of the schedule
             if other.fits and other.cost.seconds < _WORTH * found.cost.seconds:
                 found = other
     return found

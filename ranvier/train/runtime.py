@@ -16,14 +16,7 @@ from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler
 from ranvier.data.task import Dataset, Prepared
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
-from ranvier.inference.evaluation import (
-    SAMPLES_AT_ONCE,
-    evaluation_loader,
-    length_multiple,
-    lengths_of,
-    loader_options,
-    padded_lengths,
-)
+from ranvier.inference import evaluation
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.plan.make import make_for_run
@@ -120,10 +113,10 @@ def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, 
     """Training samples in the seed's order, and held-out ones in their own, once through."""
     nodes = [run.mesh.rank(run.mesh.place(replica=replica)) // engine.world.local_size  # of each replica's first stage
              for replica in range(run.mesh.num_replicas)] if run.elastic.cache else ()
-    sampler = Sampler(len(data.train), run.seed, lengths=lengths_of(run, data.train), shares=data.shares)
+    sampler = Sampler(len(data.train), run.seed, lengths=evaluation.lengths_of(run, data.train), shares=data.shares)
     return (Loader(data.train, sampler, global_size=run.batch.global_size, nodes=nodes,
-                   lengths=padded_lengths(run, data.train),
-                   **loader_options(engine, run.batch.microbatch_size, length_multiple(run))),
+                   lengths=evaluation.padded_lengths(run, data.train),
+                   **evaluation.loader_options(engine, run.batch.microbatch_size, evaluation.length_multiple(run))),
             {"": _eval_loader(run, engine, data.eval, is_scored=data.scoring is not None),
              **{name: _eval_loader(run, engine, one.data, is_scored=one.scoring is not None)
                 for name, one in data.eval_sets.items()}})
@@ -133,6 +126,6 @@ def _eval_loader(run: ResolvedRun, engine: Engine, data: Dataset, *, is_scored: 
     """The held-out samples of one evaluation: all of them where the task has a scoring."""
     if not is_scored:
         total = min(run.train.eval_sequences, len(data))
-        return evaluation_loader(run, engine, data, total, at_once=total)
-    at_once = max(run.batch.global_size, SAMPLES_AT_ONCE * run.mesh.num_replicas)
-    return evaluation_loader(run, engine, data, len(data), at_once=at_once)
+        return evaluation.evaluation_loader(run, engine, data, total, at_once=total)
+    at_once = max(run.batch.global_size, evaluation.SAMPLES_AT_ONCE * run.mesh.num_replicas)
+    return evaluation.evaluation_loader(run, engine, data, len(data), at_once=at_once)
