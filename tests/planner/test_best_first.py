@@ -13,6 +13,7 @@ from ranvier.config.run import Batch, Memory, TensorParallel, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh, StagePlacement
+from ranvier.planner import candidates
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, stage_variants, variants
 from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
@@ -180,6 +181,6 @@ def test_a_search_that_is_interrupted_among_several_stages_per_rank_keeps_the_be
     def interrupted(run):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search_module, "stage_variants", interrupted)
+    monkeypatch.setattr(candidates, "stage_variants", interrupted)
     plan = search(SMALL, load_cluster("h100"), 4, (*SEARCHED, "stages-per-rank"), work=WORK, interruptible=True)
     assert plan.interrupted and len(plan.best) >= 12

@@ -20,7 +20,7 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.plan import known_costs
 from ranvier.plan.block_costs import block_costs
-from ranvier.planner import report, trial
+from ranvier.planner import candidates, report, trial
 from ranvier.planner import search as search_module
 from ranvier.planner import work as work_module
 from ranvier.planner.candidates import SEARCHED, _microbatches, in_flight_variants, predict, variants
@@ -254,14 +254,14 @@ def test_chunks_are_large_where_each_is_dear():
 def test_chunks_for_which_memory_makes_the_schedule_slower_are_left(monkeypatch):
     cluster = replace(load_cluster("h100"), chunk_seconds=1.0)
     run = replace(TINY, mesh=Mesh(data=4), optim=replace(TINY.optim, bucket_size=2048, chunk_buckets=1))
-    within = search_module.with_memory
+    within = candidates.with_memory
 
     def slower(found, *rest, **options):
         found = within(found, *rest, **options)
         larger = found.run.optim.chunk_buckets > 1
         return replace(found, cost=replace(found.cost, seconds=1e6)) if larger else found
 
-    monkeypatch.setattr(search_module, "with_memory", slower)
+    monkeypatch.setattr(candidates, "with_memory", slower)
     best = search(run, cluster, 4, ("chunks",)).best[0]
     assert best.run.optim.chunk_buckets == 1 and best.cost.seconds < 1e6
 
