@@ -1,7 +1,7 @@
 """Inputs of an elastic run's decisions: the settings, the state of the run, and facts of its blocks. Pure.
 
 A run fills these with what its ranks have measured (`ranvier.train.measured_blocks`), a plan with what a cluster's
-constants predict (`ranvier.planner.predicted_blocks`). All decisions are functions of them
+constants predict (`ranvier.planner.elastic_plan`). All decisions are functions of them
 (`ranvier.elastic.controller`):
 
     how deep to freeze            `ranvier.elastic.freezing`         when: `EvaluationSchedule`

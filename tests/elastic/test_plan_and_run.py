@@ -16,8 +16,7 @@ from ranvier.elastic.controller import Controller
 from ranvier.elastic.inputs import EvaluationSchedule
 from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh
-from ranvier.planner.elastic_plan import Course, course
-from ranvier.planner.predicted_blocks import predicted_blocks
+from ranvier.planner.elastic_plan import Course, course, predicted_blocks
 from ranvier.planner.work import Work
 from ranvier.train import elasticity
 from ranvier.train.elasticity import Elasticity
