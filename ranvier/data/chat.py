@@ -18,7 +18,7 @@ import numpy as np
 
 from ranvier.config.run import Data, Run
 from ranvier.config.task_form import SHIPPED
-from ranvier.data import encoded_rows, quiz, token_numbers
+from ranvier.data import encoded_rows, quiz
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder, check_packages
@@ -27,7 +27,7 @@ from ranvier.data.named_files import FILES, first_rows, open_source, readable_fi
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.row_forms import form_of_table
-from ranvier.data.run_tokenizer import BUILT_IN
+from ranvier.data.run_tokenizer import BUILT_IN, check_numbers, local_folder, numbers_in
 from ranvier.data.subset import chosen, taken
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
@@ -114,16 +114,16 @@ def tokenizer_problems(run: Run, *, elsewhere: bool) -> list[RanvierError]:
     """Problems of the run's chat tokenizer, as far as it and the model are on this machine. elsewhere: for another
     machine, whose packages are unknown."""
     def look() -> None:
-        folder, model = tokenizer_folder(run), token_numbers.local_folder(run)
+        folder, model = tokenizer_folder(run), local_folder(run)
         if folder is None and not elsewhere:
             check_packages()
         if folder is None:
             return
         check_folder(folder, run.data.chat_template)
         if model is not None or run.model.pretrained is None:
-            numbers = token_numbers.numbers_in(folder)
+            numbers = numbers_in(folder)
             assert numbers is not None  # the folder has been checked
-            token_numbers.check(numbers, run, model, None if model is None else token_numbers.numbers_in(model))
+            check_numbers(numbers, run, model, None if model is None else numbers_in(model))
 
     return [*refusals(look)]
 
@@ -134,7 +134,7 @@ def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
     assert folder is not None, "asked with a progress"
     tokenizer = ChatTokenizer(folder, run.data.chat_template)
     model = None if run.model.pretrained is None else folder_of(run.model.pretrained, cache_folder(run), progress)
-    token_numbers.check(tokenizer.numbers(), run, model, None if model is None else token_numbers.numbers_in(model))
+    check_numbers(tokenizer.numbers(), run, model, None if model is None else numbers_in(model))
     return tokenizer
 
 

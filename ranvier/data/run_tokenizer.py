@@ -7,18 +7,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ranvier.config.run import Run
-from ranvier.data import token_numbers, wordpiece
+import tokenizers
+
+from ranvier.config.run import Run, Transformer
 from ranvier.data import tokenizer as byte_level
+from ranvier.data import wordpiece
 from ranvier.data.cache import Progress, cache_folder, fingerprint, make_once
 from ranvier.data.named_files import refusals
-from ranvier.data.offline.pretrained_models import folder_of
+from ranvier.data.offline.pretrained_models import folder_of, has_weights
 from ranvier.data.tokenizer import GPT2_VOCAB, SMALLEST_VOCAB, Tokenizer
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
+from ranvier.system.untrusted_file import json_object, read_bytes
 
 BUILT_IN = ("bpe", "gpt2")
 """Names of data.tokenizer that are no paths. They are of decoders; encoders train a WordPiece."""
@@ -33,7 +36,7 @@ def text_tokenizer_problems(run: Run) -> list[RanvierError]:
 
 
 def _look_at_text_tokenizer(run: Run) -> None:
-    name, folder = run.data.tokenizer, token_numbers.local_folder(run)
+    name, folder = run.data.tokenizer, local_folder(run)
     if folder is not None and name != "gpt2":
         _text_tokenizer_of_model(run, folder, None)
     if run.model.pretrained is not None:
@@ -62,14 +65,14 @@ def text_tokenizer(run: Run, trained: Callable[[], Tokenizer], progress: Progres
     if run.model.pretrained is not None:
         return _text_tokenizer_of_model(run, folder_of(run.model.pretrained, cache, progress), gpt2)
     found = gpt2 or (trained() if run.data.tokenizer == "bpe" else byte_level.from_path(run.data.tokenizer))
-    token_numbers.check(found.numbers(), run, None, None)
+    check_numbers(found.numbers(), run, None, None)
     return found
 
 
 def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
     """The tokenizer of the model that training starts from, in `folder`, or the one that data.tokenizer names; gpt2:
     GPT-2's, where that is named. DataError where there is none, or its numbers are not those of the model's tokens."""
-    path = folder / token_numbers.TOKENIZER
+    path = folder / _TOKENIZER
     own = byte_level.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.") \
         if path.is_file() else None
     found = own if run.data.tokenizer == "bpe" else gpt2 or byte_level.from_path(run.data.tokenizer)
@@ -78,7 +81,7 @@ def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> 
                         "one its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
                         value=run.data.tokenizer,
                         remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
-    token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
+    check_numbers(found.numbers(), run, folder, None if own is None else own.numbers())
     return found
 
 
@@ -88,7 +91,7 @@ def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> 
 def problems(run: Run) -> list[RanvierError]:
     """Problems of an encoder's tokenizer, if it is on this machine."""
     if run.model.pretrained is not None:
-        folder = token_numbers.local_folder(run)
+        folder = local_folder(run)
         return [] if folder is None else [*refusals(lambda: _existing(run, folder))]
     if run.data.tokenizer in BUILT_IN:
         return [wordpiece.too_small(run.model.vocab)] if run.model.vocab < wordpiece.SMALLEST_VOCAB else []
@@ -101,7 +104,7 @@ def _existing(run: Run, folder: Path | None) -> WordPiece | None:
     own = None if folder is None else wordpiece.from_folder(folder)
     found = own if run.data.tokenizer in BUILT_IN else _load(run)
     if found is not None:
-        token_numbers.check(found.numbers(), run, folder, None if own is None else own.numbers())
+        check_numbers(found.numbers(), run, folder, None if own is None else own.numbers())
     return found
 
 
@@ -133,3 +136,73 @@ def _made(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], sourc
 
     make_once(path, path.exists, make, progress)
     return path
+
+
+# --- numbers of tokens ------------------------------------------------------------------------------------------------
+
+# A model that training starts from gives each number the meaning of its own tokenizer. Another tokenizer may have
+# further tokens, at numbers that are free there, or beyond them with a larger `model.vocab`; a number that stands for
+# another token is refused.
+
+_TOKENIZER = "tokenizer.json"
+_MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
+
+
+def check_numbers(numbers: Mapping[str, int], run: Run, folder: Path | None, own: Mapping[str, int] | None) -> None:
+    """DataError for a tokenizer that does not fit the run's model.
+
+    numbers: token -> number. folder: of `model.pretrained`, in Hugging Face's format; None without one. own: token ->
+    number of the tokenizer in this folder, where it has one.
+    """
+    needed, vocab = max(numbers.values()) + 1, _vocab_of(folder, run.model.vocab)
+    if folder is not None and run.model.vocab != Transformer.vocab:
+        vocab = max(vocab, run.model.vocab)  # rows are added
+    if needed > vocab and folder is None:
+        raise DataError(f"is smaller than the tokenizer's vocabulary of {needed}", code="vocab-below-tokenizer",
+                        where="model.vocab", value=vocab, remedy=f"Set `--model.vocab {needed}` or more.")
+    if needed > vocab:
+        raise DataError(f"has {needed} tokens, and `model.pretrained` {run.model.pretrained} has only {vocab}",
+                        code="tokenizer-above-pretrained", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Put the tokenizer that belongs to the model into its folder, or name it; or set "
+                               f"`--model.vocab {needed}` or more for rows for the further tokens.")
+    if own is None:
+        return
+    tokens = {number: token for token, number in own.items()}
+    other = min((token for token, number in numbers.items()
+                 if own.get(token, number) != number or tokens.get(number, token) != token),
+                key=numbers.__getitem__, default=None)
+    if other is not None:
+        raise DataError(f"is not the tokenizer of `model.pretrained` {run.model.pretrained}: {other!r} is token "
+                        f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}",
+                        code="tokenizer-of-other-model", where="data.tokenizer", value=run.data.tokenizer,
+                        remedy="Leave it out: the model's own is taken.")
+
+
+def local_folder(run: Run) -> Path | None:
+    """The folder of `model.pretrained` where the model is on this machine; not one that has only its sizes."""
+    path = None if run.model.pretrained is None else Path(os.path.expanduser(run.model.pretrained))
+    is_here = path is not None and path.is_dir() and (has_weights(path) or (path / _TOKENIZER).exists())
+    return path if is_here else None
+
+
+def numbers_in(folder: Path) -> dict[str, int] | None:
+    """Token -> number of the tokenizer.json in a folder; None without one. DataError where it is damaged."""
+    path = folder / _TOKENIZER
+    if not path.exists():
+        return None
+    try:
+        text = read_bytes(path, _MOST_TOKENIZER_BYTES).decode("utf-8")
+        found: dict[str, int] = tokenizers.Tokenizer.from_str(text).get_vocab()
+    except Exception as error:  # the library raises nothing more precise
+        raise DataError("is not a tokenizer", code="tokenizer-file-unreadable", where=str(path),
+                        value=str(error).partition("\n")[0],
+                        remedy="Fetch it again from the model's source.") from error
+    return found
+
+
+def _vocab_of(folder: Path | None, default: int) -> int:
+    """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
+    if folder is None:
+        return default
+    vocab = json_object(folder / "config.json", _MOST_CONFIG_BYTES).get("vocab_size")
+    return vocab if type(vocab) is int else default

@@ -8,7 +8,6 @@ ledger expects of it. Frozen layers whose outputs are cached are read from the h
 follows their freezing, as far as `elastic.cache-bytes` holds them.
 """
 
-
 from __future__ import annotations
 
 import functools

@@ -35,9 +35,9 @@ from ranvier.data.arrays import Tokens, open_arrays, write_arrays, write_tokens
 from ranvier.data.chat import conversations
 from ranvier.data.corpus import open_corpus
 from ranvier.data.named_files import readable_file
+from ranvier.data.run_tokenizer import numbers_in
 from ranvier.data.sentences import Columns, table_sentences
 from ranvier.data.tables import open_file
-from ranvier.data.token_numbers import numbers_in
 from ranvier.errors import RanvierError
 from ranvier.inference import trained
 from ranvier.inference.prompts import ChatPrompts

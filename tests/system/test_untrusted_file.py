@@ -191,7 +191,7 @@ def test_a_lease_after_which_none_can_come_ends_the_start(tmp_path):
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_configuration_beside_a_tokenizer_neither_blocks_nor_overflows(tmp_path, nested):
     from ranvier.data import tokenizer
-    from ranvier.data.token_numbers import _vocab_of
+    from ranvier.data.run_tokenizer import _vocab_of
 
     for name in ("tokenizer_config.json", "config.json", "tokenizer.json"):
         (tmp_path / name).write_text("[" * 50_000) if nested else os.mkfifo(tmp_path / name)
