@@ -92,7 +92,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     from ranvier.launch.start import local_devices
     from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
     from ranvier.planner.problems import problems as find_problems
-    from ranvier.planner.start_trial import StartTrial
+    from ranvier.planner.trial import StartTrial
     from ranvier.train.experiment_trackers import tracker_problems
 
     asked, problems = with_pretrained(resolved.run)

@@ -24,7 +24,7 @@ from ranvier.launch.start import choose_device
 from ranvier.planner.candidates import Setting
 from ranvier.planner.problems import PREVENT_A_CUT, TOO_LARGE, cannot_be_laid_out, problems
 from ranvier.planner.search import search
-from ranvier.planner.start_trial import StartTrial
+from ranvier.planner.trial import StartTrial
 from ranvier.system.machine import available_cores, memory_limit_bytes
 
 

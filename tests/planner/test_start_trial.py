@@ -10,10 +10,10 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Launch, MeshSettings, Run, Train, Transformer
 from ranvier.errors import LaunchError
 from ranvier.mesh import Mesh, mesh_text
-from ranvier.planner import start_trial
+from ranvier.planner import trial
 from ranvier.planner.auto import with_plan
 from ranvier.planner.elastic_plan import known_steps
-from ranvier.planner.start_trial import StartTrial
+from ranvier.planner.trial import StartTrial
 
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
@@ -102,7 +102,7 @@ def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd)
     measured, times = [], iter((1.0, 0.5))
 
     def measure(run):
-        assert run.mesh.size > 1 or start_trial.step_seconds(run, tmp_path / "trial", steps=2, warmup=0) > 0
+        assert run.mesh.size > 1 or trial.step_seconds(run, tmp_path / "trial", steps=2, warmup=0) > 0
         measured.append(run.mesh)
         return next(times)
 
@@ -110,8 +110,8 @@ def test_a_run_is_told_what_was_tried_and_keeps_it(tmp_path, monkeypatch, capfd)
         def __init__(self, tell):
             super().__init__(tell, measure)
 
-    monkeypatch.setattr(start_trial, "StartTrial", Here)
-    monkeypatch.setattr(start_trial, "_LARGEST_SHARE", 1e9)
+    monkeypatch.setattr(trial, "StartTrial", Here)
+    monkeypatch.setattr(trial, "_LARGEST_SHARE", 1e9)
     monkeypatch.setattr("ranvier.launch.start.available_cores", lambda: 2)
     flags = ["gpt-tiny", "--mesh.data", "auto", "--mesh.pipe", "auto", "--batch.microbatch-size", "auto",
              "--launch.trial", "2", "--model.num-layers", "1", "--model.hidden", "16", "--model.heads", "2",
@@ -132,8 +132,8 @@ def test_data_that_cannot_be_read_is_one_error_before_any_trial(tmp_path, monkey
         def __init__(self, tell):
             super().__init__(tell, measure=lambda run: pytest.fail("a trial without data"))
 
-    monkeypatch.setattr(start_trial, "StartTrial", Here)
-    monkeypatch.setattr(start_trial, "_LARGEST_SHARE", 1e9)
+    monkeypatch.setattr(trial, "StartTrial", Here)
+    monkeypatch.setattr(trial, "_LARGEST_SHARE", 1e9)
     monkeypatch.setattr("ranvier.launch.start.available_cores", lambda: 2)
     table = tmp_path / "train.tsv"
     table.write_text("label\tsentence\n" + "0\tbad\n1\tgood\n" * 20 + "no tab in this line\n")
