@@ -22,13 +22,12 @@ from ranvier.data import encoded_rows, quiz
 from ranvier.data.arrays import Arrays
 from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.chat_template import ChatTokenizer, Conversation, check_folder, check_packages
-from ranvier.data.mixture import Source, join, shares, sources_of, spread
 from ranvier.data.named_files import FILES, first_rows, open_source, readable_file, refusals, text_only
 from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN, check_numbers, local_folder, numbers_in
-from ranvier.data.subset import chosen, taken
+from ranvier.data.subset import Source, chosen, join, shares, sources_of, spread, taken
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit

@@ -20,10 +20,10 @@ from ranvier.data import corpus as corpora
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.arrays import Tokens, made_once, write_tokens
 from ranvier.data.cache import Progress, advance, cache_folder, fingerprint, make_once, processes_of
-from ranvier.data.mixture import join, shares, sources_of, spread
 from ranvier.data.named_files import refusals
 from ranvier.data.padding import padding_text
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
+from ranvier.data.subset import join, shares, sources_of, spread
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
 from ranvier.data.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Plans that are run here for a few steps: before a run starts, of which the fastest is taken, and for `plan --measure`.
+"""Plans that are run here for a few steps: before a run starts, to take the fastest of them, and for `plan --measure`.
 
 Predictions know the devices by nominal figures. They order meshes well, and do not know whether, on this machine, one
 rank with all cores is faster than a rank for each core.

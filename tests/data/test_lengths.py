@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.loader import Loader
-from ranvier.data.mixture import Joined, Source, shares, sources_of, spread
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.sampler import GROUP, Sampler, grouped
+from ranvier.data.subset import Joined, Source, shares, sources_of, spread
 from ranvier.data.task import Share
 from ranvier.data.token_samples import TokenSamples
+from ranvier.inference.evaluation import length_multiple, lengths_of, padded_lengths
 from ranvier.mesh import Mesh
 from ranvier.models.bert import bert
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.reference import Reference
-from ranvier.train.runtime import length_multiple, lengths_of, padded_lengths
 from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on
 
