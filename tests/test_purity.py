@@ -13,9 +13,8 @@ FORBIDDEN = ("torch", "time", "datetime", "socket", "os", "pathlib", "io", "subp
              "secrets", "tempfile", "shutil", "asyncio", "multiprocessing", "mpi4py")
 PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "config.parameter_groups",
         "config.other_mesh", "config.urls", "schedule.partition", "schedule.schedule",
-        "schedule.policies", "schedule.conditions", "schedule.limits", "schedule.simulator",
-        "schedule.computed_limits",
-        "schedule.closed_form", "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
+        "schedule.policies", "schedule.limits", "schedule.simulator", "schedule.computed_limits",
+        "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
         "cost.node_placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
         "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",
         "plan.partition",

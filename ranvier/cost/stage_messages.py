@@ -11,7 +11,7 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.cost.collectives import placed, received_seconds
 from ranvier.cost.hardware import Cluster, Link
 from ranvier.mesh import Mesh, StagePlacement
-from ranvier.schedule.conditions import Conditions
+from ranvier.schedule.limits import Conditions
 
 
 def rank_threads(cluster: Cluster, mesh: Mesh) -> float:

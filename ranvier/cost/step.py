@@ -41,11 +41,9 @@ from ranvier.cost.hardware import Cluster, Device, Precision
 from ranvier.cost.kernels import Kernel, backward_of, for_each, weight_gradients_of, without_fused_loss, without_panels
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import Bytes, SplitLayer, Trip, Trips, Volume, block_volume, layer_trips, volume_scheme
-from ranvier.schedule.closed_form import DIRECT, Way, passage
-from ranvier.schedule.conditions import Deferral
-from ranvier.schedule.limits import Limits
+from ranvier.schedule.limits import Deferral, Limits
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import PRODUCTS, StageTimes
+from ranvier.schedule.simulator import DIRECT, PRODUCTS, StageTimes, Way, passage
 
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}

@@ -22,8 +22,7 @@ from ranvier.schedule.computed_limits import (
     predicted,
     simulated_microbatches,
 )
-from ranvier.schedule.conditions import Conditions
-from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.limits import Conditions, Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 

@@ -29,8 +29,7 @@ from ranvier.plan.plan import Plan
 from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.computed_limits import UNKNOWN
-from ranvier.schedule.conditions import Conditions
-from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.limits import Conditions, Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 

@@ -25,8 +25,7 @@ from ranvier.cost.volume import SplitLayer
 from ranvier.models import families
 from ranvier.plan.limits import Segments, may_defer
 from ranvier.precision import DTYPES, reduce_dtype, sum_dtype, wide
-from ranvier.schedule.conditions import Conditions
-from ranvier.schedule.limits import rule_limits
+from ranvier.schedule.limits import Conditions, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
 

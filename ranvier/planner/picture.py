@@ -15,12 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from ranvier.errors import ConfigError
 from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
 from ranvier.planner.simulation import STEADY, Noise, Simulation, simulate_step
-from ranvier.schedule.closed_form import Way
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
-from ranvier.schedule.conditions import Conditions
+from ranvier.schedule.limits import Conditions
 from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.schedule import Policy
-from ranvier.schedule.simulator import Simulated, StageTimes
+from ranvier.schedule.simulator import Simulated, StageTimes, Way
 from ranvier.schedule.spans import Category
 from ranvier.system.atomic_file import write_problem
 

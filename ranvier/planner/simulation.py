@@ -22,9 +22,8 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import RankMemory
 from ranvier.cost.step import Cost
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.closed_form import DIRECT, Way
 from ranvier.schedule.schedule import Action, Policy
-from ranvier.schedule.simulator import Simulated, StageTimes, simulate
+from ranvier.schedule.simulator import DIRECT, Simulated, StageTimes, Way, simulate
 
 _NORMAL = NormalDist()
 SAMPLED = 48

@@ -28,8 +28,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from ranvier.mesh import StagePlacement
-from ranvier.schedule.conditions import Conditions, Deferral
-from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.limits import Conditions, Deferral, Limits, rule_limits
 from ranvier.schedule.policies import MessageDriven
 from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, stored_in_even_flow
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate

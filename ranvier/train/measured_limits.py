@@ -16,8 +16,7 @@ from ranvier.plan.limits import Factors, expected_seconds, measured_choice, meas
 from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
 from ranvier.schedule.computed_limits import UNKNOWN
-from ranvier.schedule.conditions import Conditions, measured_conditions
-from ranvier.schedule.limits import Limits
+from ranvier.schedule.limits import Conditions, Limits, measured_conditions
 from ranvier.schedule.spans import StepWindow
 from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime

@@ -31,8 +31,7 @@ from ranvier.schedule.computed_limits import (
     predicted,
     simulated_microbatches,
 )
-from ranvier.schedule.conditions import Conditions, Deferral, measured_conditions
-from ranvier.schedule.limits import Limits, rule_limits
+from ranvier.schedule.limits import Conditions, Deferral, Limits, measured_conditions, rule_limits
 from ranvier.schedule.policies import GPipe, MessageDriven, OneForwardOneBackward
 from ranvier.schedule.simulator import StageTimes, simulate
 from ranvier.testing.ranks import run_ranks

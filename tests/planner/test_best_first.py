@@ -20,9 +20,8 @@ from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_by
 from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step, unlimited
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
-from ranvier.schedule.closed_form import passage
 from ranvier.schedule.policies import MessageDriven
-from ranvier.schedule.simulator import StageTimes
+from ranvier.schedule.simulator import StageTimes, passage
 
 SMALL = ResolvedRun(model=Transformer(num_layers=2, hidden=64, heads=4, vocab=300, sequence=32), precision="fp32",
                     batch=Batch(global_size=8, microbatch_size=2))

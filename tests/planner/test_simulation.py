@@ -20,9 +20,8 @@ from ranvier.planner.simulation import (
     largest_of,
     simulate_step,
 )
-from ranvier.schedule.closed_form import DIRECT, Way, closed_form, passage
 from ranvier.schedule.policies import POLICIES, GPipe, MessageDriven, OneForwardOneBackward
-from ranvier.schedule.simulator import StageTimes, simulate
+from ranvier.schedule.simulator import DIRECT, StageTimes, Way, closed_form, passage, simulate
 from tests.covering import quick
 
 STAGE = StageTimes(forward=1.0, backward=1.0, weight=1.0)

@@ -22,7 +22,7 @@ from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
 from ranvier.planner.run_cost import run_cost, step_of
 from ranvier.planner.work import Work
-from ranvier.schedule.conditions import Conditions
+from ranvier.schedule.limits import Conditions
 
 RUN = ResolvedRun(model=Transformer(num_layers=16, hidden=1024, heads=16, vocab=8192, sequence=512), precision="bf16",
                   batch=Batch(global_size=16, microbatch_size=1), mesh=Mesh(pipe=4), launch=Launch(device="cuda"),
