@@ -39,7 +39,7 @@ from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically, write_problem
-from ranvier.system.untrusted_file import json_object, parse_toml, read_bytes, read_toml
+from ranvier.system.untrusted_file import is_unicode, json_object, parse_toml, read_bytes, read_toml
 
 _MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
 MOST_BYTES = 1 << 18
@@ -310,7 +310,7 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
         raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
-        if isinstance(part, (str, Path)) and not _is_text(part):
+        if isinstance(part, (str, Path)) and not is_unicode(os.fspath(part)):
             raise ConfigError("cannot be written as text", code="value-not-text", where=setting.flag, value=value,
                               remedy=_remedy(setting, layer.origin, setting.default))
         bound = _MAX_INT if isinstance(part, int) else math.inf
@@ -327,15 +327,6 @@ def _can_be(path: Path) -> bool:
     except UnicodeEncodeError:
         return False
     return all(len(part) < 256 and b"\0" not in part for part in parts) and sum(map(len, parts)) < 4000
-
-
-def _is_text(value: str | Path) -> bool:
-    """Whether a text file can hold it: names of files need not be Unicode."""
-    try:
-        os.fspath(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 @cache

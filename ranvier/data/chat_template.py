@@ -27,7 +27,7 @@ from ranvier.data.cache import fingerprint
 from ranvier.data.tables import has_package
 from ranvier.data.template_renderer import Rendered, TemplateError, TemplateLimitError
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import json_object, member, read_bytes, read_json
+from ranvier.system.untrusted_file import is_unicode, json_object, member, read_bytes, read_json
 
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
@@ -96,7 +96,7 @@ class ChatTokenizer:
             raise _no_template(folder)
         template_text = self._inner.chat_template
         self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
-        if len(self._source) > _MOST_TEMPLATE or not _is_text(self._source):
+        if len(self._source) > _MOST_TEMPLATE or not is_unicode(self._source):
             raise DataError(f"has a chat template that is not a text of at most {_MOST_TEMPLATE:,} characters",
                             code="chat-template-too-long", where=str(template or folder),
                             value=f"{len(self._source):,} characters", remedy="Name another `--data.chat-template`.")
@@ -287,15 +287,6 @@ def _rebuild(folder: Path, template: Path | None, content: str) -> ChatTokenizer
     """Rebuild the tokenizer in another process, which encodes piece after piece. content: a tokenizer with another one
     is read again."""
     return ChatTokenizer(folder, template)
-
-
-def _is_text(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _common_length(one: str, other: str) -> int:

@@ -20,7 +20,7 @@ from ranvier.data.named_files import read_bytes
 from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
 from ranvier.data.tables import read_known
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import parse_json
+from ranvier.system.untrusted_file import is_unicode, parse_json
 
 NAMES = ("squad",)
 """Datasets that are known by name."""
@@ -116,11 +116,9 @@ def _checked(question: Question) -> Question:
             raise DataError("has an answer that is not at its place in the context", code="answer-not-in-context",
                             where=question.place, value=(text[:80], start),
                             remedy="Let answer_start count characters, from 0.")
-    try:
-        (question.text + question.context).encode()
-    except UnicodeEncodeError as error:
+    if not is_unicode(question.text + question.context):
         raise DataError("has half of a surrogate pair, which is not a character", code="question-not-unicode",
-                        where=question.place, remedy="Give Unicode text.") from error
+                        where=question.place, remedy="Give Unicode text.")
     return question
 
 

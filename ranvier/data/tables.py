@@ -27,7 +27,7 @@ from typing import IO, Any, TypeVar, cast
 
 from ranvier.data.cache import Progress, fingerprint
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import parse_json
+from ranvier.system.untrusted_file import is_unicode, parse_json
 
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files of which each line is a JSON object."""
@@ -419,9 +419,7 @@ def text_of(row: Row, column: str, setting: str) -> str:
     if not isinstance(text, str):
         raise row.wrong("column-not-text", f"has a column `{column}` that is no text", text,
                         f"Correct that row, or set --{setting} to a column of text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if not is_unicode(text):
         raise DataError("has half of a surrogate pair, which is not a character", code="text-half-surrogate",
-                        where=row.place, remedy="Give Unicode text.") from error
+                        where=row.place, remedy="Give Unicode text.")
     return text

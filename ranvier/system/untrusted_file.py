@@ -3,6 +3,7 @@
     open_regular_file, read_bytes               a regular file, of limited size; neither a FIFO nor a device blocks
     read_json, read_toml                        a document in one
     parse_json, parse_toml                      a document of limited depth, or a ValueError and nothing else
+    is_unicode                                  a text that files and tokenizers take
     member                                      a file of a folder, and no link that leads out of it
     new_file, append_file, open_lock            never through a symbolic link
 
@@ -81,11 +82,9 @@ def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool 
     which no library takes for a character."""
     content = read_bytes(path, most_bytes, own=own, unshared=unshared)
     found = parse_json(content)
-    if b"\\ud" in content.lower() or b"\0" in content:  # an escape, or UTF-16
-        try:
-            json.dumps(found, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("has half of a surrogate pair") from None
+    may_have_half = b"\\ud" in content.lower() or b"\0" in content  # an escape, or UTF-16
+    if may_have_half and not is_unicode(json.dumps(found, ensure_ascii=False)):
+        raise ValueError("has half of a surrogate pair")
     return found
 
 
@@ -100,6 +99,15 @@ def json_object(path: Path, most_bytes: int) -> dict[str, Any]:
 def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, Any]:
     """The TOML document in a file. As `read_bytes`, and as `parse_toml`."""
     return parse_toml(read_bytes(path, most_bytes, own=own).decode())
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no file of text can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_json(content: bytes | str) -> object:

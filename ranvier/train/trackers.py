@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -137,8 +136,9 @@ def _without_room() -> Iterator[None]:
             raise
 
 
-class _Console(ABC):
-    """Base of both consoles, which print the same at the same time in different ways.
+class PlainConsole:
+    """Lines of text without colours or cursor movements, flushed one by one. A step has one line, which grep finds
+    whole.
 
     every: steps from one line to the next. verbose: notes for experts too. clock: seconds.
     """
@@ -188,28 +188,17 @@ class _Console(ABC):
         more = f" ({left_out:,} before it are in events.jsonl)" if left_out else ""
         self._print(f"step {event.step}: {event.text}{more}", style="yellow")
 
-    @abstractmethod
     def _print(self, text: str, style: str | None = None) -> None:
-        """Print lines of text. style: as rich has it."""
-
-    @abstractmethod
-    def _print_step(self, parts: Sequence[str]) -> None:
-        """Print the numbers of a step."""
-
-    def _show_step(self, event: StepEvent, left: str) -> None:  # noqa: B027 - only a terminal has a live line
-        """Show the numbers of the step that is over now, and the time that is left."""
-
-
-class PlainConsole(_Console):
-    """Lines of text without colours or cursor movements, flushed one by one. A step has one line, which grep finds
-    whole."""
-
-    def _print(self, text: str, style: str | None = None) -> None:
+        """Print lines of text. style: as rich has it, where there are colours."""
         with _without_room():
             print(prose(text, self._stream), file=self._stream, flush=True)
 
     def _print_step(self, parts: Sequence[str]) -> None:
+        """Print the numbers of a step."""
         self._print("  ".join(parts))
+
+    def _show_step(self, event: StepEvent, left: str) -> None:
+        """Show the numbers of the step that is over now, and the time that is left, where there is a live line."""
 
     def close(self) -> None:
         """Flush what has been printed, unless the disk is full."""
@@ -217,8 +206,9 @@ class PlainConsole(_Console):
             self._stream.flush()
 
 
-class LiveConsole(_Console):
-    """A bar, the current numbers and a sparkline of the loss, redrawn in place; lines and notes scroll by above."""
+class LiveConsole(PlainConsole):
+    """The same lines, fitted to the terminal; below them a bar, the current numbers and a sparkline of the loss are
+    redrawn in place."""
 
     def __init__(self, stream: TextIO, *, every: int = 10, verbose: bool = False,
                  clock: Callable[[], float] = time.monotonic) -> None:
