@@ -98,16 +98,13 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     the schedule's, where they are known. cluster: as for `conditions_of`."""
     found: list[RankMemory] = []
     known = {} if needs is None else needs
-    counted, peaks = stages.stage_costs() if stages.costs else None, None
-    if counted is None:
-        limits = limits or _rule(run, layout)
-    else:
-        again = recomputed_runs(run, counted)
-        conditions = conditions_of(run, counted, again, cluster)
-        limits = limits or run_limits(run, counted, again, conditions)
-        peaks = stages_at_peak(run, counted, limits, again, conditions)
+    counted = stages.stage_costs()
+    again = recomputed_runs(run, counted)
+    conditions = conditions_of(run, counted, again, cluster)
+    limits = limits or run_limits(run, counted, again, conditions)
+    peaks = stages_at_peak(run, counted, limits, again, conditions)
     buffers, passing, kept = dict[int, int](), dict[int, int](), dict[str, int]()
-    if run.mesh.stage_size > 1 and stages.costs:
+    if run.mesh.stage_size > 1:
         buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
     for pipe in range(run.mesh.pipeline_size):
         held = [(stage, *_computed(run, model, stages, layout, stage))
@@ -122,17 +119,15 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
             gradients = "gradients", replace(run.optim, offload="none", offload_share="auto"), *alike
             known[states] = _states(run, layout, pipe, runs, known.setdefault(gradients, {}))
         memory = {name: dict(parts) for name, parts in known[states].items()}
-        if stages.costs:
-            update = memory["device"].pop("workspace")
-            memory["device"] |= _together(run, [
-                _activations(run, costs, layout, stage, segments, kept, limits, None if peaks is None else peaks[stage])
-                for stage, costs, segments, _ in held])
-            memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
+        update = memory["device"].pop("workspace")
+        memory["device"] |= _together(run, [
+            _activations(run, costs, layout, stage, segments, kept, limits, None if peaks is None else peaks[stage])
+            for stage, costs, segments, _ in held])
+        memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
         if buffers:
             memory["device"]["tensor mesh"] = buffers[pipe]
             memory["device"]["workspace"] += passing[pipe]
-        if (values := _largest_values(run, layout, pipe)) and stages.costs:
-            memory["device"]["workspace"] += values
+        memory["device"]["workspace"] += _largest_values(run, layout, pipe)
         found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
 
@@ -196,7 +191,8 @@ def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout
     """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
     (as numbers in the model)."""
     blocks = layout.blocks(stage)
-    costs = stages.costs[blocks.start:blocks.stop] if stages.costs else ()
+    assert stages.costs is not None  # the table was made with a sample
+    costs = stages.costs[blocks.start:blocks.stop]
     names = tuple(model.blocks)[blocks.start:blocks.stop]
     segments = _segments(run, model, names, costs, stage, _rule(run, layout).in_flight)
     return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
@@ -351,14 +347,13 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     limit = _rule(run, layout).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
-    costs = stages.costs
-    assert costs is not None  # the table was made with a sample
+    costs = stages.stage_costs()
     parameters: dict[int, list[Parameter]] = {block: [] for block in range(layout.num_blocks)}
     for parameter in layout.parameters:
         parameters[parameter.block].append(parameter)
     for row in stages.rows:
         blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
-        segments = _segments(run, model, row.blocks, costs[blocks.start:blocks.stop], row.stage, limit)
+        segments = _segments(run, model, row.blocks, costs[row.stage], row.stage, limit)
         recomputed = {place for segment in segments for place in segment} if (
             run.memory.recompute != "selective") else set[int]()
         times = Counter(layout.key(p) for block in blocks for p in parameters[block])
@@ -463,9 +458,7 @@ def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> 
 
 
 def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
-    """Memory against speed of a run that is cut like this (`memory_choices`); empty where nothing was counted, too."""
-    if table.costs is None:
-        return ()
+    """Memory against speed of a run that is cut like this (`memory_choices`)."""
     costs = table.stage_costs()
     segments = recomputed_runs(run, costs)
     return memory_choices(run, costs, segments, conditions_of(run, costs, segments, cluster))
@@ -473,9 +466,7 @@ def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = 
 
 def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
               limit: int) -> list[range]:
-    """`recomputed_runs` of one stage, also without costs. limit: in flight, by the rule or as it is set."""
-    if run.memory.recompute == "auto" and not costs:
-        return []
+    """`recomputed_runs` of one stage. limit: in flight, by the rule or as it is set."""
     return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),
                                limit, (stage, run.placement.num_stages))
 
