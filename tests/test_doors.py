@@ -119,7 +119,7 @@ def opens_file(reference: Reference) -> bool:
 PARSES_JSON = {
     "system/untrusted_file.py": "the door",
     # what ranks of this run have written
-    **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/failure_watch.py", "launch/supervision.py",
+    **dict.fromkeys(("launch/devices.py", "launch/failures.py", "launch/heartbeat.py", "launch/supervision.py",
                      "launch/joining.py", "launch/lost_ranks.py", "checkpoint/checkpoints.py", "train/joining.py"),
                     "values of the signed store"),
     **dict.fromkeys(("comm/collectives.py", "comm/message.py", "train/commands.py", "elastic/transition.py",

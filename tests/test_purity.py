@@ -16,10 +16,10 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "schedule.policies", "schedule.limits", "schedule.simulator", "schedule.computed_limits",
         "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
         "cost.node_placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
-        "cost.published_peaks", "cost.device_overhead", "cost.hybrid", "cost.step", "cost.transition", "plan.fitting",
+        "cost.published_peaks", "cost.device_overhead", "cost.step", "cost.transition", "plan.fitting",
         "plan.partition",
         "elastic.inputs", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
-        "elastic.mesh_candidates", "elastic.transition_selector", "elastic.ledger", "elastic.cache_profile",
+        "elastic.mesh_candidates", "elastic.ledger", "elastic.cache_profile",
         "elastic.change", "elastic.state", "elastic.controller", "optim.learning_rate", "train.progress")
 
 

@@ -33,10 +33,9 @@ from ranvier.elastic.freezing import (
 )
 from ranvier.elastic.inputs import BlockFacts, ElasticRules, EvaluationSchedule, PresentMesh
 from ranvier.elastic.ledger import Entry
-from ranvier.elastic.mesh_candidates import MeshCandidate, StageMemory, mesh_candidates
+from ranvier.elastic.mesh_candidates import MeshCandidate, Note, StageMemory, mesh_candidates, select
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.state import RECENT_STEPS, ElasticState, MicrobatchTrial, Similarities
-from ranvier.elastic.transition_selector import Note, select
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh, mesh_text
 

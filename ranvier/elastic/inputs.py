@@ -6,7 +6,7 @@ constants predict (`ranvier.planner.elastic_plan`). All decisions are functions 
 
     how deep to freeze            `ranvier.elastic.freezing`         when: `EvaluationSchedule`
     which meshes are candidates   `ranvier.elastic.mesh_candidates`  how each is cut: `ranvier.elastic.auto_pipe`
-    which of them is taken        `ranvier.elastic.transition_selector`, by the ledger's rule
+    which of them is taken        `ranvier.elastic.mesh_candidates`, by the ledger's rule
 """
 
 from __future__ import annotations

@@ -27,8 +27,15 @@ from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
 from ranvier.config.run import Launch
 from ranvier.errors import Hang, LaunchError, MessageTimeout, RanvierError, TransportError, UnsavedError
-from ranvier.launch.failure_watch import FAILED, FINISHED, may_report_killed
-from ranvier.launch.heartbeat import Heartbeat, find_launcher_processes, launcher_variable, store_is_gone
+from ranvier.launch.heartbeat import (
+    FAILED,
+    FINISHED,
+    Heartbeat,
+    find_launcher_processes,
+    launcher_variable,
+    may_report_killed,
+    store_is_gone,
+)
 from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh

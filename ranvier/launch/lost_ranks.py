@@ -27,7 +27,7 @@ from typing import Any
 from ranvier.comm.signed_store import SharedStore, await_keys, clone_shared_store
 from ranvier.comm.torch_backend import TorchBackend, torch_generation
 from ranvier.errors import TransportError
-from ranvier.launch.failure_watch import FAILED
+from ranvier.launch.heartbeat import FAILED
 from ranvier.world import World
 
 _SURVIVES = "ranvier/lost-ranks/survives"

@@ -38,8 +38,8 @@ from ranvier.comm.board import call_with_timeout
 from ranvier.comm.signed_store import SignedStore, private_prefix
 from ranvier.errors import LaunchError
 from ranvier.launch.contact import connect
-from ranvier.launch.failure_watch import FAILED, FINISHED
 from ranvier.launch.failures import INTERRUPTED, describe_rank, read_mesh
+from ranvier.launch.heartbeat import FAILED, FINISHED
 from ranvier.launch.joining import WISH, member_name, rank_of_newcomer
 from ranvier.launch.launchers import SECRET, local_variables
 from ranvier.launch.lost_ranks import LostRank, report_lost_rank, why_given_up

@@ -16,8 +16,7 @@ from ranvier.config.rules import recompute_problems
 from ranvier.config.run import Memory, MeshSettings, Run, TensorParallel
 from ranvier.cost.device_overhead import usable_bytes, with_overhead
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.hybrid import with_offload_share
-from ranvier.cost.memory import RankMemory
+from ranvier.cost.memory import RankMemory, with_offload_share
 from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError

@@ -16,11 +16,10 @@ from ranvier.data.task import Prepared
 from ranvier.elastic.change import Change, MeshRequest
 from ranvier.elastic.controller import DecisionFacts, tried_microbatch_size
 from ranvier.elastic.freezing import FreezePolicy, FrozenLayers
-from ranvier.elastic.mesh_candidates import StageMemory
+from ranvier.elastic.mesh_candidates import Note, StageMemory
 from ranvier.elastic.named_policy import controller_of
 from ranvier.elastic.similarity import similarity_loss
 from ranvier.elastic.state import ElasticState, Similarities, StepFigures
-from ranvier.elastic.transition_selector import Note
 from ranvier.errors import RanvierError
 from ranvier.layout.layout import Layout
 from ranvier.mesh import Mesh

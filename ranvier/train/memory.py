@@ -19,8 +19,7 @@ from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.hybrid import with_offload_share
-from ranvier.cost.memory import RankMemory, remedies, too_large
+from ranvier.cost.memory import RankMemory, remedies, too_large, with_offload_share
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers

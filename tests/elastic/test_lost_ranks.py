@@ -28,7 +28,7 @@ from ranvier.elastic.transition import Held, with_states_of_neighbour
 from ranvier.errors import TransportError
 from ranvier.launch import contact, start
 from ranvier.launch import lost_ranks as lost_rank_protocol
-from ranvier.launch.failure_watch import FAILED
+from ranvier.launch.heartbeat import FAILED
 from ranvier.launch.launchers import Started
 from ranvier.launch.lost_ranks import Agreement, LostRank, LostRanks, report_lost_rank, why_given_up
 from ranvier.mesh import Mesh

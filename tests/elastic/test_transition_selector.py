@@ -14,9 +14,8 @@ from ranvier.elastic import controller
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.ledger import Entry, Ledger
-from ranvier.elastic.mesh_candidates import MeshCandidate
+from ranvier.elastic.mesh_candidates import MeshCandidate, select
 from ranvier.elastic.state import ElasticState
-from ranvier.elastic.transition_selector import select
 from ranvier.mesh import Mesh
 from ranvier.train.elasticity import Elasticity
 from ranvier.train.progress import Progress

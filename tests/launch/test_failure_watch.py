@@ -19,7 +19,7 @@ from ranvier.comm.torch_group import WaitRegistry
 from ranvier.config.run import Launch
 from ranvier.errors import TransportError
 from ranvier.launch import failures
-from ranvier.launch.failure_watch import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
+from ranvier.launch.heartbeat import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
 from ranvier.world import World

@@ -8,8 +8,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Checkpoint, Data, Guard, Launch, Memory, Optim, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.hybrid import with_offload_share
-from ranvier.cost.memory import too_large
+from ranvier.cost.memory import too_large, with_offload_share
 from ranvier.planner.candidates import predict
 from ranvier.planner.count import laid_out
 from ranvier.planner.report import describe
