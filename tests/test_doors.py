@@ -14,8 +14,7 @@ NAMED_CODE = {
     "models/families.py": "modules of shipped families, by a constant table",
     "train/experiment_trackers.py": "packages of a constant table",
     "checkpoint/hf/pretrained.py": "torch.load(weights_only=True)",
-    "launch/function_rank.py": "the function of ranvier.run, in a folder of this process",
-    "launch/run_function.py": "the results of ranvier.run, in a folder of this process",
+    "launch/run_function.py": "the function of ranvier.run and its results, in a folder of this process",
 }
 RUNS_CODE = {"importlib.import_module", "importlib.reload", "importlib.util.spec_from_file_location",
              "importlib.util.module_from_spec", "__import__", "exec", "eval", "pickle.load", "pickle.loads",
@@ -71,7 +70,7 @@ OPENS_FILES = {
     "config/read.py": "a shipped recipe", "config/presets.py": "shipped presets",
     "cost/cluster_files.py": "a shipped cluster", "pictures/report_page.py": "the template of report.html",
     # folders that this process has made, and nobody else can write
-    "planner/trial.py": "a temporary folder", "launch/function_rank.py": "a temporary folder",
+    "planner/trial.py": "a temporary folder",
     "launch/rank_processes.py": "a temporary folder", "launch/run_function.py": "a temporary folder",
     "system/tensor_file.py": "a new folder", "checkpoint/hf/export_model.py": "a new folder",
     "checkpoint/hf/import_model.py": "a new folder", "data/offline/pip_file.py": "a new folder",

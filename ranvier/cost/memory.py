@@ -263,6 +263,7 @@ def _smaller_activations(run: ResolvedRun) -> list[str]:
 #     free                           |----------------------------------------------------------|
 #     share in host memory                                                                       |------------|
 
+
 _LEAST = 1e-6
 """A share of one bucket: the room through which buckets pass is there."""
 

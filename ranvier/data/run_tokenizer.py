@@ -144,6 +144,7 @@ def _made(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], sourc
 # further tokens, at numbers that are free there, or beyond them with a larger `model.vocab`; a number that stands for
 # another token is refused.
 
+
 _TOKENIZER = "tokenizer.json"
 _MOST_TOKENIZER_BYTES, _MOST_CONFIG_BYTES = 1 << 30, 1 << 24
 

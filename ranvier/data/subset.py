@@ -126,6 +126,7 @@ def chosen(run: Run) -> tuple[object, ...]:
 # of the others the next epoch takes the samples that follow, so that every sample of a source is taken once before any
 # of it is taken again. Without weights, an epoch has every sample of every source once.
 
+
 _Tensors = TypeVar("_Tensors", bound=Tensor | dict[str, Tensor])
 
 

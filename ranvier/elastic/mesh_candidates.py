@@ -156,6 +156,7 @@ def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: Bl
 # Memory, measured times and the cost of transitions change from epoch to epoch. So a mesh that did not fit or did
 # not pay may be taken later with the same frozen layers; until then its refusal is reported once.
 
+
 @dataclass(frozen=True, kw_only=True)
 class Note:
     """Something that the run reports, as an event of this name."""

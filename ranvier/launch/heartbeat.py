@@ -276,6 +276,7 @@ def _error(stopped: Mapping[int, Process], late: bool, timeout_seconds: float) -
 # A rank that is still there LEAVE_CHECKS seconds after one of these leaves: by then its own error, or its launcher,
 # would have ended it. The first one that leaves prints what every rank was doing.
 
+
 FAILED = "ranvier/failed"
 """Store key of the record (JSON) of the first rank that failed."""
 FINISHED = "ranvier/finished"

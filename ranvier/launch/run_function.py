@@ -7,8 +7,8 @@
 
     losses = ranvier.run(train, data=2, pipe=2)
 
-The function travels by cloudpickle, with all that it uses of the notebook, to `ranvier.launch.function_rank`, a program
-that starts the ranks as any program does. This process shows its output, and waits.
+The function travels by cloudpickle, with all that it uses of the notebook, to `run_as_rank` in another process, a
+program that starts the ranks as any program does. This process shows its output, and waits.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from ranvier.errors import LaunchError
+from ranvier.launch.start import start
 from ranvier.mesh import Mesh, mesh_of
 from ranvier.system import child
 
@@ -82,7 +83,7 @@ def cloudpickle_module() -> ModuleType:
 
 def rank_command(folder: Path) -> list[str]:
     """The command line of the program that starts the ranks of the job in `folder`, and of each rank."""
-    return child.calling("ranvier.launch.function_rank", "main", str(folder))
+    return child.calling("ranvier.launch.run_function", "run_as_rank", str(folder))
 
 
 def _run_program(folder: Path) -> int:
@@ -123,3 +124,30 @@ def _failure(folder: Path, code: int) -> LaunchError:
     who, _, what = errors[0].read_text().partition("\n")
     return LaunchError(f"failed: {what.rstrip('.')}", code="function-failed", where=who,
                        remedy="Its traceback is in the output above.")
+
+
+def run_as_rank(name: str) -> None:
+    """The program of `run`: its process starts the ranks, and is each of them, which runs the function and leaves
+    N.result or N.error. name: the folder with the pickled job."""
+    folder = Path(name)
+    where = "ranvier.run"
+    try:
+        settings, function, args = pickle.loads((folder / "job").read_bytes())
+        world = start(**settings, rerun=rank_command(folder))
+        where = f"rank {world.rank} of {world.size}"
+        if world.rank:
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
+        found = function(world, *args)
+        try:
+            result = cloudpickle_module().dumps(found)
+        except Exception as error:  # whatever an object's own pickling raises
+            raise LaunchError(f"returned a value that cannot be sent back: {type(error).__name__}: {error}",
+                              code="result-not-picklable", where="ranvier.run", value=type(found).__name__,
+                              remedy="Return numbers, tensors or texts.") from error
+        temporary = folder / f"{world.rank}.unfinished"
+        temporary.write_bytes(result)
+        temporary.rename(folder / f"{world.rank}.result")
+    except Exception as error:
+        (folder / f"{os.getpid()}.error").write_text(f"{where}\n{type(error).__name__}: {error}")
+        raise

@@ -36,9 +36,16 @@ from ranvier.mesh import Mesh
 from ranvier.planner import candidates
 from ranvier.planner.candidates import NO_COST, SEARCHED, Candidate, Setting
 from ranvier.planner.elastic_plan import course, elastic_variants
-from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
 from ranvier.planner.problems import problems
-from ranvier.planner.run_cost import ample, least_run_seconds, run_cost, sample_step, unlimited
+from ranvier.planner.run_cost import (
+    ample,
+    least_bytes_of_any_cut,
+    least_device_bytes,
+    least_run_seconds,
+    run_cost,
+    sample_step,
+    unlimited,
+)
 from ranvier.planner.work import Work
 from ranvier.schedule.computed_limits import are_searched
 

@@ -115,6 +115,7 @@ def _text(run: ResolvedRun) -> str:
 # What the model leaves out is much the same for neighbours in a plan, so that the median of measured over predicted
 # corrects the others, too.
 
+
 STEPS, WARMUP = 10, 4
 """Steps of each run, and those at its start that do not count."""
 _SECONDS = 600.0

@@ -69,6 +69,7 @@ def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None)
 
 # --- conditions -------------------------------------------------------------------------------------------------------
 
+
 class Deferral(NamedTuple):
     """Time by which messages of the tensor mesh hold up one stage longer if its weight gradients wait, relative to the
     time of these: in the backward, below 0 where it is shorter, and in the gradients."""

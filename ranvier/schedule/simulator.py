@@ -269,6 +269,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
 # microbatches after them. The schedule itself is simulated, with few microbatches: once the pipeline is full, each
 # further one takes about the same time, so that two short simulations give the long one.
 
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """The edges of a pipeline: seconds for which a message keeps edge i (between stages i and i + 1) busy, and seconds

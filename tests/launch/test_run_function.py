@@ -16,7 +16,7 @@ import torch
 
 import ranvier
 from ranvier.errors import ConfigError, LaunchError
-from ranvier.launch import function_rank
+from ranvier.launch import run_function
 from ranvier.launch.start import rerun_command
 from tests.errors import raises
 
@@ -87,10 +87,10 @@ def test_what_is_refused_before_ranks_start(monkeypatch):
 
 
 def test_a_result_that_cannot_be_pickled(tmp_path, monkeypatch):
-    monkeypatch.setattr(function_rank, "start", lambda **_: Mock(rank=0, size=2))
+    monkeypatch.setattr(run_function, "start", lambda **_: Mock(rank=0, size=2))
     (tmp_path / "job").write_bytes(cloudpickle.dumps(({}, lambda world: threading.Lock(), ())))
     with raises("result-not-picklable", value="lock"):
-        function_rank.main(str(tmp_path))
+        run_function.run_as_rank(str(tmp_path))
     assert next(tmp_path.glob("*.error")).read_text().startswith("rank 0 of 2\nLaunchError: ranvier.run: ")
 
 

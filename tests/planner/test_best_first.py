@@ -16,8 +16,14 @@ from ranvier.mesh import Mesh, StagePlacement
 from ranvier.planner import candidates
 from ranvier.planner import search as search_module
 from ranvier.planner.candidates import memory_saving_variants, on_cluster, predict, stage_variants, variants
-from ranvier.planner.least_memory import least_bytes_of_any_cut, least_device_bytes
-from ranvier.planner.run_cost import least_run_seconds, run_cost, sample_step, unlimited
+from ranvier.planner.run_cost import (
+    least_bytes_of_any_cut,
+    least_device_bytes,
+    least_run_seconds,
+    run_cost,
+    sample_step,
+    unlimited,
+)
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import MessageDriven
