@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ranvier.block import State
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED
 from ranvier.data import run_tokenizer as tokenizers
@@ -33,6 +32,7 @@ from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
 from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
 from ranvier.data.subset import chosen, taken
 from ranvier.data.task import Prepared, Targets, Task
+from ranvier.data.token_samples import EncoderTexts
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
@@ -43,25 +43,12 @@ FORM = "sst2, sentiment, or a TSV file with the columns label and sentence"
 """Description of the accepted forms of data."""
 
 
-class Labelled:
-    """Arrays of texts as samples of different lengths: ids [N, S], lengths [N], firsts [N] (place of the second text's
-    first token), labels [N]."""
+class Labelled(EncoderTexts):
+    """Texts with labels [N]."""
 
     def __init__(self, arrays: Arrays) -> None:
-        self._ids, self._firsts, self._labels = (arrays.arrays[name] for name in ("ids", "firsts", "labels"))
-        self.sample_lengths = np.asarray(arrays.arrays["lengths"], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> State:
-        """length: tokens to which samples are padded, at least as many as each has; None is the sequence."""
-        ids = self._ids[samples, :length].astype(np.int64)
-        place = np.arange(ids.shape[1])
-        mask = place < self.sample_lengths[samples, None]
-        types = mask & (place >= self._firsts[samples, None])
-        return {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(mask).long(),
-                "types": torch.from_numpy(types).long()}
+        super().__init__(arrays)
+        self._labels = arrays.arrays["labels"]
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
         """length: has no effect, since a text has one target."""
@@ -72,7 +59,7 @@ class LabelledAtEnd(Labelled):
     """The same for a decoder."""
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> Tensor:
-        """length: as of `Labelled`. No token attends to the padding behind it."""
+        """length: as of `EncoderTexts`. No token attends to the padding behind it."""
         return torch.from_numpy(self._ids[samples, :length].astype(np.int64))
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> dict[str, Tensor]:

@@ -34,8 +34,9 @@ from ranvier.data.named_files import first_looks, name_problems, text_only, trai
 from ranvier.data.padding import padding_of
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
-from ranvier.data.subset import chosen, numbers_taken
+from ranvier.data.subset import Subset, chosen, numbers_taken
 from ranvier.data.task import Prepared, Task
+from ranvier.data.token_samples import EncoderTexts
 from ranvier.data.wordpiece import WordPiece
 from ranvier.errors import DataError, RanvierError
 from ranvier.tensor.split.loss import IGNORED
@@ -46,29 +47,13 @@ SHORTEST_SEQUENCE = 5
 """[CLS], a question, [SEP], a token of the context, [SEP]."""
 
 
-class Windows:
-    """Windows as samples of different lengths. chosen: numbers of those that are used; None is all."""
+class Windows(EncoderTexts):
+    """All windows of some questions; the context is the second text."""
 
-    def __init__(self, arrays: Arrays, chosen: np.ndarray | None = None) -> None:
-        columns = dict(arrays.arrays)
-        self._ids, self._places = columns["ids"], columns.get("places")
-        self._chosen = np.arange(len(self._ids)) if chosen is None else chosen
-        self.lengths, self.firsts, self._starts, self._ends, self.questions = (
-            columns[name][self._chosen] for name in ("lengths", "firsts", "starts", "ends", "questions"))
-
-        self.sample_lengths = np.asarray(self.lengths, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None
-               ) -> dict[str, Tensor]:
-        """length: tokens to which windows are padded, at least as many as each has; None is the sequence."""
-        ids = torch.from_numpy(self._ids[self._chosen[samples], :length].astype(np.int64))
-        place = np.arange(ids.shape[1])
-        mask = place < self.lengths[samples, None]
-        types = mask & (place >= self.firsts[samples, None])
-        return {"ids": ids, "mask": torch.from_numpy(mask).long(), "types": torch.from_numpy(types).long()}
+    def __init__(self, arrays: Arrays) -> None:
+        super().__init__(arrays)
+        self._starts, self._ends, self.questions = (arrays.arrays[name] for name in ("starts", "ends", "questions"))
+        self._places = arrays.arrays.get("places")
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> dict[str, Tensor]:
         """length: has no effect, since an answer has a first and a last token."""
@@ -78,8 +63,7 @@ class Windows:
     def characters(self, window: int, first: int, last: int) -> tuple[int, int]:
         """Start and stop of these tokens' text in the context; for held-out windows."""
         assert self._places is not None, "training windows have no places of tokens"
-        places = self._places[self._chosen[window]]
-        return int(places[first, 0]), int(places[last, 1])
+        return int(self._places[window, first, 0]), int(self._places[window, last, 1])
 
 
 class QuestionAnswering(Task):
@@ -113,14 +97,15 @@ class QuestionAnswering(Task):
             _write(folder, *read_questions(train, held), tokenizer, sequence)
 
         arrays = made_once(folder, make, progress)
-        asked = [part.arrays["questions"] for part in arrays]
-        used = [Windows(part, None if taken is None else np.flatnonzero(np.isin(questions, taken)))
-                for part, questions, taken in zip(arrays, asked, numbers_taken(run, [
-                    int(questions[-1]) + 1 for questions in asked]), strict=True)]
-        numbers = [len(np.unique(part.questions)) for part in used]
+        whole = list(map(Windows, arrays))
+        rows = [np.arange(len(part)) if taken is None else np.flatnonzero(np.isin(part.questions, taken))
+                for part, taken in zip(whole, numbers_taken(run, [
+                    int(part.questions[-1]) + 1 for part in whole]), strict=True)]
+        used = list(map(Subset, whole, rows))
+        numbers = [len(np.unique(part.questions[own])) for part, own in zip(whole, rows, strict=True)]
         return Prepared(
             train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, padding=padding_of(used[0], run),
-            scoring=_scoring(used[1], arrays[1]),
+            scoring=_scoring(whole[1], rows[1], arrays[1]),
             transform=fingerprint(tokenizer.fingerprint, sequence, step_of(sequence)),
             fingerprint=fingerprint("qa", tokenizer.fingerprint, [part.digest for part in arrays], chosen(run)),
             about=f"{data.train}: {numbers[0]:,} questions in {len(used[0]):,} windows, "
@@ -135,15 +120,16 @@ def _texts(questions: list[Question]) -> list[str]:
     return [*dict.fromkeys(question.context for question in questions), *(question.text for question in questions)]
 
 
-def _scoring(held: Windows, arrays: Arrays) -> Callable[[], Answers]:
+def _scoring(held: Windows, rows: np.ndarray, arrays: Arrays) -> Callable[[], Answers]:
     contexts, questions = arrays.names("contexts"), cast("list[dict[str, Any]]", arrays.facts["questions"])
 
     def text(window: int, first: int, last: int) -> tuple[int, str]:
-        question = int(held.questions[window])
-        start, stop = held.characters(window, first, last)
+        question = int(held.questions[rows[window]])
+        start, stop = held.characters(rows[window], first, last)
         return question, contexts[questions[question]["context"]][start:stop]
 
-    return partial(Answers, held.firsts, held.lengths, text, [question["answers"] for question in questions])
+    return partial(Answers, held.firsts[rows], held.sample_lengths[rows], text,
+                   [question["answers"] for question in questions])
 
 
 def _write(folder: Path, train: list[Question], held: list[Question], tokenizer: WordPiece, sequence: int) -> None:

@@ -1,7 +1,8 @@
-"""Samples of different lengths in one long row of tokens: one in a sequence, or packed.
+"""Samples of different lengths: in one long row of tokens, one in a sequence, or packed; and texts for an encoder.
 
     TokenSamples     one sample a sequence, padded     inputs ids [B, L]                               targets [B, L]
     PackedSamples    several samples a sequence        inputs {"ids": [B, S], "segments": [B, S]}      targets [B, S]
+    EncoderTexts     one or two texts, padded          inputs {"ids", "mask", "types"}, [B, L] each
 
 A sample of n + 1 tokens has n positions, each with the next token as its target. Packed samples attend to themselves
 only (`ranvier.models.packed_sequences`), so that both forms give the same losses and gradients.
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ranvier.data.arrays import Tokens
+from ranvier.block import State
+from ranvier.data.arrays import Arrays, Tokens
 from ranvier.tensor.split.loss import IGNORED
 
 
@@ -106,6 +108,27 @@ class PackedSamples:
                 length = int(self.samples.sample_lengths[member])
                 yield row, number, slice(start, start + length), np.array([member]), length
                 start += length
+
+
+class EncoderTexts:
+    """Texts, or pairs of them, with special tokens: ids [N, S], lengths [N], firsts [N] (place of the second text's
+    first token)."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._ids, self.firsts = arrays.arrays["ids"], arrays.arrays["firsts"]
+        self.sample_lengths = np.asarray(arrays.arrays["lengths"], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> State:
+        """length: tokens to which samples are padded, at least as many as each has; None is the sequence."""
+        ids = self._ids[samples, :length].astype(np.int64)
+        place = np.arange(ids.shape[1])
+        mask = place < self.sample_lengths[samples, None]
+        types = mask & (place >= self.firsts[samples, None])
+        return {"ids": torch.from_numpy(ids), "mask": torch.from_numpy(mask).long(),
+                "types": torch.from_numpy(types).long()}
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:

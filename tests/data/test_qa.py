@@ -159,12 +159,13 @@ def test_every_tenth_context_is_held_out(tmp_path):
 def test_subsets_count_questions_and_take_all_their_windows(tmp_path):
     run = made(tmp_path, many(9), many(8), train_samples=4, eval_samples=2)
     few, whole = prepare(run), prepare(made(tmp_path, many(9), many(8)))
-    assert len(np.unique(few.train.questions)) == 4 and len(np.unique(few.eval.questions)) == 2
+    train, held = (part.whole.questions[part.chosen] for part in (few.train, few.eval))
+    assert len(np.unique(train)) == 4 and len(np.unique(held)) == 2
     per = len(whole.train) // 9
     assert len(few.train) == 4 * per and few.fingerprint != whole.fingerprint
-    rows = np.flatnonzero(np.isin(whole.train.questions, few.train.questions))
+    rows = np.flatnonzero(np.isin(whole.train.whole.questions, train))
     everything = np.arange(len(few.train))
-    assert few.train.inputs(everything)["ids"].equal(whole.train.inputs(rows)["ids"])
+    assert few.train.inputs(everything, None)["ids"].equal(whole.train.inputs(rows, None)["ids"])
     assert few.train.targets(everything)["end"].equal(whole.train.targets(rows)["end"])
     refused(made(tmp_path, many(9), many(8), eval_samples=9), "more-samples-than-there-are", "data.eval-samples", 8)
 
@@ -172,9 +173,9 @@ def test_subsets_count_questions_and_take_all_their_windows(tmp_path):
 def logits_for(data, right=True):
     """Scores of a model that knows all answers, or of one that finds the first token of the context."""
     targets = data.targets(np.arange(len(data)))
-    scores = torch.zeros(len(data), data._ids.shape[1], 2)
+    scores = torch.zeros(len(data), data.inputs(np.arange(1), None)["ids"].shape[1], 2)
     for window in range(len(data)):
-        first = int(data.firsts[window])
+        first = int(data.whole.firsts[data.chosen[window]])
         start, end = (int(targets[name][window]) for name in ("start", "end"))
         if right and start:
             scores[window, start, 0] = scores[window, end, 1] = 9.0
@@ -357,7 +358,7 @@ def test_squad_is_asked_for_by_its_name(tmp_path, monkeypatch):
     assert asked_for[:2] == [("rajpurkar/squad", None, "train"), ("rajpurkar/squad", None, "validation")]
     own = prepare(made(tmp_path, many(4), many(4)))
     everything = np.arange(len(own.train))
-    assert prepared.train.inputs(everything)["ids"].equal(own.train.inputs(everything)["ids"])
+    assert prepared.train.inputs(everything, None)["ids"].equal(own.train.inputs(everything, None)["ids"])
     held = squad.read_questions(squad.open_part(str(tmp_path / "train.json"), "train", print),
                                 squad.open_part("squad", "eval", print))[1]
     assert len(held) == 4 and held[0].place == "rajpurkar/squad validation row 0"
