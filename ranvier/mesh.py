@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import isqrt, prod
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
@@ -481,6 +481,12 @@ class StagePlacement:
     def local(self, stage: int) -> int:
         """The place of `stage` among those of its rank."""
         return stage // self.num_ranks
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def mesh_of(mesh: Mesh | None, where: str, **sizes: Any) -> Mesh:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import ConfigError, RanvierError
-from ranvier.mesh import Mesh
+from ranvier.mesh import Mesh, divisors
 
 _MOST_TOLD = 4
 
@@ -60,8 +60,8 @@ def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
     A tile is kept where pipe, row and col are.
     """
     mesh.require_known_axes("another number of ranks")
-    for row in _divisors(mesh.row):
-        for col in _divisors(mesh.col):
+    for row in reversed(divisors(mesh.row)):
+        for col in reversed(divisors(mesh.col)):
             num_stages, rest = divmod(num_ranks, row * col)
             for pipe in _pipes(mesh.pipe, num_stages) if not rest else ():
                 found = mesh.resized(data=num_stages // pipe, pipe=pipe, row=row, col=col)
@@ -109,11 +109,6 @@ def microbatch_size(wanted: int, *, global_size: int, mesh: Mesh) -> int:
     return wanted if wanted <= share else max(share - share % mesh.row, 1)
 
 
-def _divisors(size: int) -> list[int]:
-    """Largest first."""
-    return [part for part in range(size, 0, -1) if size % part == 0]
-
-
 def _pipes(pipe: int, num_ranks: int) -> list[int]:
     """The divisors of `num_ranks`: `pipe`, then larger ones, smallest first, then smaller ones, largest first."""
-    return sorted(_divisors(num_ranks), key=lambda other: (other != pipe, other < pipe, abs(other - pipe)))
+    return sorted(divisors(num_ranks), key=lambda other: (other != pipe, other < pipe, abs(other - pipe)))

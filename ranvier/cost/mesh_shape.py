@@ -7,10 +7,9 @@ b s / (3 h). Pure.
 
 from __future__ import annotations
 
-from math import isqrt
-
 from ranvier.cost.volume import Recompute, Scheme, block_volume, transformer_layer
 from ranvier.errors import ConfigError
+from ranvier.mesh import divisors
 
 
 def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme,
@@ -32,12 +31,6 @@ def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int
     return min(shapes, key=lambda shape: (block_volume(
         transformer_layer(hidden), scheme, row=shape[0], col=shape[1], batch=batch, sequence=sequence, hidden=hidden,
         itemsize=1, recompute=recompute).total, shape))
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, rising."""
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def _fault(ranks: int, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme) -> str:

@@ -14,6 +14,8 @@ in rings, with as many bytes along both axes, 1 x 4 and 2 x 2 above are equal. P
 
 from __future__ import annotations
 
+from ranvier.mesh import divisors
+
 
 def bytes_between_nodes(row: int, col: int, tile: tuple[int, int], *, along_row_bytes: float, along_col_bytes: float
                         ) -> float:
@@ -45,7 +47,6 @@ def best_tile(row: int, col: int, ranks_per_node: int, *, along_row_bytes: float
         return (bytes_between_nodes(row, col, tile, along_row_bytes=along_row_bytes, along_col_bytes=along_col_bytes),
                 abs(tile[0] - tile[1]))
 
-    divisors = [size for size in range(ranks_per_node, 0, -1) if ranks_per_node % size == 0]
-    tiles = ([(rows, size // rows) for rows in range(1, size + 1)
-              if size % rows == 0 and row % rows == 0 and col % (size // rows) == 0] for size in divisors)
+    tiles = ([(rows, size // rows) for rows in divisors(size) if row % rows == 0 and col % (size // rows) == 0]
+             for size in reversed(divisors(ranks_per_node)))
     return min(next(filter(None, tiles)), key=cost)

@@ -9,13 +9,12 @@ from math import inf
 
 from ranvier.config.other_mesh import microbatch_size, on_mesh
 from ranvier.config.resolve import ResolvedRun, stage_placement
-from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.transition import moved_bytes
 from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.state import ElasticState
-from ranvier.mesh import Mesh, mesh_text
+from ranvier.mesh import Mesh, divisors, mesh_text
 from ranvier.plan.fitting import schedules
 from ranvier.schedule.policies import policy_named
 

@@ -17,10 +17,9 @@ from ranvier.config.run import Memory, MeshSettings, Run, TensorParallel
 from ranvier.cost.device_overhead import usable_bytes, with_overhead
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import RankMemory, with_offload_share
-from ranvier.cost.mesh_shape import divisors
 from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
-from ranvier.mesh import AXES, Mesh
+from ranvier.mesh import AXES, Mesh, divisors
 from ranvier.models import families
 from ranvier.plan.fitting import first_that_fits
 from ranvier.planner.elastic_plan import Course
