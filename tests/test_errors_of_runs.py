@@ -29,7 +29,7 @@ from ranvier.data import corpus, run_tokenizer, tables
 from ranvier.data.preference import WithReference
 from ranvier.data.tables import Row, open_file, text_of
 from ranvier.elastic import transition
-from ranvier.inference import model_evaluation
+from ranvier.inference import trained
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 from ranvier.pictures.report_page import Page
@@ -220,7 +220,7 @@ def test_a_reference_without_two_numbers_a_pair(tmp_path, monkeypatch):
 def test_pairs_are_not_evaluated_without_their_reference():
     run = resolve(Run(data=Data(task="preference", train="x")))
     with raises("evaluation-of-reference", where="preference.loss", value="dpo"):
-        model_evaluation.evaluate(None, run, {"x": run}, None, alone(), print)
+        trained.evaluate(None, run, {"x": run}, None, alone(), print)
 
 
 def test_a_run_that_begins_with_adapters_has_no_reference(tmp_path):

@@ -21,10 +21,7 @@ from ranvier.system.terminal import TextTable, tell
 
 if TYPE_CHECKING:
     from ranvier.config.resolve import ResolvedRun
-    from ranvier.inference.trained import Trained
-
-Table = dict[str, dict[str, float]]
-"""Name of a data set -> metric -> value."""
+    from ranvier.inference.trained import Results, Trained
 
 
 @click.command(cls=SettingsCommand, common=OF_EVALUATION, short_help="Measure loss and scores of a trained model.")
@@ -50,6 +47,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     """
     from ranvier.config.run import Comm, Launch
     from ranvier.inference.lm_eval_tasks import HarnessTasks
+    from ranvier.inference.trained import evaluate as results_of
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
 
@@ -70,8 +68,6 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
         Launch(launcher=asked.launcher, threads=asked.threads, device=asked.device), stream=sys.stderr)
 
     def work() -> None:
-        from ranvier.inference.model_evaluation import evaluate as results_of
-
         results = results_of(trained, run, runs, tasks, world, tell)
         if world.rank == 0:
             _print(trained, run, results, as_json)
@@ -133,7 +129,7 @@ def _runs(run: ResolvedRun, trained: Trained, named: Mapping[str, str]) -> dict[
     return {name: with_data(data) for name, data in named.items()}
 
 
-def _print(trained: Trained, run: ResolvedRun, results: Table, as_json: bool) -> None:
+def _print(trained: Trained, run: ResolvedRun, results: Results, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"model": str(trained.origin), "task": run.data.task, "mesh": str(run.mesh), "results": {
             name: {metric: value if math.isfinite(value) else None for metric, value in scores.items()}
