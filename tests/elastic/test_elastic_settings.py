@@ -14,6 +14,7 @@ from ranvier.elastic.cache import AutoCache
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.elastic.ledger import Ledger
+from ranvier.inference import evaluation
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.train import memory, runtime
@@ -33,7 +34,7 @@ def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, mon
         run = tiny(sentences, tmp_path / name, mesh=shape, train=Train(steps=2))
         run_all(run)
         found.append(next(line for line in lines(run, "events.jsonl") if line["event"] == "eval"))
-        monkeypatch.setattr(runtime, "SAMPLES_AT_ONCE", 1)
+        monkeypatch.setattr(evaluation, "SAMPLES_AT_ONCE", 1)
     one, many = found
     assert many["eval_count"] == many["tokens"] == 30 and many["eval_accuracy"] == one["eval_accuracy"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-12) and 0.5 < one["loss"] < 1
