@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
-from ranvier.pictures.timelines import MAX_RANKS, RankTimeline, joined, representative_step, row_name, shares, within
+from ranvier.pictures.timelines import RankTimeline, first_ranks, joined, representative_step, row_name, shares, within
 from ranvier.schedule.spans import Category, Span, StepWindow
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     number = representative_step(timelines)
     if number is None:
         return None
-    shown = timelines[:MAX_RANKS]
+    shown, some = first_ranks(timelines)
     steps = {line.rank: next(step for step in line.steps if step.step == number) for line in shown}
     zero_ns, end_ns = min(step.start_ns for step in steps.values()), max(step.stop_ns for step in steps.values())
     span_ms = (end_ns - zero_ns) * 1e-6
@@ -61,7 +61,6 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     waits.tick_params(length=0, labelsize=9, colors=FAINT)
     waits.spines["right"].set_visible(False)
     bubble = statistics.fmean(map(_waited, steps.values()))
-    some = "" if len(rows) == len(timelines) else f"; first {len(rows)} of {len(timelines)} ranks"
     figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{some}",
                     fontsize=12, color=INK, x=0.01, ha="left")
     figure.legend(handles=_legend(shares(windows)), loc="outside lower left", ncols=6, fontsize=9,

@@ -85,6 +85,12 @@ def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
     return next(step.step for step in steady if step.stop_ns - step.start_ns == middle)
 
 
+def first_ranks(timelines: Sequence[RankTimeline]) -> tuple[Sequence[RankTimeline], str]:
+    """Those that a picture shows, and what its title says of it where they are not all."""
+    shown = timelines[:MAX_RANKS]
+    return shown, "" if len(shown) == len(timelines) else f"; first {len(shown)} of {len(timelines):,} ranks"
+
+
 def within(line: RankTimeline, start_ns: int, stop_ns: int) -> list[Span]:
     """Spans of a rank from start_ns to stop_ns, without gaps; what is between its kept steps (an evaluation, a step
     that was not kept) is overhead."""

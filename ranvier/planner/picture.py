@@ -46,7 +46,7 @@ def _not_writable(path: Path, problem: str) -> ConfigError:
 
 
 def draw_simulation(found: Simulation, path: Path) -> None:
-    """A PNG of the simulated step and of what changes its bubble."""
+    """A picture, a PNG but where `path` ends otherwise, of the simulated step and of what changes its bubble."""
     figure = new_figure(13, 8.5)
     top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
     draw_actions(top, found.step.shown)
@@ -55,10 +55,9 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
                                    weight=row.weight_seconds) for row in found.cost.stages])
     pipe = max(2, found.run.mesh.pipeline_size)
-    count = min(64, max(len(found.step.shown.actions[0]) // 3, 4))
-    draw_bubbles(below, stage, pipe, count, hop=0.1 * stage.forward)
+    draw_bubbles(below, stage, pipe, min(64, max(found.run.num_microbatches, 4)), hop=0.1 * stage.forward)
     try:
-        figure.savefig(path)
+        figure.savefig(path, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise _not_writable(path, getattr(error, "strerror", None) or str(error)) from error
 
@@ -75,7 +74,8 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
     axes.set_xlim(0, end)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a replica's schedule" + (
-        "" if end >= shown.seconds else f": the first {end:.3g} of {shown.seconds:.4g}"))
+        "" if end >= shown.seconds else f": the first {end:.3g} of {shown.seconds:.4g}") + (
+        "" if len(stages) == len(shown.actions) else f"; the first {len(stages)} of {len(shown.actions)} stages"))
     axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in _KINDS.items()], ncols=3,
                 loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     clean(axes)
@@ -117,12 +117,13 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
         drawn(axes[2], jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
             jitter=jitter, seed=seed)) for seed in range(4 if jitter else 1)) for jitter in jitters])
     for one, what in zip(axes, ("stages", f"microbatches in flight ({pipe} stages)",
-                                f"jitter: deviation / mean of an action's time ({pipe} stages)"), strict=True):
+                                f"jitter: deviation / mean time ({pipe} stages)"), strict=True):
         one.set_xlabel(what)
         if one is not axes[2]:
             one.xaxis.set_major_locator(MaxNLocator(integer=True))
         one.set_ylabel("bubble, %")
         one.set_ylim(bottom=0)
         clean(one)
-    axes[0].legend()
-    axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium")
+    legend = axes[2].legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
+    legend.set_in_layout(False)  # it is wider than its axes, and the title of the first ones has made room for it
+    axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium", loc="left")

@@ -209,7 +209,7 @@ def _prepare(axes: Axes, label: str) -> None:
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_ylabel(label, fontsize=10, color=INK)
-    axes.locator_params(axis="x", integer=True)  # steps
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)  # steps
 
 
 def _plot_smoothed(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
@@ -254,7 +254,7 @@ def draw_course(path: Path, history: History, title: str) -> None:
         panels[3].plot(list(history.accuracies), [100 * score for score in history.accuracies.values()], marker="o",
                        markersize=5, linewidth=1.5, color=COLOURS["optimizer"], markeredgecolor="white")
     panels[-1].set_xlabel("step", fontsize=10, color=INK)
-    panels[0].set_title(f"{title}: how the run transformed itself", fontsize=12, color=INK, loc="left")
+    panels[0].set_title(f"{title}: transitions of the run", fontsize=12, color=INK, loc="left")
     panels[0].margins(x=0.02)
     with writing(path):
         figure.savefig(path)

@@ -9,7 +9,8 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Launch, Pipeline, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
-from ranvier.planner.picture import bubble, draw_actions, draw_bubbles, mean_stage
+from ranvier.planner import picture
+from ranvier.planner.picture import bubble, draw_actions, draw_bubbles, draw_simulation, mean_stage
 from ranvier.planner.plan import simulation
 from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.simulator import StageTimes
@@ -43,6 +44,26 @@ def test_the_picture_has_the_actions_of_the_simulation():
     drawn = sum(len(bars.get_paths()) for bars in axes.collections)
     assert drawn == sum(len(actions) for actions in found.step.shown.actions)
     assert axes.get_xlim()[1] == pytest.approx(found.step.seconds)
+
+
+def test_a_picture_of_many_stages_says_how_many_there_are_and_fits(tmp_path, monkeypatch):
+    """No text is cut off at an edge, and no curve is below the legend; the curves are of the run's microbatches."""
+    figures, drawn = [], []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    monkeypatch.setattr(picture, "draw_bubbles", lambda axes, stage, pipe, count, hop: (
+        drawn.append(count), draw_bubbles(axes, stage, 2, 2, hop)))
+    run = replace(RUN, mesh=Mesh(pipe=26), model=replace(RUN.model, num_layers=26))
+    draw_simulation(simulation(run, replace(load_cluster("laptop"), nodes=26)), tmp_path / "x")
+    figure, drawn_count = figures[0], drawn[0]
+    assert drawn_count == run.num_microbatches
+    figure.canvas.draw()
+    top, *below = figure.axes
+    assert len(top.get_yticks()) == 24 and "24 of 26 stages" in top.get_xlabel()
+    names = [text.get_window_extent() for text in below[-1].get_legend().get_texts()]
+    texts = [text.get_window_extent() for axes in figure.axes for text in (
+        axes.xaxis.label, axes.yaxis.label, axes._left_title) if text.get_text()]
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in (*texts, *names))
+    assert not any(name.overlaps(box) for name in names for box in (*texts, *(axes.bbox for axes in figure.axes)))
 
 
 def test_of_equal_stages_the_picture_and_a_simulation_have_about_the_same_bubbles():

@@ -512,6 +512,7 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
      "--slow: must be REPLICA:STAGE:FACTOR, of a replica and stage that are there (got '0:9:2')"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--draw", "/no/such/folder/x.png"],
      "--draw: cannot be written"),
+    (["simulate", "gpt-tiny", "--cluster", "laptop", "--draw", "."], "--draw: cannot be written: it is a folder"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--model.heads", "3"], "model.heads: does not divide"),
     (["simulate", "gpt-tiny", "--cluster", "summit", "--precision", "bf16"],
      "precision: has no rate on V100 16 GB (got 'bf16'). Set --precision fp16"),
@@ -536,12 +537,13 @@ def test_what_the_commands_refuse(capsys, words, text):
 def test_the_command_simulates(capsys, tmp_path):
     code, out, err = command(capsys, "simulate", "gpt-tiny", "--cluster", "laptop", "--jitter", "0.2", "--mesh.data",
                              "4", "--mesh.pipe", "2", "--slow", "1:0:1.5", "--mtbf-hours", "1000", "--draw",
-                             str(tmp_path / "x.png"), "--json")
+                             str(tmp_path / "x"), "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["replicas"] == 4 and found["replicas_simulated"] == 4 and len(found["stages"]) == 2
     assert found["stages"][0]["actions"].startswith("F0 F1 ") and 0 < found["goodput"]["share"] <= 1
-    assert 0 < found["bubble_fraction"] < 1 and (tmp_path / "x.png").stat().st_size > 20_000
+    assert 0 < found["bubble_fraction"] < 1 and len(picture := (tmp_path / "x").read_bytes()) > 20_000
+    assert picture[1:4] == b"PNG", "a name without an ending stays as it is"
     code, out, _ = command(capsys, "simulate", "gpt-tiny", "--cluster", "laptop")
     assert code == 0 and "a step takes" in out and "stage 0: F0 " in out
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from ranvier.mesh import Mesh
 from ranvier.pictures import timelines
+from ranvier.pictures.report_page import step_timeline
 from ranvier.pictures.timeline_picture import _bar_text, timeline_picture
 from ranvier.pictures.timelines import RankTimeline, gather_timelines, joined, representative_step, shares, within
 from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
@@ -151,11 +152,13 @@ def test_the_picture_shows_a_step_of_median_length():
 
 
 def test_the_picture_of_many_ranks_stays_of_bounded_size(monkeypatch):
-    monkeypatch.setattr("ranvier.pictures.timeline_picture.MAX_RANKS", 8)  # a picture of 64 takes seconds
+    monkeypatch.setattr("ranvier.pictures.timelines.MAX_RANKS", 8)  # a picture of 64 takes seconds
     mesh = Mesh(data=40, pipe=2)
     lines = [RankTimeline(rank=rank, steps=[step_of(2, 10, ("forward", "F0", 0, 5))]) for rank in range(mesh.size)]
     height = int.from_bytes(timeline_picture(lines, mesh, "message-driven")[20:24], "big")
     assert height < 2000
+    page = step_timeline(lines, mesh)
+    assert len(page.rows) == 8 and "first 8 of 80 ranks" in page.title
 
 
 @pytest.mark.parametrize("count", [1, 10, 200])
@@ -168,9 +171,10 @@ def test_loss_pictures(count, tmp_path):
 def test_steps_are_whole_numbers(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
-    draw_loss(tmp_path / "loss.png", dict.fromkeys(range(1, 21), 3.0), {}, "gpt-tiny")
-    ticks = figures[0].axes[0].get_xticks()
-    assert len(ticks) > 3 and all(tick == int(tick) for tick in ticks)
+    for count in (1, 2, 20):
+        draw_loss(tmp_path / "loss.png", dict.fromkeys(range(1, count + 1), 3.0), {}, "gpt-tiny")
+        ticks = figures[-1].axes[0].get_xticks()
+        assert len(ticks) >= min(count, 4) and all(tick == int(tick) for tick in ticks)
 
 
 def test_smoothing_is_centred():

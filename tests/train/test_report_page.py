@@ -160,7 +160,8 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
     spans = [Span("forward", "F0", 1, 0, 10**6), Span("wait", "backward 0", 1, 10**6, 2 * 10**6)]
     long = "a configuration with a long name " * 4
     categories = ("moments", "host copies", "the whole device")
-    example = Page(title="an example " * 9, subtitle=f"{tmp_path}/" * 5, text=[long],
+    example = Page(title="an example " * 9, subtitle=f"{tmp_path}/" * 5, text=[long], unit="pairs",
+                   curves={"step": [1, 2], "pairs_per_second": [1e15, 2.1e15], "loss": [1, 2], "memory_gib": [1, 2]},
                    settings=[(long, "1", "2", "flag")],
                    marks=[Mark(step=3, kind=kind, text=long, fault=kind == "lost") for kind in (
                        "lost", "transition", "checkpoint", "limits")],
@@ -172,7 +173,7 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
                                          stop_ns=2 * 10**6))
     (tmp_path / "example.html").write_text(example.html())
     with Browser(tmp_path / "profile") as browser:
-        for page, curves in ((tmp_path / "run" / NAME, 5), (tmp_path / "example.html", 0)):
+        for page, curves in ((tmp_path / "run" / NAME, 5), (tmp_path / "example.html", 3)):
             for width, is_dark in itertools.product((1200, 390), (False, True)):
                 browser.open(page.as_uri(), width=width, is_phone=width < 600, is_dark=is_dark)
                 assert not browser.errors()
@@ -182,6 +183,13 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
                 assert browser.value("getComputedStyle(document.body).backgroundColor") == (
                     "rgb(20, 24, 31)" if is_dark else "rgb(255, 255, 255)")
                 assert min(browser.value(CONTRASTS)) > 4.4
+                assert browser.value("plots.every(([plot, holder]) => plot.width === holder.clientWidth)")
+        titles = browser.value("[...document.querySelectorAll('#curves h3')].map(title => title.textContent)")
+        assert titles == ["loss, nats per pair", "pairs per second", "largest memory of a rank, GiB"]
+        assert browser.value("[0.000234567, 1.05e15, 12345.6].map(short)") == ["2.346e-4", "1.05e15", "12,350"]
+        assert browser.value("[ticks(0, 315.5, 7.5), ticks(0.26, 1.1, 5)].map(found => found.map(short))") == [
+            ["0", "50", "100", "150", "200", "250", "300"], ["0.4", "0.6", "0.8", "1"]]
+        assert browser.value("at('curves').style.width = '200px', plots[0][0].root.clientWidth") == 200, "as on paper"
         assert browser.value("document.querySelectorAll('#lanes i').length") == 4
         browser.value("at('timeline').scrollIntoView()")
         left, top = browser.value("(box => [gutter() + box.x, box.y])(at('timeline').getBoundingClientRect())")
