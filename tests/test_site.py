@@ -41,6 +41,9 @@ def test_links_outside_of_docs_become_pages_of_the_site() -> None:
     assert links.for_site("[n](tutorials/notebook.ipynb)", "docs/own-model.md") == "[n](tutorials/notebook.md)"
     assert links.for_site('<source srcset="docs/images/a.svg"><img src="docs/images/b.svg">', "README.md") == (
         '<source srcset="images/a.svg"><img src="images/b.svg">')
+    for elsewhere in ('<img src="data:image/png;base64,ab//cd/../e+f==">',
+                      "[x](https://example.org/a//b)", "[x](mailto:a@b)"):
+        assert links.for_site(elsewhere, "docs/x.md") == elsewhere and not links.files_outside(elsewhere, "docs/x.md")
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs() -> None:

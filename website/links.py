@@ -20,8 +20,8 @@ COPIED = (".png", ".jpg", ".svg", ".json", ".jsonl")
 """Endings of files that are not shown as pages."""
 
 _FENCE = re.compile(r"^(?: {0,3})(```+|~~~+).*?^(?: {0,3})\1[ \t]*$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")([^)\s"]+)([)"])""")
-"""Of Markdown, and the pictures of HTML."""
+_LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")(?![a-z]+:)([^)\s"]+)([)"])""")
+"""Of Markdown, and the pictures of HTML; those with a scheme, such as https: or data:, lead elsewhere or are whole."""
 _NAMED = re.compile(r"(?<![\w/(\[`.-])(`?)((?:docs|examples)/[\w./-]*\w\.(?:md|py|yaml|sbatch)|(?:README|CONTRIBUTING|"
                     r"CHANGELOG|benchmarks/README)\.md)(`?)(?![\w/`])")
 
@@ -66,7 +66,7 @@ def _targets(markdown: str, repository_path: str) -> Iterator[str]:
     _outside_fences(markdown, lambda text: found.extend(_LINK.findall(text)) or text)
     for _, target, _ in found:
         path = target.partition("#")[0]
-        if path and "://" not in target and not target.startswith("mailto:"):
+        if path:
             yield posixpath.normpath(posixpath.join(folder, path))
 
 
@@ -82,7 +82,7 @@ def for_site(markdown: str, repository_path: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         target, _, anchor = found[2].partition("#")
-        if not target or "://" in found[2] or found[2].startswith("mailto:"):
+        if not target:
             return found[0]
         path = site_path(posixpath.normpath(posixpath.join(folder, target)))
         return f"{found[1]}{posixpath.relpath(path, here or '.')}{'#' + anchor if anchor else ''}{found[3]}"
