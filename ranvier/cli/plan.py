@@ -26,7 +26,7 @@ def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any,
 @options.recipe_argument
 @options.allow_code_option
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
-              help="A shipped cluster, or a TOML file; several are compared.")
+              help="A shipped cluster, or a TOML file; repeat it to compare several.")
 @click.option("--nodes", type=click.IntRange(min=1), multiple=True, callback=_once, metavar="N",
               help="Number of nodes, instead of the file's.")
 @click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1_000_000_000), multiple=True, callback=_once,

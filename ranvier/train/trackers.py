@@ -226,8 +226,7 @@ class LiveConsole(PlainConsole):
             self._live.start()
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(fitted(text, self._console.width), style=style, markup=False, soft_wrap=True,
-                            highlight=style is not None)
+        self._console.print(Text(fitted(text, self._console.width), style=style or ""), soft_wrap=True)
 
     def _print_step(self, parts: Sequence[str]) -> None:
         self._print(fields(parts, self._console.width))

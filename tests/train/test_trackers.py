@@ -177,7 +177,7 @@ def test_repeated_notes_are_shown_a_few_times_and_then_once_a_minute(kind):
         assert ("59 before it are in events.jsonl" in " ".join(stream.getvalue().split())) is (seconds == 1)
 
 
-def test_live_console_shows_progress_in_place(tmp_path):
+def test_live_console_shows_progress_in_place(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -187,6 +187,12 @@ def test_live_console_shows_progress_in_place(tmp_path):
     feed(console(stream, Run()), example_run(tmp_path))
     text = stream.getvalue()
     assert "step 4/4" in text and "0:00 left" in text and "8,192 tokens/s" in text and "once upon a [time]" in text
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    feed(console(stream := Terminal(), Run()), [
+        *example_run(tmp_path)[:2], NoteEvent(step=1, event="cache", text="is on")])
+    coloured = re.findall(r"\x1b\[33m(.*?)\x1b\[0m", stream.getvalue())
+    assert coloured == ["step 1: is on"], "the colour of a note is not that of the line below it"
 
 
 def test_durations_and_sparklines():
