@@ -65,6 +65,7 @@ def test_every_setting_and_every_reason_is_in_the_reference() -> None:
     assert all(f"\n#### {setting.flag} {{#" in page for setting in read.settings().values())
     assert set(reference.reasons()) == {*effects.CONDITIONS, *effects.ASKED}, "add a run to website.reference.probes"
     assert "No effect where the task lm, chat" in page
+    assert "``" not in page, "a default that is empty is no empty code"
 
 
 def test_reasons_that_differ_in_a_word_are_one() -> None:

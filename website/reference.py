@@ -143,8 +143,9 @@ def settings_page() -> str:
         lines += [f"## {section or OF_THE_RUN} {{#{section or OF_THE_RUN}}}", "", _about(section), ""]
         for name in names:
             setting = read.settings()[name]
+            default = f"`{text}`" if (text := read.as_text(setting.default)) else "empty"
             lines += [f"#### {setting.flag} {{#{setting.flag.replace('.', '-')}}}", "",
-                      f"`--{setting.flag}` · default `{read.as_text(setting.default)}` · {setting.expected}", "",
+                      f"`--{setting.flag}` · default {default} · {setting.expected}", "",
                       setting.help.replace("\n", " "), ""]
             notes = [f"No effect where {_listed(why[name])}."] if name in why else []
             if name in others:

@@ -131,7 +131,7 @@ class SettingsCommand(click.Command):
         super().__init__(*args, **kwargs)
         self.common = common
         for setting in read.settings().values():
-            text = f"{setting.help} [{setting.expected}; default {read.as_text(setting.default)}]"
+            text = f"{setting.help} [{setting.expected}; default {read.as_text(setting.default) or 'empty'}]"
             kind = Switch if setting.is_yes_no else click.Option
             self.params.append(kind([f"--{setting.flag}", setting.name.replace(".", "__")], type=str,
                                     metavar="[true|false]" if setting.is_yes_no else "VALUE", help=text,

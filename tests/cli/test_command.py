@@ -322,6 +322,8 @@ def test_help_shows_both_forms_of_a_switch(capsys):
     for setting in read.settings().values():
         assert (f"--{setting.flag} [true|false] / --no-{setting.flag} " in shown) == setting.is_yes_no, setting.name
     assert sum(setting.is_yes_no for setting in read.settings().values()) >= 8
+    assert "default ]" not in shown and shown.count("default empty]") == sum(
+        not read.as_text(setting.default) for setting in read.settings().values()) > 0
 
 
 def test_the_first_help_has_examples_that_exist(capsys):
