@@ -243,7 +243,7 @@ def draw_course(path: Path, history: History, title: str) -> None:
     _stairs(panels[1], {step: mesh[1] for step, mesh in history.meshes.items()}, last, COLOURS["backward"], "replicas")
     panels[1].legend(frameon=False, fontsize=9, ncols=2)
     for axes in panels[:2]:
-        axes.set_ylim(bottom=0, top=1.25 * axes.get_ylim()[1])  # room for the legend
+        axes.set_ylim(bottom=0, top=1.25 * max(1, axes.get_ylim()[1]))  # room for the legend
         axes.yaxis.get_major_locator().set_params(integer=True)
     steps, speeds = list(speeds_by_step), list(speeds_by_step.values())
     panels[2].plot(steps, speeds, color=COLOURS["weight"], linewidth=0.9, label="each step")

@@ -26,7 +26,7 @@ from ranvier.testing.trackers import example_run, example_step
 from ranvier.train.events import StartEvent
 from ranvier.train.history import History
 from ranvier.train.metrics import TIMELINE_STEPS, Meter, PeakRate, matrix_product_rate
-from ranvier.train.report import draw_loss, smoothed, steady, summarise, write_report, write_trace
+from ranvier.train.report import draw_course, draw_loss, smoothed, steady, summarise, write_report, write_trace
 from tests.errors import raises
 
 pytestmark = pytest.mark.pictures
@@ -175,6 +175,11 @@ def test_steps_are_whole_numbers(tmp_path, monkeypatch):
         draw_loss(tmp_path / "loss.png", dict.fromkeys(range(1, count + 1), 3.0), {}, "gpt-tiny")
         ticks = figures[-1].axes[0].get_xticks()
         assert len(ticks) >= min(count, 4) and all(tick == int(tick) for tick in ticks)
+    history = history_of(tmp_path)
+    history.frozen, history.meshes = {0: 0}, {0: (2, 2), 3: (2, 1)}
+    draw_course(tmp_path / "course.png", history, "gpt-tiny")
+    for axes in figures[-1].axes[:2]:
+        assert all(tick == int(tick) for tick in axes.get_yticks()), "layers and ranks, of which none may be frozen"
 
 
 def test_smoothing_is_centred():
