@@ -16,7 +16,7 @@ def data() -> None:
     """Prepare the data of runs."""
 
 
-@data.command(cls=options.SettingsCommand, common=options.OF_DATA)
+@data.command(cls=options.SettingsCommand, common=options.OF_DATA, short_help="Write the token files of a recipe.")
 @options.recipe_argument
 @options.allow_code_option
 @click.option("--processes", type=click.IntRange(min=1),

@@ -332,6 +332,7 @@ def test_the_first_help_has_examples_that_exist(capsys):
     assert len(shown.splitlines()) <= 40 and max(map(len, shown.splitlines())) <= 80
     examples = [shlex.split(line) for line in shown.splitlines() if line.startswith("    ranvier ")]
     assert len(examples) == 5
+    assert run_command(["data", "--help"]) == 0 and "..." not in (shown + capsys.readouterr().out).replace("]...", "")
     for _, name, *args in examples:
         with main.command.commands[name].make_context(name, args):
             pass
