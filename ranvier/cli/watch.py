@@ -17,6 +17,7 @@ from ranvier.system.untrusted_file import open_regular_file
 
 _NAME = "report.html"
 _NO_PAGE_YET = b"""<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="3"><title>Ranvier</title>
+<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
 <p>There is no report here yet: a run writes it 20 seconds after its first step begins, and at its end."""
 _OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 """Host headers that are answered: a page from elsewhere whose name points here (DNS rebinding) has another."""
