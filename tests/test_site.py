@@ -17,6 +17,7 @@ import pytest
 import ranvier
 from ranvier.config import effects, read
 from tests.sources import nodes
+from tests.train.browser import Browser
 from website import links, notebooks, reference, schedule_picture
 
 ROOT = Path(__file__).parents[1]
@@ -259,6 +260,18 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.css"):
         assert not re.findall(r"(?:@import\s+|url\()[\"']?(?:https?:)?//[^)\"']+", path.read_text()), path
     assert (site / "search" / "search_index.js").exists(), "the search works without a server"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="chromium is not installed: nobody looks at the site")
+def test_a_phone_shows_every_page(site: Path, tmp_path: Path) -> None:
+    """Whole, with its pictures, and without an error. 404.html is for servers: its links begin at their root."""
+    pictures = "[...document.images].filter(one => !one.naturalWidth).map(one => one.src.slice(0, 80))"
+    with Browser(tmp_path / "profile") as browser:
+        for path in set(site.rglob("*.html")) - {site / "404.html"}:
+            browser.open(path.as_uri(), width=390, is_phone=True)
+            assert browser.value("document.documentElement.scrollWidth") <= 390, path
+            assert not browser.value(pictures) and not browser.errors(), path
 
 
 @pytest.mark.slow
