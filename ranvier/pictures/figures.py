@@ -6,6 +6,7 @@ matplotlib is imported with the first figure: every rank imports this, and only 
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from ranvier.schedule.spans import Category
@@ -34,6 +35,12 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def entitle(axes: Axes, title: str) -> None:
+    """Write a title, which may have users' names and dollar signs in it, above axes: in several lines if it is long."""
+    lines = textwrap.fill(title, 85)  # letters, which the narrowest picture has room for
+    axes.set_title(lines.replace("$", r"\$"), fontsize=12, color=INK, loc="left")
 
 
 def clean(axes: Axes) -> None:

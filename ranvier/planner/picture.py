@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ranvier.errors import ConfigError
-from ranvier.pictures.figures import COLOURS, INK, clean, new_figure
+from ranvier.pictures.figures import COLOURS, clean, entitle, new_figure
 from ranvier.planner.simulation import STEADY, Noise, Simulation, simulate_step
 from ranvier.schedule.computed_limits import StageLoad, computed_limits
 from ranvier.schedule.limits import Conditions
@@ -50,12 +50,12 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     figure = new_figure(13, 8.5)
     top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
     draw_actions(top, found.step.shown)
-    top.set_title(f"{found.cluster.name}: {found.run.mesh}, {found.run.pipeline.policy}, a step of "
-                  f"{found.seconds:.4g} s", color=INK, loc="left")
+    run = found.run
+    entitle(top, f"{found.cluster.name}: {run.mesh}, {run.pipeline.policy}, a step of {found.seconds:.4g} s")
     stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
                                    weight=row.weight_seconds) for row in found.cost.stages])
-    pipe = max(2, found.run.mesh.pipeline_size)
-    draw_bubbles(below, stage, pipe, min(64, max(found.run.num_microbatches, 4)), hop=0.1 * stage.forward)
+    pipe = max(2, run.mesh.pipeline_size)
+    draw_bubbles(below, stage, pipe, min(64, max(run.num_microbatches, 4)), hop=0.1 * stage.forward)
     try:
         figure.savefig(path, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ranvier.mesh import Mesh, mesh_text
-from ranvier.pictures.figures import COLOURS, FAINT, INK, clean, new_figure
+from ranvier.pictures.figures import COLOURS, FAINT, INK, clean, entitle, new_figure
 from ranvier.pictures.timeline_picture import timeline_picture
 from ranvier.pictures.timelines import RankTimeline
 from ranvier.schedule.spans import Category
@@ -196,7 +196,7 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
         axes.annotate(f"{eval_losses[last]:.3f}", (last, eval_losses[last]), xytext=(0, 8), ha="right",
                       textcoords="offset points", fontsize=9, color=INK)
     axes.set_xlabel("step", fontsize=10, color=INK)
-    axes.set_title(title, fontsize=12, color=INK, loc="left")
+    entitle(axes, title)
     axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=9)
     with writing(path):
@@ -254,7 +254,7 @@ def draw_course(path: Path, history: History, title: str) -> None:
         panels[3].plot(list(history.accuracies), [100 * score for score in history.accuracies.values()], marker="o",
                        markersize=5, linewidth=1.5, color=COLOURS["optimizer"], markeredgecolor="white")
     panels[-1].set_xlabel("step", fontsize=10, color=INK)
-    panels[0].set_title(f"{title}: transitions of the run", fontsize=12, color=INK, loc="left")
+    entitle(panels[0], f"{title}: transitions of the run")
     panels[0].margins(x=0.02)
     with writing(path):
         figure.savefig(path)

@@ -182,6 +182,18 @@ def test_steps_are_whole_numbers(tmp_path, monkeypatch):
         assert all(tick == int(tick) for tick in axes.get_yticks()), "layers and ranks, of which none may be frozen"
 
 
+def test_a_title_of_any_name_is_whole(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    title = "a-recipe-of-$1_$-and-a-long-name-" * 3 + " on mesh data 16 x pipe 8 x row 2 x col 4"
+    draw_loss(tmp_path / "loss.png", {1: 2.0}, {}, title)
+    draw_course(tmp_path / "course.png", history_of(tmp_path), title)
+    for figure in figures:
+        figure.canvas.draw()
+        drawn = figure.axes[0]._left_title.get_window_extent()
+        assert drawn.x1 <= figure.bbox.width and drawn.y1 <= figure.bbox.height
+
+
 def test_smoothing_is_centred():
     assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
 
