@@ -36,9 +36,9 @@ class Browser:
         os.close(self._in)
         os.close(self._out)
 
-    def open(self, uri, *, width, is_phone=False, is_dark=False):
+    def open(self, uri, *, width, is_phone=False, is_dark=False, is_printed=False):
         """Load a page and draw it twice."""
-        self._call("Emulation.setEmulatedMedia", features=[
+        self._call("Emulation.setEmulatedMedia", media="print" if is_printed else "", features=[
             {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}])
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=is_phone)
         for each in ("about:blank", uri):

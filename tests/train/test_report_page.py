@@ -184,11 +184,21 @@ def test_a_browser_draws_runs_and_plans(tmp_path):
                     "rgb(20, 24, 31)" if is_dark else "rgb(255, 255, 255)")
                 assert min(browser.value(CONTRASTS)) > 4.4
                 assert browser.value("plots.every(([plot, holder]) => plot.width === holder.clientWidth)")
+        browser.open(page.as_uri(), width=1200, is_dark=True, is_printed=True)
+        assert browser.value("css('--ink')") == "#1d2430", "dark on paper"
         titles = browser.value("[...document.querySelectorAll('#curves h3')].map(title => title.textContent)")
         assert titles == ["loss, nats per pair", "pairs per second", "largest memory of a rank, GiB"]
         assert browser.value("[0.000234567, 1.05e15, 12345.6].map(short)") == ["2.346e-4", "1.05e15", "12,350"]
         assert browser.value("[ticks(0, 315.5, 7.5), ticks(0.26, 1.1, 5)].map(found => found.map(short))") == [
             ["0", "50", "100", "150", "200", "250", "300"], ["0.4", "0.6", "0.8", "1"]]
+        assert browser.value("""(() => {
+          const texts = [], write = CanvasRenderingContext2D.prototype.fillText;
+          CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { texts.push(text); };
+          moveTo(1.234, 0.001);
+          CanvasRenderingContext2D.prototype.fillText = write;
+          moveTo(0, 2);
+          return texts.filter(text => text.endsWith(" ms"));
+        })()""")[1:4] == ["1.2341 ms", "1.2342 ms", "1.2343 ms"], "each with the digits in which it differs"
         assert browser.value("at('curves').style.width = '200px', plots[0][0].root.clientWidth") == 200, "as on paper"
         assert browser.value("document.querySelectorAll('#lanes i').length") == 4
         browser.value("at('timeline').scrollIntoView()")
