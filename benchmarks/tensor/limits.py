@@ -242,7 +242,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     quick = options.quick
     options.ranks = options.ranks or ([4, 9] if quick else sorted(TABLE_2))
-    options.budget_gib = options.budget_gib or (0.006 if quick else 16.0)
+    options.budget_gib = options.budget_gib or (0.012 if quick else 16.0)
     options.layers = options.layers or (4 if quick else 24)
     options.sequence = options.sequence or (36 if quick else 512)
     options.configs = {ranks: Transformer(num_layers=options.layers, hidden=2 * heads if quick else hidden, heads=heads,
