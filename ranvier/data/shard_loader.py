@@ -6,17 +6,19 @@ each of these.
         engine.train_batch(batch)
 
 Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler, sent to all ranks
-when an epoch begins. A rank loads the samples that it computes alone, and none where its stage needs neither inputs
-nor targets.
+when an epoch begins, and again after many batches of a long one. A rank loads the samples that it computes alone, and
+none where its stage needs neither inputs nor targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from itertools import accumulate, pairwise
-from numbers import Integral
+from itertools import accumulate, islice, pairwise
+from operator import index
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -27,6 +29,9 @@ from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch, cut_batch
 from ranvier.world import World
+
+_BATCHES_AT_ONCE = 1 << 14
+"""Batches whose sample numbers are drawn and sent together; some samplers never end."""
 
 
 def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
@@ -81,9 +86,35 @@ class ShardedLoader:
         generator = torch.default_generator if old.generator is None else old.generator
         seeds = generator.clone_state()
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the workers' seed, before the sampler's draws
-        with call_of_all_ranks("the loop over shard_loader", partial(describe_actions, self._world.store,
-                                                                     self._world.size)):
-            shares = [self._share(batch) for batch in self._batches()]
+        sampler = iter(old.batch_sampler or () if self._world.rank == 0 else ())
+        with self._call_of_all_ranks():
+            self._check_data()
+        is_last = False
+        while not is_last:
+            with self._call_of_all_ranks():
+                batches, is_last = self._next_batches(sampler)
+            yield from self._microbatches_of([self._share(batch) for batch in batches], seeds)
+
+    def _call_of_all_ranks(self) -> AbstractContextManager[None]:
+        return call_of_all_ranks("the loop over shard_loader", partial(describe_actions, self._world.store,
+                                                                       self._world.size))
+
+    def _check_data(self) -> None:
+        """DataError where ranks have other data sets, as far as their size shows it, or of those of the package
+        `datasets` the first and the last row as they are stored."""
+        data: Any = self._loader.dataset
+        size = len(data) if hasattr(data, "__len__") else None
+        found = [size]
+        if size and hasattr(data, "_fingerprint"):
+            found += [crc32(repr(data.with_format("arrow")[[0, size - 1]].to_pydict()).encode())]
+        if any(other != found for other in self._world.gather_objects(found)):
+            raise DataError("is not the same on all ranks, and the numbers of rank 0's samples would be of others",
+                            code="data-sets-differ", where="the data set of the DataLoader", value=size,
+                            remedy="Give the whole data set on every rank: shard_loader divides each batch among the "
+                                   "replicas.")
+
+    def _microbatches_of(self, shares: Sequence[Sequence[int]], seeds: torch.Generator) -> Iterator[list[Microbatch]]:
+        old = self._loader
         if not self._needs_samples:
             for share in shares:
                 yield [Microbatch(samples=torch.tensor(part, dtype=torch.int64)) for part in self._parts(share)]
@@ -96,18 +127,25 @@ class ShardedLoader:
         for share in shares:
             yield self._microbatches(next(loaded), share) if share else []
 
-    def _batches(self) -> Iterator[list[int]]:
-        """The sample numbers of each batch of rank 0's sampler."""
-        found = [list(batch) for batch in self._loader.batch_sampler or ()] if self._world.rank == 0 else []
-        wrong = next((number for batch in found for number in batch if not isinstance(number, Integral)), None)
-        sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong and repr(wrong)])
+    def _next_batches(self, sampler: Iterator[Any]) -> tuple[list[list[int]], bool]:
+        """The sample numbers of the next batches of rank 0's sampler, and whether they are the last ones."""
+        found: list[list[int]] = []
+        wrong = None
+        for batch in islice(sampler, _BATCHES_AT_ONCE):
+            entries = list(batch)
+            try:
+                found.append([index(number) for number in entries])
+            except TypeError:
+                wrong = wrong or repr(entries[:8])
+        sizes, wrong = self._world.broadcast([[len(batch) for batch in found], wrong])
         if wrong is not None:
             raise DataError("returns something other than sample numbers", code="sampler-not-numbers",
                             where="the sampler of the DataLoader", value=wrong,
                             remedy="Give a sampler of whole numbers.")
-        flat = [int(number) for batch in found for number in batch] or [0] * sum(sizes)
+        flat = [number for batch in found for number in batch] or [0] * sum(sizes)
         numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
-        return (numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0)))
+        return ([numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))],
+                len(sizes) < _BATCHES_AT_ONCE)
 
     def _share(self, batch: Sequence[int]) -> list[int]:
         """This replica's share of a batch: replicas' shares follow each other, and differ by one sample at most."""

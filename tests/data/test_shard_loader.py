@@ -1,6 +1,6 @@
 """A torch DataLoader on a mesh: all replicas together see each batch of rank 0's sampler once."""
 
-from itertools import chain
+from itertools import chain, count, islice
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import ranvier
 from ranvier.config.run import Pipeline
+from ranvier.data import shard_loader
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -137,6 +138,30 @@ def test_one_rank_draws_the_random_numbers_of_the_loader_itself(own):
     assert torch.equal(found, drawn(lambda loader: loader))
 
 
+def test_an_endless_sampler(monkeypatch):
+    """Batches are drawn and sent some at a time; a loop may end anywhere, on all ranks alike."""
+    monkeypatch.setattr(shard_loader, "_BATCHES_AT_ONCE", 3)
+
+    def rank(world):
+        loader = DataLoader(DATA, batch_sampler=([number % 13, (number + 1) % 13] for number in count()))
+        batches = islice(ranvier.shard_loader(loader, world, microbatch_size=1, mesh=Mesh(data=2)), 8)
+        return [one.samples.item() for batch in batches for one in batch]
+
+    assert run_ranks(rank, 2) == [[0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("size", [5, 6, 7])
+def test_an_epoch_of_several_pieces(monkeypatch, size):
+    monkeypatch.setattr(shard_loader, "_BATCHES_AT_ONCE", 3)
+
+    def rank(world):
+        loader = DataLoader(DATA, sampler=torch.arange(size))  # of tensors, with which torch indexes, too
+        return [[one.samples.item() for batch in batches for one in batch] for batches in [
+            ranvier.shard_loader(loader, world, microbatch_size=1)] * 2]
+
+    assert run_ranks(rank, 1) == [[list(range(size))] * 2]
+
+
 class Doubled(DataLoader):
     def __iter__(self):
         return ((2 * inputs, targets) for inputs, targets in super().__iter__())
@@ -155,8 +180,36 @@ PART = DistributedSampler(DATA, num_replicas=2, rank=0)
     (DataLoader(DATA, batch_size=None), {}, "loader-without-samples", "TensorDataset"),
     (DataLoader(DATA, batch_size=2), {"microbatch_size": 0}, "loader-microbatch-size", 0),
     (DataLoader(TensorDataset(INPUTS), batch_size=2), {}, "loader-not-pairs", "list"),
-    (DataLoader(DATA, batch_sampler=[["a"], ["b"]]), {}, "sampler-not-numbers", "'a'"),
+    (DataLoader(DATA, batch_sampler=[["a"], ["b"]]), {}, "sampler-not-numbers", "['a']"),
+    (DataLoader(DATA, batch_sampler=[[0, None]]), {}, "sampler-not-numbers", "[0, None]"),
 ])
 def test_what_it_cannot_share_is_refused(loader, options, code, value):
     with raises(code, value=value):
         run_ranks(lambda world: list(ranvier.shard_loader(loader, world, **{"microbatch_size": 2, **options})), 1)
+
+
+def of_each_rank(kind, rank):
+    """The data of two ranks, the same but for what the rank is given."""
+    datasets = pytest.importorskip("datasets") if kind != "tensors" else None
+    if datasets is None:
+        return TensorDataset(*(one[rank:] for one in DATA.tensors))
+    whole = datasets.Dataset.from_dict({"x": list(range(12))})
+    return whole.shard(2, rank) if kind == "shards" else whole.with_transform(lambda rows: {
+        "x": rows["x"], "y": [rank] * len(rows["x"])})
+
+
+@pytest.mark.parametrize("kind", ["tensors", "shards"])
+def test_each_rank_with_a_part_of_the_data_is_refused(kind):
+    with raises("data-sets-differ"):
+        run_ranks(lambda world: list(ranvier.shard_loader(
+            DataLoader(of_each_rank(kind, world.rank), batch_size=2), world, microbatch_size=1)), 2)
+
+
+def test_transforms_may_differ_between_ranks():
+    def rank(world):
+        loader = DataLoader(of_each_rank("transforms", world.rank), batch_size=4, collate_fn=lambda rows: (
+            torch.tensor([row["x"] for row in rows]), torch.tensor([row["y"] for row in rows])))
+        loader = ranvier.shard_loader(loader, world, microbatch_size=1)
+        return [[one.inputs.item() for one in batch] for batch in loader]
+
+    assert run_ranks(rank, 2) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]]
