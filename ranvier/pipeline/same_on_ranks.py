@@ -4,8 +4,8 @@ settings.
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
 adds numbers made of its targets to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero over
-ranks that must agree: integers to the bit, real numbers up to the rounding of ranks that compute their own. Evaluation
-updates nothing, and only ranks that read its loss would notice: it compares none.
+ranks that must agree: integers to the bit, real numbers up to the rounding of ranks that compute their own. Of an
+evaluation only ranks that read its loss notice.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ class BatchStatistics:
     # ------------------------------------------------------------------ the batch at hand
 
     def begin(self, batch: Sequence[Microbatch], *, training: bool, predicts: bool) -> None:
-        """A batch begins, of which ranks compare the targets where it trains. predicts: whether without a loss."""
+        """A batch begins, of which ranks compare the targets. predicts: whether without a loss."""
         self._training, self._predicts = training, predicts
-        self._targets = self._same_targets.numbers(batch if training else ())
+        self._targets = self._same_targets.numbers(() if predicts else batch)
 
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
