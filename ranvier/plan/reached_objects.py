@@ -170,8 +170,8 @@ class CodeReach:
         return places
 
     def _may_run(self, method: str) -> bool:
-        return method in self._names or method in _CALLED_BY_TORCH or (
-            method.startswith("__") and method not in _NOT_IN_A_FORWARD)
+        return method not in _NOT_IN_A_FORWARD and (
+            method in self._names or method in _CALLED_BY_TORCH or method.startswith("__"))
 
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)

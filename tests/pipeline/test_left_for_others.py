@@ -438,6 +438,24 @@ def test_modules_that_a_function_imports_are_followed(monkeypatch):
     assert any(one.value is module.sizes for one in reached_from("loss", loss))
 
 
+REGISTERED = [[]]
+
+
+class Registered(nn.Module):
+    """Its constructor, which no forward of it runs again, reaches what its forward does not, as many of PEFT's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = len(REGISTERED)
+
+    def forward(self, x):
+        return x if x is not None else nn.Embedding.__init__
+
+
+def test_constructors_of_what_there_is_already_are_not_followed():
+    assert all(one.value is not REGISTERED for one in reached_from("block", Registered()))
+
+
 # ---------------------------------------------------------------------- what has no parameters of its own
 
 def tied_by_memory():
