@@ -32,8 +32,9 @@ MODELS = {
         original_max_position_embeddings=8))),
     "biased": ("LlamaForCausalLM", dict(attention_bias=True, mlp_bias=True, hidden_act="gelu", rope_parameters=dict(
         rope_type="linear", rope_theta=10000.0, factor=4.0))),
-    "dynamic": ("LlamaForCausalLM", dict(max_position_embeddings=8, rope_parameters=dict(
-        rope_type="dynamic", rope_theta=10000.0, factor=2.0))),
+    "dynamic": ("LlamaForCausalLM", dict(
+        max_position_embeddings=8, original_max_position_embeddings=4, rope_parameters=dict(
+            rope_type="dynamic", rope_theta=10000.0, factor=2.0))),
     "mistral": ("MistralForCausalLM", dict(sliding_window=5)),
     "phi3": ("Phi3ForCausalLM", dict(sliding_window=5, pad_token_id=0, bos_token_id=1, eos_token_id=2)),
     "phi4": ("Phi3ForCausalLM", dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, rope_parameters=dict(

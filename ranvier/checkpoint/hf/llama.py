@@ -352,10 +352,11 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     if rope.get("factor") is None:
         raise _wrong("rope-factor-missing", "factor", None, f"of the rotary scaling {named} is missing")
     found["rope_factor"] = rope["factor"]
-    if scaling != "linear":
-        outer = document.get("original_max_position_embeddings", document.get("max_position_embeddings"))
-        found["rope_positions"] = (outer if scaling == "dynamic" else None) or rope.get(
-            "original_max_position_embeddings") or outer
+    if scaling == "dynamic":  # whatever original_max_position_embeddings says
+        found["rope_positions"] = document.get("max_position_embeddings")
+    elif scaling != "linear":
+        found["rope_positions"] = rope.get("original_max_position_embeddings") or document.get(
+            "original_max_position_embeddings", document.get("max_position_embeddings"))
     if scaling == "llama3":
         found["rope_limits"] = [rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)]
     elif scaling == "yarn":
