@@ -85,7 +85,7 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     """Texts, or lists of messages. ConfigError where there are none, or a line is neither."""
     found: list[Any] = list(given)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines() if file is not None else ()
+        lines = file.read_text(encoding="utf-8-sig").split("\n") if file is not None else ()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}", code="prompts-unreadable",
                           where="prompts", value=str(file), remedy="Name a file of UTF-8 text.") from error

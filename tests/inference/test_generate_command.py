@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from ranvier.cli.generate import _complete
+from ranvier.cli.generate import _complete, _prompts
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import load, train
 from ranvier.inference.generate import StopWords, Text
@@ -64,6 +64,15 @@ def test_the_text_is_that_of_transformers(folder, capsys, tmp_path):
     found = written(capsys, folder, "--prompt", "the quick", "--prompts", lines)
     assert [one["answer"] for one in sorted(found, key=lambda one: one["prompt"])] == [
         theirs(folder, prompt) for prompt in ("fox and bear", "the lazy dog", "the quick")]
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_lines_of_prompts_end_as_files_end_them(tmp_path, name):
+    """Not at other characters that Python counts as ends; the mark at the beginning is none of the first prompt."""
+    prompts = ["one\u2028line", "form\x0cfeed", "next\x85line"] if name == "prompts.txt" else ["one\u2028line", "two"]
+    lines = prompts if name == "prompts.txt" else [json.dumps({"prompt": one}, ensure_ascii=False) for one in prompts]
+    (tmp_path / name).write_bytes(("\ufeff" + "\r\n".join(lines) + "\r\n").encode())
+    assert _prompts((), tmp_path / name) == prompts
 
 
 def test_a_users_message_in_the_chat_template(folder, capsys, tmp_path):
