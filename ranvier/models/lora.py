@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ranvier.block import Initial, Loss, Model, Modules, alike_by_kind, as_model, initialise, meta_device
+from ranvier.block import Initial, Loss, Model, Modules, alike_by_kind, as_model, initialise, meta_device, ready_made
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.adapters import Adapter, AdapterForm, add_adapter
@@ -78,6 +78,11 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
                        magnitude=lora.method == "dora")
     fan_in = {f"{_joined(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}
+    for block, module in ready_made(model).items():  # names in the module that it was made of, for `names_in_whole`
+        noted = vars(module).get("names_in_whole", {})
+        noted |= {f"{name}.lora.{kind}": tuple(f"{one.removesuffix('weight')}lora.{kind}" for one in noted[weight])
+                  for name, target in targets[block].items() if (weight := f"{target.path}.weight") in noted
+                  for kind in ("A", "B", "magnitude_change")}
     alike_now = alike_by_kind({block: (model.alike.get(block, block), tuple(targets[block]), block == last)
                                for block in model.blocks})
     own = model.initial is None

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import ranvier
 from ranvier.block import Initial
 from ranvier.config.run import Lora, Memory, Optim, Pipeline, Transformer
 from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
 from ranvier.models.lora import is_adapter, with_adapters
+from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.errors import raises
 from tests.tensor import test_families_gradients as families
@@ -227,3 +230,26 @@ def test_a_model_of_transformers():
     outcome = gradients_on(lambda: next(made), tokens, mesh)
     assert_close(outcome.gradients, reference.gradients(), tolerance=1e-6)  # transformers computes norms in fp32
     assert len(outcome.gradients) == 2 * 2 * 2 and all(map(is_adapter, outcome.gradients))
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_names_of_adapters_are_those_of_the_users_module(method):
+    """Its own state_dict has them, once the engine has built the blocks."""
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+
+    models = [make(), make()]
+
+    def rank(world):
+        blocks = ranvier.blocks_of(models[world.rank], ["1", "2"])
+        adapted = with_adapters(blocks, Lora(rank=2, alpha=2, targets=("1.*", "2"), method=method),
+                                loss=lambda outputs, targets: (outputs.square().sum(), len(outputs)))
+        engine = Engine(adapted, world, mesh=Mesh(pipe=2), optim=Optim())
+        state = engine.full_state_dict()
+        engine.close()
+        return state
+
+    state, _ = run_ranks(rank, 2)
+    assert "1.0.lora.B" in state and ("2.lora.magnitude_change" in state) == (method == "dora")
+    assert set(state) == {name for model in models for name in model.state_dict()}
