@@ -135,10 +135,9 @@ class _Slot:
 
 def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     """Run the model once, find its list of layers, and note what runs before and after them."""
-    config = getattr(model, "config", None)
     arguments = inspect.signature(model.forward).parameters
     takes = "use_cache" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
-    options: dict[str, object] = {"use_cache": False} if hasattr(config, "use_cache") and takes else {}
+    options: dict[str, object] = {"use_cache": False} if hasattr(_text_config(model), "use_cache") and takes else {}
     lists = {name: len(module) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
              and all(any(True for _ in layer.parameters()) for layer in module)}
@@ -398,7 +397,7 @@ class _Last(nn.Module):
                    for name, value in state.items() if name.startswith(_SIZES)}
         self._state[:] = [hidden]
         try:
-            with _conditions(hidden):
+            with _conditions(hidden), _by_itself("head", AttributeError):  # of a parameter that training alone reads
                 return self._take(self.model(**inputs, **self._options))
         finally:
             self._state.clear()
@@ -492,10 +491,16 @@ def _sample(model: nn.Module) -> dict[str, Tensor]:
         shape = (2, getattr(config, "num_channels", 3), height, width)
         values = torch.sin(torch.arange(torch.Size(shape).numel()) * 0.7919 % 100).view(shape)
         return {name: values.to(parameter.device, parameter.dtype)}
-    if name == "input_ids" and hasattr(config, "vocab_size"):
-        return {name: (torch.arange(16) * 7919 % config.vocab_size).view(2, 8).to(parameter.device)}
+    if name == "input_ids" and hasattr(_text_config(model), "vocab_size"):
+        return {name: (torch.arange(16) * 7919 % _text_config(model).vocab_size).view(2, 8).to(parameter.device)}
     raise _refused("no-sample-of-input", model, f"takes {name}, of which no sample can be made", "the sample",
                    "Pass sample= with the inputs of two samples.")
+
+
+def _text_config(model: nn.Module) -> Any:
+    """The configuration of the language model in it; its own where it has one alone."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _output(found: Any) -> State:
@@ -512,7 +517,7 @@ def _output(found: Any) -> State:
 def _loss(model: nn.Module) -> Loss | None:
     name = type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return NextTokenLoss(int(getattr(model, "config").vocab_size))  # noqa: B009 - of PreTrainedModel
+        return NextTokenLoss(int(_text_config(model).vocab_size))
     has_classes = name.endswith(("ForSequenceClassification", "ForImageClassification"))
     return ClassLoss() if has_classes and _kind_of_labels(model) == "single_label_classification" else None
 
@@ -534,14 +539,14 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
 
 
 @contextmanager
-def _by_itself(block: str) -> Iterator[None]:
+def _by_itself(block: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Inside, a block runs on the sample. Errors of the model's code, which misses what is in another block, become
-    ModelErrors."""
+    ModelErrors. kind: of these errors alone."""
     try:
         yield
     except ModelError:
         raise
-    except Exception as error:
+    except kind as error:
         raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", code="block-cannot-run-alone",
                          where=f"block {block}", remedy=REMEDY) from error
 

@@ -176,6 +176,42 @@ def test_the_whole_state_loads_into_the_model(name):
     assert all(any(torch.equal(one, other) for other in fresh.parameters()) for one in held)
 
 
+def test_a_language_model_inside_of_another():
+    """Whose vocabulary and cache are in the configuration of its text."""
+    torch.manual_seed(0)
+    model = transformers.FuyuForCausalLM(transformers.FuyuConfig(
+        text_config=TEXT | dict(model_type="persimmon", num_key_value_heads=6), patch_size=2)).double()
+    cut = ranvier.from_transformers(model)
+    state = tokens = torch.arange(12).view(2, 6)
+    for build in cut.blocks.values():
+        state = build()(state)
+    torch.testing.assert_close(state, model(tokens).logits, rtol=1e-12, atol=1e-14)
+
+
+class Masked(transformers.LlamaPreTrainedModel):
+    """Reads a parameter of its own before the layers, in training alone, as those with masked inputs do."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.mask = transformers.LlamaModel(config), nn.Parameter(torch.ones(config.hidden_size))
+        self.post_init()
+
+    def forward(self, input_ids, use_cache=None):
+        states = self.model.embed_tokens(input_ids)
+        states = states * self.mask if self.training else states
+        return self.model(inputs_embeds=states, use_cache=use_cache).last_hidden_state
+
+
+def test_a_parameter_that_training_alone_reads_in_two_blocks():
+    cut = from_transformers(Masked(built("Llama").config), loss=lambda outputs, targets: (outputs.sum(), 1))
+    state = torch.arange(12).view(2, 6)
+    *first, head = [build().train() for build in cut.blocks.values()]
+    for block in first:
+        state = block(state)
+    with raises("block-cannot-run-alone", "mask", where="block head"):
+        head(state)
+
+
 class OwnHead(transformers.LlamaPreTrainedModel):
     """A user's model, whose forward cannot be told to keep no cache."""
 
