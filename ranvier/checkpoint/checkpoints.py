@@ -532,9 +532,7 @@ def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
         parts.append(File(**entry["file"]))
     names = sorted({name for entry in entries for name in entry["frozen"]})
     missed = {name: count for entry in entries for name, count in entry["missed_updates"].items()}
-    groups = merged(OptimizerGroup(**{**group, "numbers": tuple(group["numbers"]),
-                                      "parameters": tuple(group["parameters"])})
-                    for entry in entries for group in entry["optimizer_groups"])
+    groups = merged(group for entry in entries for group in entry["optimizer_groups"])
     return Manifest(**job.head, frozen=tuple(names), missed_updates=missed, optimizer_groups=groups,
                     files=tuple(parts),
                     tensors=_entry.validate_json(json.dumps(tensors)))

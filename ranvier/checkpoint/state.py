@@ -117,7 +117,7 @@ def _states_to_write(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iter
             for kind, state in states.items():
                 if kind == "master" and state.dtype is parameters[name].dtype:
                     continue  # the parameter itself says it
-                yield from _pieces(engine, kind, name, first, last, state[first - start:last - start])
+                yield from _pieces(engine, kind, name, first, last, state.reshape(-1)[first - start:last - start])
     yield from (found for found in _whole_states(engine) if _has_first_element(own.get(found.name, ())))
     yield from _numbers_of_users(engine, own)
 
@@ -135,29 +135,25 @@ def _whole_states(engine: Engine) -> Iterator[Piece]:
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
-    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states, flat. What is written
-    into these before the next ones are asked for is in the optimizer then."""
+    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states: flat, or of a user's
+    optimizer in the parameter's shape."""
     if engine.flat_optimizer is not None:
         for part in engine.flat_optimizer.slices():
             yield part.parameter, part.start, part.stop, part.states
     elif engine.optimizer is not None:
         for name, parameter in _trained_here(engine).items():
             updated = engine.updated(parameter)
-            found = {kind: state.detach() for kind, state in engine.optimizer.state[updated].items()
+            found = {kind: state.detach() for kind, state in engine.optimizer.state.get(updated, {}).items()
                      if isinstance(state, Tensor) and state.dim()}
             if updated is not parameter:
                 found["master"] = updated.detach()
             for kind, state in found.items():
-                if state.numel() != parameter.numel():
+                if state.shape != parameter.shape:
                     raise CheckpointError("has another shape than its parameter, so it cannot be resharded",
                                           code="state-shape-not-cut", where=f"optimizer state {kind} of {name}",
                                           value=tuple(state.shape),
                                           remedy="Save this optimizer's state_dict yourself, or use optim=.")
-            states = {kind: state.reshape(-1) for kind, state in found.items()}
-            yield name, 0, parameter.numel(), states
-            for kind, state in found.items():
-                if not state.is_contiguous():  # what has been read is in a copy
-                    state.copy_(states[kind].view(state.shape))
+            yield name, 0, parameter.numel(), found
 
 
 def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:
@@ -172,9 +168,10 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Ite
         return
     for name, parameter in _trained_here(engine).items():
         if _has_first_element(own.get(name, ())):
-            for kind, state in engine.optimizer.state[engine.updated(parameter)].items():
+            for kind, state in engine.optimizer.state.get(engine.updated(parameter), {}).items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
-                    yield Piece.of_whole(kind, name, torch.as_tensor(state).detach())
+                    dtype = torch.float64 if isinstance(state, float) else None
+                    yield Piece.of_whole(kind, name, torch.as_tensor(state, dtype=dtype).detach())
 
 
 def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
@@ -458,12 +455,17 @@ def _make_room(engine: Engine, saved: StateSource) -> None:
     group_of = {parameter: group for group in engine.optimizer.param_groups for parameter in group["params"]}
     for name, parameter in _trained_here(engine).items():
         updated = engine.updated(parameter)
+        if not updated.numel():
+            continue  # whose states are on no rank
         engine.optimizer.state.pop(updated, None)
+        usual = saved.manifest.tensors.get("master", {}).get(name, saved.tensor("parameter", name)).dtype
         for kind, tensors in saved.manifest.tensors.items():
             if kind in NO_STATES or kind == "master" or name not in tensors:
                 continue
             if tensors[name].shape:
-                engine.optimizer.state[updated][kind] = torch.zeros_like(updated)
+                dtype = tensors[name].dtype
+                engine.optimizer.state[updated][kind] = torch.zeros_like(updated, dtype=None if dtype == usual else
+                                                                         getattr(torch, dtype))
             else:
                 value = saved.read(kind, name)
                 engine.optimizer.state[updated][kind] = value.item() if kind in numbers.get(updated, ()) else \
@@ -497,12 +499,14 @@ def frozen(engine: Engine) -> list[str]:
 # --- boxes -----------------------------------------------------------------------------------------------------------
 
 
-def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, flat: Tensor) -> Iterator[Piece]:
-    """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `flat`."""
+def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, state: Tensor) -> Iterator[Piece]:
+    """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `state`: flat, or
+    all of them in the shape of what it holds."""
     shape, at = engine.layout[name].shape, 0
     held = engine.layout.box(engine.layout[name], engine.coordinates.position)
     for box in Slice(name, held, (start, stop)).boxes():
         sizes = [last - first for first, last in box]
         size = torch.Size(sizes).numel()
-        yield Piece(kind=kind, name=name, shape=shape, box=box, tensor=flat[at:at + size].view(sizes))
+        yield Piece(kind=kind, name=name, shape=shape, box=box,
+                    tensor=state if list(state.shape) == sizes else state[at:at + size].view(sizes))
         at += size

@@ -64,10 +64,11 @@ def _error(code: str, what: str, value: str) -> CheckpointError:
                            remedy="Save its state_dict on each rank yourself, or use optim=.")
 
 
-def merged(groups: Iterable[OptimizerGroup]) -> tuple[OptimizerGroup, ...]:
-    """The groups of all ranks as those of the whole model."""
+def merged(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
+    """The groups of all ranks, as they come from JSON, as those of the whole model."""
     found: dict[str, OptimizerGroup] = {}
-    for group in groups:
+    for each in groups:
+        group = OptimizerGroup(**{**each, **{key: tuple(each[key]) for key in ("numbers", "parameters")}})
         key = json.dumps([group.settings, group.numbers], sort_keys=True)
         known = found.get(key, group).parameters
         found[key] = replace(group, parameters=tuple(sorted({*known, *group.parameters})))

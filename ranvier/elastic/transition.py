@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import state
-from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, SavedTensor, ScaleState
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, SavedTensor, ScaleState
 from ranvier.checkpoint.state import Piece
+from ranvier.checkpoint.user_optimizer import merged
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.comm.protocol import Backend, Group, Transport
@@ -49,6 +50,7 @@ class Held:
     numbers: dict[str, Any]
     frozen: list[str]
     missed_updates: dict[str, int]
+    optimizer_groups: list[OptimizerGroup]
 
 
 def take(engine: Engine, host_buffers: Held | None = None) -> Held:
@@ -71,7 +73,7 @@ def take(engine: Engine, host_buffers: Held | None = None) -> Held:
     numbers = state.numbers(engine)
     scale = numbers["loss_scale"]
     return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)}, frozen=state.frozen(engine),
-                missed_updates=state.missed_updates(engine))
+                missed_updates=state.missed_updates(engine), optimizer_groups=state.optimizer_groups(engine))
 
 
 def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, timeout_seconds: float) -> int:
@@ -103,10 +105,11 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
 def _announced(held: Held | None) -> dict[str, object]:
     """Description of this rank's state for JSON. Tensors without dims come with their value."""
     if held is None:
-        return {"pieces": [], "numbers": None, "frozen": [], "missed_updates": {}}
+        return {"pieces": [], "numbers": None, "frozen": [], "missed_updates": {}, "optimizer_groups": []}
     return {"pieces": [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
                         None if piece.shape else piece.tensor.item()] for piece in held.pieces],
-            "numbers": held.numbers, "frozen": held.frozen, "missed_updates": held.missed_updates}
+            "numbers": held.numbers, "frozen": held.frozen, "missed_updates": held.missed_updates,
+            "optimizer_groups": [asdict(group) for group in held.optimizer_groups]}
 
 
 class _Ranks:
@@ -134,7 +137,9 @@ class _Ranks:
         self.manifest = Manifest(**numbers, loss_scale=scale and ScaleState(**scale), files=(), tensors=tensors,
                                  frozen=tuple(sorted({name for document in announced for name in document["frozen"]})),
                                  missed_updates={name: count for document in announced
-                                                 for name, count in document["missed_updates"].items()})
+                                                 for name, count in document["missed_updates"].items()},
+                                 optimizer_groups=merged(group for document in announced
+                                                         for group in document["optimizer_groups"]))
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         """Key of a tensor -> box and target of every read."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ranvier.checkpoint.checkpoints import Checkpoints
+from ranvier.elastic.transition import hand_over, take
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
@@ -146,6 +147,73 @@ def test_numbers_stay_numbers_and_tensors_stay_tensors(tmp_path):
 
     assert run_ranks(partial(rank, load=False), 1) == [{1}]
     assert run_ranks(partial(rank, load=True), 1) == [{2}]
+
+
+class OfManyKinds(torch.optim.Optimizer):
+    """Has states of other number formats than the parameter, a Python float, and a count in its groups; leaves vectors
+    alone."""
+
+    def __init__(self, parameters):
+        super().__init__([one for one in parameters if one.dim() > 1], {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(sum=torch.zeros_like(parameter), decay=0.1, signs=torch.zeros_like(
+                        parameter, dtype=torch.bool))
+                state["decay"] *= 0.9
+                state["signs"] ^= parameter.grad > 0
+                state["sum"].mul_(1 - state["decay"]).add_(parameter.grad)
+                parameter -= group["lr"] / group["count"] * (state["sum"] + 0.01 * ~state["signs"])
+
+
+class WithNothing(Plain):
+    """Has a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x):
+        return super().forward(x) + self.nothing.sum()
+
+
+@pytest.mark.parametrize("optimizer", [OfManyKinds, partial(torch.optim.AdamW, lr=0.1)], ids=["own", "adamw"])
+@pytest.mark.parametrize("transition", [False, True])
+def test_states_of_many_kinds(optimizer, transition, tmp_path):
+    """From rank to rank or by a checkpoint, to another mesh."""
+    def build(world, mesh):
+        return Engine(chain(Transposed, WithNothing, Plain), world, mesh=mesh, seed=SEED, dtype=torch.float64,
+                      optimizer=optimizer)
+
+    def both(world):
+        engine = build(world, Mesh(pipe=2))
+        train(engine, None, BATCHES[:2])
+        if transition:
+            held = take(engine)
+        else:
+            checkpoints = Checkpoints(engine, tmp_path)
+            checkpoints.save()
+            checkpoints.wait()
+            checkpoints.close()
+        engine.optimizer.state_dict()  # torch fails if looking for states has made new ones
+        engine.close()
+        engine = build(world, Mesh(data=2))
+        if transition:
+            hand_over(held, engine, world.backend, timeout_seconds=20.0)
+        else:
+            Checkpoints(engine, tmp_path).load()
+        train(engine, None, BATCHES[2:4])
+        return values(engine)
+
+    reference = Reference(chain(Transposed, WithNothing, Plain), seed=SEED, dtype=torch.float64, optimizer=optimizer)
+    for batch in BATCHES[:4]:
+        reference.train_batch(batch[0])
+    assert_close(run_ranks(both, 2)[0], {name: one.detach() for name, one in reference.parameters.items()})
 
 
 def test_other_groups_are_refused(tmp_path):

@@ -379,7 +379,8 @@ def test_the_states_of_the_replica_before():
                      tensor=torch.full((1, 2), rank, dtype=torch.bfloat16)),
                *[Piece(kind="exp_avg_sq", name="a", shape=(4,), box=((0, 3),),
                        tensor=torch.arange(3, dtype=torch.float64) + rank)] * rank]
-        held = Held(pieces=own, numbers={}, frozen=[], missed_updates={f"of {rank}": rank})
+        held = Held(pieces=own, numbers={}, frozen=[], missed_updates={f"of {rank}": rank},
+                    optimizer_groups=[])
         found = with_states_of_neighbour(held, world.backend.group("copies", [range(3)]))
         assert found.pieces[:len(own)] == own
         return found.pieces[len(own):], found.missed_updates
