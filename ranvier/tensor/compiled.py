@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.block import State, named
@@ -37,6 +38,7 @@ from ranvier.system.compilation import watch
 from ranvier.tensor import float8
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import DeferringForwards, add_gradients, is_deferrable
+from ranvier.tensor.remembered import Remembered
 from ranvier.tensor.weight_gradients import WeightGradients
 
 Backend = str | Callable[..., Any]
@@ -45,7 +47,8 @@ BACKEND: Backend = "inductor"
 
 _NOT_FAKE = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
              fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException)
-_CANNOT = (*_NOT_FAKE, torch._dynamo.exc.TorchDynamoException)
+_OFTEN = torch._dynamo.exc.FailOnRecompileLimitHit
+_CANNOT = (*_NOT_FAKE, _OFTEN, torch._dynamo.exc.TorchDynamoException)
 
 
 @dataclass(eq=False)
@@ -162,6 +165,8 @@ class CompiledBlocks:
         self._how, self._gradients, self._forwards, self._recomputed = how, gradients, forwards, set(recomputed)
         self._watched = watched
         self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
+        self._alone: set[nn.Module] = set()
+        """Blocks whose code has graphs of its own: one for each of many that differ in a number would be too many."""
         self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
         self._call = _Call()
         watch()
@@ -180,6 +185,9 @@ class CompiledBlocks:
                 scope.calls, scope.keys = 0, _site_keys(scope, shapes.sites, state)
                 return self._run(module, state, shapes)
         except _CANNOT as error:
+            if isinstance(error, _OFTEN) and module not in self._alone:
+                self._alone.add(module)
+                return self(module, name, state, scope)
             self._cannot(module, name, error)
             scope.calls, scope.keys = 0, None
             return module(state)  # type: ignore[no-any-return]
@@ -200,7 +208,7 @@ class CompiledBlocks:
         taps = [_Tap.apply(linear.weight, linear.bias, shape, operand, self._gradients,
                            self._forwards.is_in_float8(linear))
                 for (linear, shape), operand in zip(shapes.products, operands, strict=True)]
-        kind = module in self._recomputed, _kind_of(module)
+        kind = module in self._recomputed, module if module in self._alone else _kind_of(module)
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(_copy_of(_run), fullgraph=True, backend=BACKEND,
                                                  dynamic=True if module in self._recomputed else None)
@@ -259,6 +267,7 @@ class CompiledBlocks:
         with self._installed(module, partial(_recorded, record) if has_products else None), \
                 _unchanged(module), mode, torch.set_grad_enabled(has_products):
             module(tree_map(mode.from_tensor, state))
+        mode.allow_non_fake_inputs = False  # one that the block has left somewhere must not pass for real
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
         return _Shapes(tuple(products), scope.calls)
@@ -289,20 +298,28 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
 @contextmanager
 def _unchanged(block: nn.Module) -> Iterator[None]:
     """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
-    what it writes into buffers (operations without fake tensors are real ones) goes to copies."""
-    before = [(module, dict(module._buffers), dict(module.__dict__)) for module in block.modules()]
-    copies = {id(buffer): buffer.clone() for _, buffers, _ in before for buffer in buffers.values()
-              if buffer is not None}
-    for module, buffers, _ in before:
+    what it writes into buffers (operations without fake tensors are real ones) goes to copies.
+
+    Unsupported where it changes a tensor in place: torch up to 2.13 may compute gradients of an operation on the old value
+    with the new one. Statistics of norms have none.
+    """
+    modules = list(block.modules())
+    then, before = Remembered(modules), [(module, dict(module._buffers)) for module in modules]
+    copies = {id(buffer): buffer.clone() for _, buffers in before for buffer in buffers.values() if buffer is not None}
+    for module, buffers in before:
         module._buffers.update({name: None if buffer is None else copies[id(buffer)]
                                 for name, buffer in buffers.items()})
+    held = tree_leaves([vars(module) for module in modules if not isinstance(module, _NormBase)])
+    versions = [(one, one._version) for one in held if isinstance(one, Tensor)]
     try:
         yield
     finally:
-        for module, buffers, attributes in before:
-            for held, kept in ((module._buffers, buffers), (module.__dict__, attributes)):
-                held.clear()
-                held.update(kept)
+        for module, buffers in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        then.give_back()
+    if any(one._version != version for one, version in versions):
+        raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place")
 
 
 def _kind_of(module: nn.Module) -> object:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from ranvier.block import Model
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
-from ranvier.pipeline.segment import Remembered
+from ranvier.tensor.remembered import Remembered
 from ranvier.testing.reference import Reference
 from tests.covering import covering, pairwise
 from tests.errors import raises

@@ -1,0 +1,136 @@
+"""Snapshots, for a forward that runs again, of what it may read and change beside parameters and buffers: attributes of
+modules, what is in their lists, dicts and sets, and where random number generators are.
+
+    then = Remembered(modules)          before the first run, which may change all this
+    with then.given_back(): ...         the second run finds it as the first one did; afterwards it is as it is now
+
+Torch's own generators are left out: `torch.utils.checkpoint` gives their states back.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes in which torch keeps parameters, buffers, submodules and hooks."""
+
+_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
+"""Types of values that lead to no list, dict, set or generator."""
+
+
+class Remembered:
+    """modules: those whose attributes a forward may read or change. common: whether the generators of the modules
+    `random` and `numpy.random` belong to it."""
+
+    def __init__(self, modules: Collection[nn.Module], *, common: bool = True) -> None:
+        self._modules = modules
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """The attributes of each module, and what they were."""
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        """Identity of each list, dict or set reachable from attributes -> the object and a copy of it."""
+        self._generators: dict[int, tuple[Any, Any]] = {}
+        """Identity of each random number generator -> the generator and its state."""
+        if common:
+            self._note(random.getstate.__self__)  # type: ignore[attr-defined]
+            if (numpy := sys.modules.get("numpy")) is not None:
+                self._note(numpy.random.get_state.__self__)
+        for module in modules:
+            found = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            self._attributes.append((vars(module), found))
+            for value in found.values():
+                self._note(value)
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, list | deque | dict | set):
+            if id(value) not in self._contents:
+                contents = _copied(value)
+                self._contents[id(value)] = value, contents
+                self._note_all(contents.values() if isinstance(contents, dict) else contents)
+        elif isinstance(value, tuple):
+            self._note_all(value)
+        elif (state := _state(value)) is not None:
+            self._generators[id(value)] = value, state
+
+    def _note_all(self, values: Iterable[Any]) -> None:
+        """No Python runs for each of many words or numbers."""
+        if not _HOLD_NOTHING.issuperset(map(type, values)):
+            for value in values:
+                if type(value) not in _HOLD_NOTHING:
+                    self._note(value)
+
+    def forget_unmoved(self) -> None:
+        """After the first run: states of generators from which it has not drawn are not kept."""
+        self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
+                            if not _same_state(_state(generator), state)}
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        now = Remembered(self._modules, common=bool(self._generators))
+        self.give_back()
+        try:
+            yield
+        finally:
+            now.give_back()
+
+    def give_back(self) -> None:
+        """All is as it was."""
+        for attributes, found in self._attributes:
+            for name in attributes.keys() - found.keys() - _OF_EVERY_MODULE:
+                del attributes[name]
+            attributes.update(found)
+        for value, contents in self._contents.values():
+            if not _same_contents(value, contents):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(contents)
+        for generator, state in self._generators.values():
+            _set_state(generator, state)
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+
+
+def _same_contents(value: Any, contents: Any) -> bool:
+    if len(value) != len(contents):
+        return False
+    if isinstance(value, dict):
+        return all(map(is_, value, contents)) and all(map(is_, value.values(), contents.values()))
+    if isinstance(value, set):
+        return bool(value == contents)
+    return all(map(is_, value, contents))
+
+
+def _state(value: Any) -> Any:
+    """The state of a random number generator; None of anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has none
+        return value.getstate()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.random.RandomState):
+            return value.get_state(legacy=False)
+        if isinstance(value, numpy.random.Generator):
+            return value.bit_generator.state
+    return None
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same_state(value, other[key]) for key, value in one.items())
+    return bool((one == other).all() if hasattr(one, "all") else one == other)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
