@@ -300,7 +300,7 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
     """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
     what it writes into buffers (operations without fake tensors are real ones) goes to copies.
 
-    Unsupported where it changes a tensor in place: torch up to 2.13 may compute gradients of an operation on the old value
+    Unsupported where it changes a tensor in place: torch up to 2.13 may compute gradients of what reads the old value
     with the new one. Statistics of norms have none.
     """
     modules = list(block.modules())
