@@ -93,7 +93,6 @@ class Connections:
         if self.tensor_mesh is not None:
             order = self.tensor_mesh.order
             self.board.place = lambda: order.place
-        self.data = self.group(" and ".join(mesh.replica_axes), mesh.replica_axes)
         self.all = world.backend.group("all", [range(mesh.size)])
         of_ranks = self.all.gather_objects({"": os.urandom(4).hex(), **settings})
         self.board.engine = of_ranks[0][""]
@@ -102,6 +101,7 @@ class Connections:
         except ConfigError:
             self.board.close()
             raise
+        self.data = self.group(" and ".join(mesh.replica_axes), mesh.replica_axes)
         self._timeout_seconds = timeout_seconds
         self.sequencer = Sequencer(mesh, rank, world.backend, self.board, timeout_seconds, self._check_order)
         self.transport = world.backend.transport("pipeline")

@@ -86,7 +86,7 @@ class EngineParts:
 
         # the way to other ranks, and the values that start alike on several
         ties, arrived = ties_of(layout, world.rank, self.parameters), TieMessages()
-        settings = settings_of(plan.optim, guard, dtype=given.dtype, autocast=given.autocast, float8=given.float8,
+        settings = settings_of(plan, guard, dtype=given.dtype, autocast=given.autocast, float8=given.float8,
                                nominal_weight=nominal_weight, frozen=given.frozen, frozen_above=given.frozen_above,
                                buffers=buffers)
         largest = 1 << 20 if plan.stages.costs is None else 4096 + max(  # of the carried state, and its description

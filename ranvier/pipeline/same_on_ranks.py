@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ranvier.comm.protocol import Group
-from ranvier.config.run import Guard, Optim
+from ranvier.config.run import Guard
 from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.plan.plan import Plan
 
 SAME_TARGETS = 5
 """Number of values that each rank contributes to the sums."""
@@ -214,11 +216,16 @@ _OF_THE_RANK = frozenset({"offload", "offload_share", "buckets_in_flight"})
 """Where a rank has its states, which changes no result."""
 
 
-def settings_of(optim: Optim, guard: Guard | None, **others: object) -> dict[str, str]:
+def settings_of(plan: Plan, guard: Guard | None, **others: object) -> dict[str, str]:
     """Setting -> value, as texts. others: further arguments of the engine."""
-    sections: dict[str, Optim | Guard] = {"optim": optim, "guard": guard or Guard(bad_step="none")}
-    found = {f"{section}.{one.name.replace('_', '-')}": repr(getattr(values, one.name))
-             for section, values in sections.items() for one in fields(values) if one.name not in _OF_THE_RANK}
+    sections: dict[str, Any] = {"optim": plan.optim, "guard": guard or Guard(bad_step="none"), "tensor": plan.tensor}
+    placement, blocks = plan.stages.placement, [row.blocks for row in plan.stages.rows]
+    model = repr((sum(blocks, ()), plan.layout.parameters)).encode()
+    found = {"Engine(model=...)": f"blocks and parameters with the checksum {crc32(model):x}", "mesh": str(plan.mesh),
+             "pipeline.stages-per-rank": str(placement.per_rank), "pipeline.placement": placement.how,
+             "pipeline.boundaries": str(plan.stages.boundaries)}
+    found |= {f"{section}.{one.name.replace('_', '-')}": repr(getattr(values, one.name))
+              for section, values in sections.items() for one in fields(values) if one.name not in _OF_THE_RANK}
     return found | {f"Engine({name}=...)": repr(value) for name, value in others.items()}
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from ranvier.config.run import Guard, Optim
+from ranvier.config.run import Guard, Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -175,6 +175,22 @@ def test_settings_of_one_rank_are_refused(where, options):
     def work(world):
         Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2), dtype=torch.float64,
                **{name: make(world.rank) for name, make in options.items()})
+
+    with raises("settings-differ", 0, 1, where=where):
+        run_ranks(work, 2)
+
+
+@pytest.mark.parametrize(("where", "options"), [
+    ("Pipeline(boundaries=...)", {"pipeline": lambda rank: Pipeline(boundaries=(1 + rank,))}),
+    ("Pipeline(stages_per_rank=...)", {"pipeline": lambda rank: Pipeline(stages_per_rank=1 + rank)}),
+    ("Engine(model=...)", {"model": lambda rank: [torch.nn.Linear(4, 4).requires_grad_(not rank)]}),
+    ("mesh", {"mesh": lambda rank: Mesh(pipe=2) if rank else Mesh(data=2)})])
+def test_plans_of_one_rank_are_refused(where, options):
+    """A block would be on no stage, or on two, and train nowhere, or twice."""
+    def work(world):
+        given = {"mesh": Mesh(pipe=2)} | {name: make(world.rank) for name, make in options.items()}
+        blocks = [torch.nn.Linear(4, 4) for _ in range(3)] + given.pop("model", [torch.nn.Linear(4, 4)])
+        Engine(blocks, world, loss=squared, dtype=torch.float64, **given)
 
     with raises("settings-differ", 0, 1, where=where):
         run_ranks(work, 2)
