@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ranvier.block import named
 from ranvier.comm.message import Message, MessageKind
-from ranvier.errors import MessageTimeout, TransportError
+from ranvier.errors import ConfigError, MessageTimeout, TransportError
 from ranvier.mesh import Coordinates
 from ranvier.optim.step import Updater
 from ranvier.pipeline.column_parts import whole_names
@@ -182,8 +182,12 @@ class BatchRunner:
         while isinstance(action := schedule.next_action(), Wait):
             if action.backward is not None:
                 what, source = f"the backward of microbatch {action.backward}", action.stage + 1
-            else:
+            elif action.forward is not None:
                 what, source = f"the forward of microbatch {action.forward}", action.stage - 1
+            else:
+                raise ConfigError("waits although nothing can arrive", code="policy-waits-for-nothing",
+                                  where="Engine(policy=...)", value=self._policy.name,
+                                  remedy="Return None only where a forward or a return is to come.")
             connections.inbox.wait(what, connections.rank_of(source))
         found = None if isinstance(action, Done) else action
         connections.sequencer.announce(self._call, found)

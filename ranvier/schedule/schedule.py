@@ -284,11 +284,19 @@ class Schedule:
         backward = self._backward()
         if backward is not None and backward.kind == "C":
             return backward  # a credit costs nothing and may free the stages before
+        if self.queue and self.returns_done == self.num_microbatches:
+            return self.weight()
         ready = Ready(self.forward() if self._may_forward() else None, backward, self.weight(), self.stage,
                       self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
-        return None if chosen is None else self._possible(chosen)
+        if chosen is None:
+            return None
+        if chosen not in ready[:3]:
+            raise ConfigError(f"has chosen {chosen}, which is not ready", code="policy-chooses-other-action",
+                              where="Engine(policy=...)", value=self.policy.name,
+                              remedy="Return ready.forward, ready.backward or ready.weight, or None to wait.")
+        return self._possible(chosen)
 
     def backward(self) -> Action | None:
         """The next return, or the product that has to run before it; None where none has arrived."""

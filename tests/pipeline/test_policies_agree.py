@@ -13,7 +13,10 @@ from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import microbatches
+from ranvier.schedule.policies import MessageDriven
+from ranvier.schedule.schedule import Action
 from tests.covering import covering
+from tests.errors import raises
 from tests.pipeline.parity import assert_close, chain, chunks_of, frozen, gradients_on, points, share, small_gpt, tokens
 from tests.pipeline.test_parity import Residual, of_blocks, residuals
 
@@ -202,3 +205,29 @@ def test_all_gradients_close_to_each_other_where_budgets_change_with_the_shapes(
                      for policy in ("message-driven", "gpipe"))
     assert_close(first, second)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Own(MessageDriven):
+    """A policy of a user's; class attributes are how it chooses."""
+
+    def choose(self, ready):
+        return self.of(ready)
+
+
+@pytest.mark.parametrize(("choose", "code"), [
+    (lambda ready: Action("F", 0) if ready.forwards_done == 1 else ready.forward or ready.backward,
+     "policy-chooses-other-action"),
+    (lambda ready: ready.forward if ready.forwards_done < 1 else None, "policy-waits-for-nothing")])
+def test_policies_that_do_not_keep_to_what_is_ready_are_refused(choose, code):
+    """A forward that runs twice would only change the result."""
+    with raises(code, where="Engine(policy=...)"):
+        gradients_on(residuals, points([[2] * 3]), Mesh(), policy=type("Once", (Own,), {"of": staticmethod(choose)})())
+
+
+def test_a_policy_may_leave_products_to_the_end():
+    policy = type("Late", (Own,), {"of": staticmethod(lambda ready: ready.forward or ready.backward)})()
+    options = {"pipeline": Pipeline(defer_bytes=HUGE)}
+    late, usual = (gradients_on(residuals, points([[2] * 3]), Mesh(pipe=2), **more, **options)
+                   for more in ({"policy": policy}, {}))
+    assert late.gradients.keys() == usual.gradients.keys()
+    assert all(torch.equal(late.gradients[name], one) for name, one in usual.gradients.items())
