@@ -123,12 +123,13 @@ def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
     tap = call.taps[len(call.inputs)]
     call.inputs.append(input.detach())  # an output that had a gradient would get one of zeros, to be added
     return _TappedLinear.apply(input, module.weight.detach(), None if module.bias is None else module.bias.detach(),
-                               tap, bool(module.__dict__["_compiled_float8"]))
+                               tap, torch.is_grad_enabled() and bool(module.__dict__["_compiled_float8"]))
 
 
 def _in_float8(module: nn.Linear, input: Tensor) -> Tensor:
     """The forward in the graph of a layer in float8 whose weight gradient autograd adds."""
-    if not module.weight.requires_grad or torch.is_autocast_enabled(input.device.type):
+    if (not (torch.is_grad_enabled() and module.weight.requires_grad)
+            or torch.is_autocast_enabled(input.device.type)):
         return functional.linear(input, module.weight, module.bias)
     return float8.Float8Linear.apply(input, module.weight, module.bias)
 
@@ -233,6 +234,8 @@ class CompiledBlocks:
                 layer.__dict__["_compiled_call"] = self._call
                 layer.__dict__["_compiled_float8"] = self._forwards.is_in_float8(layer)
                 layer.__dict__["forward"] = types.MethodType(forward, layer)
+            elif self._forwards.is_in_float8(layer) and not is_deferrable(layer):
+                layer.__dict__["forward"] = types.MethodType(_in_float8, layer)
         try:
             yield
         finally:

@@ -189,6 +189,7 @@ class _DeferrableForward:
 
     def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
         self._module, self.gradients, self.in_float8 = module, gradients, in_float8
+        self._by_autograd = _Float8Forward(module) if in_float8 else None
         self.pads_rows = isinstance(module, PaddedLinear)
         self.steps_aside = False
 
@@ -196,12 +197,14 @@ class _DeferrableForward:
         x, held = input, self._module._parameters
         weight: Any = held["weight"]
         bias = held["bias"]
-        if type(x) not in _PLAIN_TENSORS or not is_deferrable(self._module):
+        if type(x) not in _PLAIN_TENSORS:
             return functional.linear(x, weight, bias)
+        if not is_deferrable(self._module):
+            return functional.linear(x, weight, bias) if self._by_autograd is None else self._by_autograd(x)
         if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled() or (
                 x.layout is not torch.strided):
             self.steps_aside = True
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, weight, bias) if self._by_autograd is None else self._by_autograd(x)
         dtype = autocast_dtype(x, weight, bias) if torch.is_autocast_enabled(x.device.type) else None
         if dtype is not None:
             if self.in_float8:
@@ -225,7 +228,7 @@ class _Float8Forward:
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
-        if (not (torch.is_grad_enabled() and module.weight.requires_grad)
+        if (not (torch.is_grad_enabled() and module.weight.requires_grad) or input.layout is not torch.strided
                 or torch.is_autocast_enabled(input.device.type) or is_transformed()):
             return functional.linear(input, module.weight, module.bias)
         return float8.Float8Linear.apply(input, module.weight, module.bias)

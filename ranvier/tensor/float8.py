@@ -39,6 +39,8 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, dtype: torch.dtype) -> Tensor:
     """a b^T in `dtype`. a: [m, k]; b: [n, k]; n is a multiple of `MULTIPLE`, and k is padded with zeros to one."""
+    if not a.numel():
+        return a.new_zeros(len(a), len(b), dtype=dtype)
     (a8, a_scale), (b8, b_scale) = quantized(a, a_format), quantized(b, b_format)
     missing = -a.shape[1] % MULTIPLE
     if missing:

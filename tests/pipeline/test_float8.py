@@ -121,6 +121,47 @@ def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
         torch.testing.assert_close(found[name], grad, rtol=0, atol=2e-6 * float(grad.abs().max()), msg=name)
 
 
+class Chosen(Block):
+    """Its layers get some rows, or none, and read others without a gradient; one has a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.up(x).mean()
+        for rows in (x, x[:0]):
+            y = self.down(functional.gelu(self.up(rows)))
+        return scale * x + super().forward(x) + y.sum()
+
+
+@on_a_cpu
+@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"memory": Memory(recompute=1)}], ids=str)
+def test_rows_hooks_and_modes(settings, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(Block(), Chosen(), Block())
+
+    blocks = model()
+    for layer in (blocks[1].up, blocks[1].down):
+        layer.forward = lambda x, layer=layer: Reference.apply(x, layer.weight, layer.bias) if (
+            len(x) and torch.is_grad_enabled()) else functional.linear(x, layer.weight, layer.bias)
+    (batch,) = batches(1)
+    sum(loss(blocks(one.inputs), one.targets)[0] / 9 for one in batch).backward()
+
+    def on_rank(world):
+        engine = Engine(model(), world, loss=loss, float8=True, optim=Optim(offload="none"), **settings)
+        engine.forward_backward(batch)
+        return {name: grad.clone() for name, grad in engine.gradients().items()}
+
+    found, = run_ranks(on_rank, 1, timeout_seconds=300.0)
+    for name, one in blocks.named_parameters():
+        torch.testing.assert_close(found[name], one.grad, rtol=0, atol=4e-6 * float(one.grad.abs().max()), msg=name)
+
+
 @on_a_cpu
 def test_policies_give_the_same_bits():
     one, other = (gradients(Mesh(pipe=2), pipeline=Pipeline(policy=policy)) for policy in ("message-driven", "gpipe"))
