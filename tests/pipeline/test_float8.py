@@ -137,7 +137,8 @@ class Chosen(Block):
 
 
 @on_a_cpu
-@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"memory": Memory(recompute=1)}], ids=str)
+@pytest.mark.parametrize("settings", [{}, pytest.param({"compile": True}, marks=pytest.mark.slow),
+                                      {"memory": Memory(recompute=1)}], ids=str)
 def test_rows_hooks_and_modes(settings, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
 
