@@ -189,7 +189,8 @@ class CompiledBlocks:
             if isinstance(error, _OFTEN) and module not in self._alone:
                 self._alone.add(module)
                 return self(module, name, state, scope)
-            self._cannot(module, name, error)
+            self._cannot(module, name, error if not isinstance(error, _OFTEN) else NotImplementedError(
+                "it has a graph for each value of a number that its code reads, and there are too many"))
             scope.calls, scope.keys = 0, None
             return module(state)  # type: ignore[no-any-return]
 

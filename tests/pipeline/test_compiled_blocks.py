@@ -370,6 +370,20 @@ def test_more_blocks_that_differ_in_a_number_than_graphs_may_share_their_code(mo
                   compile=True)
 
 
+def test_a_block_that_computes_with_another_number_each_time(monkeypatch):
+    """It has too many graphs of its own, too."""
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    with raises("block-not-compilable", "b0", "each value of a number"):
+        assert_parity(lambda: chain(partial(Counted, 4, 4)), points([[1] * 20]), Mesh(), compile=True)
+
+
 class CompiledByItself(nn.Module):
     """A block of a user who compiles its own code, in one graph."""
 
