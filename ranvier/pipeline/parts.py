@@ -19,9 +19,8 @@ from ranvier.config import rules
 from ranvier.config.run import Guard
 from ranvier.optim.elementwise import refuse_coupled
 from ranvier.optim.guard import BadSteps
-from ranvier.optim.initialized_parts import refuse_initializers
-from ranvier.optim.partial_norms import warn_of_norms
 from ranvier.optim.step import OptimizerFactory, Updater
+from ranvier.optim.torch_functions import refuse_initializers, warn_of_norms
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.buffer_sync import BufferSync, ReplicaBuffers
 from ranvier.pipeline.build import build_stage, stage_parameters

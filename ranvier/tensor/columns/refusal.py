@@ -15,7 +15,7 @@ LOCAL_MAP = ("Compute what each column can compute from its own shards by ranvie
              "that is sharded over columns.")
 """The remedy for what has no rule."""
 _INSIDE = ("torch.", "ranvier.tensor.column", "ranvier.tensor.boundaries", "ranvier.tensor.closed_parameters",
-           "ranvier.optim.partial_norms", "contextlib", "functools")
+           "ranvier.optim.torch_functions", "contextlib", "functools")
 """Modules whose lines are no place in a user's code."""
 
 
