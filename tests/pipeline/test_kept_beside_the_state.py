@@ -18,7 +18,7 @@ from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.watched_values import Watch
+from ranvier.pipeline.left_values import Watch
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.errors import raises

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.pipeline.watched_values import Identities, Watch
+from ranvier.pipeline.left_values import Identities, Watch
 from ranvier.plan.reached_objects import PlaceName
 from ranvier.plan.shared_places import Element, SharedPlace
 
