@@ -17,7 +17,7 @@ from ranvier.mesh import Mesh
 from ranvier.optim.step import OptimizerFactory
 from ranvier.pipeline.autocast import check_autocast
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.modes import some_train
+from ranvier.pipeline.rank_stages import some_train
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.formats import check_formats
 from ranvier.plan.make import make

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ranvier import keyed_random
 from ranvier.block import Loss, Model, Modules, State, as_model, initialise
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.modes import put_in_evaluation, restore
+from ranvier.pipeline.rank_stages import put_in_evaluation, restore
 from ranvier.plan.formats import BlockFormats
 from ranvier.tensor.quantized_weight import QuantizedWeight
 

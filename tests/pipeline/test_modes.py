@@ -16,7 +16,7 @@ from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
 from ranvier.originals.stand_in_modes import StandInModes
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.modes import put_in_evaluation, restore
+from ranvier.pipeline.rank_stages import put_in_evaluation, restore
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.pipeline.parity import chain, on_mesh, points, share, squared
