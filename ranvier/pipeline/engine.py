@@ -39,7 +39,6 @@ from ranvier.optim.step import GradientStatus, OptimizerFactory
 from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
 from ranvier.pipeline.buffer_sync import BufferSync
 from ranvier.pipeline.examine import Cause, examine
-from ranvier.pipeline.full_state import gather_full_state
 from ranvier.pipeline.held_parameters import RankParameters
 from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
@@ -48,7 +47,7 @@ from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
 from ranvier.pipeline.rank_stages import some_train
 from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
-from ranvier.pipeline.state_dict import StateDict, load_state, take_state
+from ranvier.pipeline.state_dict import StateDict, gather_full_state, load_state, take_state
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
