@@ -18,7 +18,7 @@ from ranvier.errors import RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
-from ranvier.pipeline.column_parts import ColumnParts
+from ranvier.pipeline.connections import ColumnParts
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets

@@ -17,8 +17,7 @@ from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import ConfigError, MessageTimeout, TransportError
 from ranvier.mesh import Coordinates
 from ranvier.optim.step import Updater
-from ranvier.pipeline.column_parts import whole_names
-from ranvier.pipeline.connections import Connections
+from ranvier.pipeline.connections import Connections, whole_names
 from ranvier.pipeline.device_timeline import LookAhead
 from ranvier.pipeline.inbox import call_number
 from ranvier.pipeline.microbatch import Microbatch

@@ -28,7 +28,6 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.held_parameters import HeldParameters, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
-from ranvier.pipeline.others_parameters import OthersParameters
 from ranvier.pipeline.prepared_model import PreparedModel
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
@@ -38,7 +37,7 @@ from ranvier.pipeline.shared_values import SharedValues
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, tied_parameters, ties_of
-from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
+from ranvier.pipeline.trained_elsewhere import OthersParameters, TrainedElsewhere
 from ranvier.pipeline.users_changes import UsersChanges
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import told

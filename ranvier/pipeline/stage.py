@@ -30,9 +30,9 @@ from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.others_parameters import OthersParameters
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import Segment
+from ranvier.pipeline.trained_elsewhere import OthersParameters
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.schedule.schedule import Product

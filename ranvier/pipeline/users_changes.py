@@ -16,9 +16,8 @@ from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
 from ranvier.pipeline.held_parameters import HeldParameters
-from ranvier.pipeline.others_parameters import used_from_outside
 from ranvier.pipeline.shared_objects import SharedBufferChanges
-from ranvier.pipeline.trained_elsewhere import TrainedElsewhere
+from ranvier.pipeline.trained_elsewhere import TrainedElsewhere, used_from_outside
 
 
 class UsersChanges:

@@ -8,8 +8,8 @@ import torch
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
-from ranvier.pipeline import column_parts
-from ranvier.pipeline.column_parts import ColumnParts
+from ranvier.pipeline import connections
+from ranvier.pipeline.connections import ColumnParts
 from tests.pipeline.parity import frozen
 from tests.tensor.split_parity import SCHEMES, assert_parity, gradients_on, on_tensor_mesh, tiny_gpt, token_batches
 
@@ -19,7 +19,7 @@ BETWEEN_NODES = Mesh(pipe=2, col=2)
 @pytest.fixture
 def in_parts(monkeypatch):
     monkeypatch.setattr(ColumnParts, "_pays", lambda parts, destination: True)
-    monkeypatch.setattr(column_parts, "SMALLEST_IN_PARTS", 64)
+    monkeypatch.setattr(connections, "SMALLEST_IN_PARTS", 64)
 
 
 def received(engine):
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_whole_messages(in_parts, mesh, options, is_froze
 def test_a_stage_receives_half_over_two_columns_and_the_other_half_from_its_column(monkeypatch):
     make, batches = partial(tiny_gpt, num_layers=2, dropout=0.0), token_batches(BETWEEN_NODES, count=3)
     found = []
-    monkeypatch.setattr(column_parts, "SMALLEST_IN_PARTS", 64)
+    monkeypatch.setattr(connections, "SMALLEST_IN_PARTS", 64)
     for pays in (False, True):
         monkeypatch.setattr(ColumnParts, "_pays", lambda parts, destination, pays=pays: pays)
         counts = gradients_on(make, batches, BETWEEN_NODES, scheme="megatron", also=received).others
@@ -66,7 +66,7 @@ def test_what_is_small_or_split_or_no_activation_is_sent_whole(in_parts, scheme)
         assert len(cut) == (scheme == "megatron") and sent.requires_grad == {"odd", *(cut or ["x"])}
         if cut:
             assert torch.equal(sent.tensors[cut[0]], activation.flatten()[12 * mesh.col:12 * mesh.col + 12])
-        assert column_parts.whole_names(sent.requires_grad) == {"x", "odd"}
+        assert connections.whole_names(sent.requires_grad) == {"x", "odd"}
         whole = parts.gathered(sent.tensors)
         assert list(whole) == list(state) and all(torch.equal(whole[name], state[name]) for name in state)
 
