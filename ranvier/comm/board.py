@@ -29,6 +29,8 @@ HEARTBEAT_KEY = "ranvier/beat/"
 """Prefix of the key under which each rank counts its heartbeats (ranvier.launch.heartbeat)."""
 _STORE_SECONDS = 5.0
 _SHOW_DURATION_SECONDS = 3.0
+_POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.5
 _UNKNOWN = "not heard from"
 _Result = TypeVar("_Result")
 
@@ -305,6 +307,36 @@ class Board:
 
     def _lines(self, actions: dict[int, str]) -> str:
         return "\n".join(f"  {self.name(rank)} (rank {rank}): {actions[rank]}" for rank in sorted(actions))
+
+    def await_closing(self, calls: int, *, progress: Callable[[], None], seconds: float) -> int | None:
+        """Return when all ranks close the engine, or after `seconds`. A rank that has started more than `calls` calls
+        of it, as many as this one has made, is returned at once. progress: lets messages move.
+
+        A rank that closes its engine while others start another batch would meet them in collectives that do not belong
+        together: a hang, or an error of the transport. So it says in the store that it closes, and waits there until
+        all have said so. One that has started more calls would wait for it forever.
+        """
+        self._store.set(self._closing_key(self._rank), "")
+        missing = [rank for rank in range(self._mesh.size) if rank != self._rank]
+        began = looked = time.monotonic()
+        while missing and time.monotonic() - began < seconds:
+            progress()
+            missing = [rank for rank in missing if not self._store.check([self._closing_key(rank)])]
+            if time.monotonic() - looked >= _LOOK_SECONDS:
+                looked = time.monotonic()
+                for rank in missing:
+                    engine, started = read_engine_calls(self._store, rank)
+                    if engine == self.engine and started > calls:
+                        return rank
+            time.sleep(_POLL_SECONDS if missing else 0.0)
+        return None
+
+    def forget_closing(self) -> None:
+        """All ranks have returned from `await_closing`."""
+        self._store.delete_key(self._closing_key(self._rank))
+
+    def _closing_key(self, rank: int) -> str:
+        return f"ranvier/closing/{self.engine}/{rank}"
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ranvier.comm.board import Board
-from ranvier.comm.closing import Closing
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.protocol import Group, Transport
 from ranvier.config.run import TensorParallel
@@ -161,8 +160,7 @@ class Connections:
         """Give everything back when all that was sent has left. Collective. calls: of the engine on this rank before;
         steps: its training batches. TransportError where another rank makes more."""
         self.transport.flush()
-        closing = Closing(self._world.store, self.board.engine, self.rank, self._mesh.size)
-        other = closing.wait(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
+        other = self.board.await_closing(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
         if other is not None:
             raise TransportError(f"ended its loop after {steps} batches, while rank {other} goes on",
                                  code="ranks-differ-in-steps", where=f"rank {self.rank}",
@@ -170,7 +168,7 @@ class Connections:
                                  remedy="Give all ranks equally many batches, and close the engine on all of them "
                                         "after the last one.")
         self.all.barrier()
-        closing.forget()
+        self.board.forget_closing()
         self.transport.close()
         self.sequencer.close()
         for group in self._groups:
