@@ -23,7 +23,7 @@ from ranvier.optim.step import OptimizerFactory, Updater
 from ranvier.optim.torch_functions import refuse_initializers, warn_of_norms
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.buffer_sync import BufferSync, ReplicaBuffers
-from ranvier.pipeline.build import build_stage, stage_parameters
+from ranvier.pipeline.build import StageCopies, build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.held_parameters import HeldParameters, refuse_left_behind
@@ -32,13 +32,12 @@ from ranvier.pipeline.prepared_model import PreparedModel
 from ranvier.pipeline.rank_stages import RankStages
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
-from ranvier.pipeline.shared_objects import SharedBufferChanges, StageCopies
 from ranvier.pipeline.shared_values import SharedValues
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, tied_parameters, ties_of
 from ranvier.pipeline.trained_elsewhere import OthersParameters, TrainedElsewhere
-from ranvier.pipeline.users_changes import UsersChanges
+from ranvier.pipeline.users_changes import SharedBufferChanges, UsersChanges
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import told
 from ranvier.plan.plan import Plan

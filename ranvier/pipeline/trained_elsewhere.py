@@ -212,8 +212,8 @@ class TrainedElsewhere:
 #             self.first[0].weight.mul_(0.99)                  lost there; on this rank, at a time of the schedule
 #             return scale * self.body(x)
 #
-# A gradient that comes to them shows by itself (`pipeline/trained_elsewhere`). What is read or written without one, only
-# the operations show: forwards and backwards of stages that may reach such parameters run under this mode.
+# A gradient that comes to them shows by itself. What is read or written without one, only the operations show: forwards
+# and backwards of stages that may reach such parameters run under this mode.
 
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",

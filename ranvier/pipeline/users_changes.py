@@ -8,16 +8,17 @@ Each is refused by name, or warned of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
-from ranvier.pipeline.held_parameters import HeldParameters
-from ranvier.pipeline.shared_objects import SharedBufferChanges
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, HeldParameters
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere, used_from_outside
+from ranvier.plan.shared_buffers import shared_buffer_error
 
 
 class UsersChanges:
@@ -64,3 +65,41 @@ class UsersChanges:
 
     def _name(self, name: str) -> str:
         return self._names_in_whole.get(name, (name,))[0]
+
+
+class SharedBufferChanges:
+    """Notices buffers of several stages that a training batch changes: those have no one value, since stages run
+    microbatches in an order of their own. Shared batch norms are refused before the first step, and other modules that
+    change a buffer before the first update. Of other values see `left_values`.
+
+    shared: as `buffers_of_several_stages` returns it. blocks: (number in the model, name, module) of this rank's.
+    """
+
+    def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
+        self._shared, self._blocks = shared, blocks if shared else ()
+        self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._values: dict[str, Tensor] = {}
+        """In the first batches: kernels of running statistics leave no trace of a change but the values."""
+        self._batches = 0
+
+    def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
+        for _, block, module in self._blocks:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                if f"{block}.{name}" in self._shared:
+                    yield f"{block}.{name}", buffer
+
+    def begin(self) -> None:
+        """A training batch begins."""
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
+        self._batches += 1
+        self._values = {name: buffer.clone() for name, (buffer, _) in self._buffers.items()
+                        } if self._batches <= BATCHES_BY_VALUE else {}
+
+    def check(self) -> None:
+        """The batch has run. ModelError for a buffer that it has changed."""
+        for name, buffer in self._buffers_now():
+            before, version = self._buffers.get(name, (None, 0))
+            known = self._values.get(name)
+            if buffer is not before or buffer._version != version or (
+                    known is not None and not torch.equal(known, buffer)):
+                raise shared_buffer_error(name, self._shared[name], None)
