@@ -23,9 +23,8 @@ from ranvier.data import loader
 from ranvier.data.sampler import Sampler
 from ranvier.mesh import Mesh
 from ranvier.optim import placement
-from ranvier.optim.buckets import Segment, buckets_of, split_by_share
+from ranvier.optim.buckets import Segment, StateOwner, StatePlaces, buckets_of, split_by_share
 from ranvier.optim.rules import rules_of
-from ranvier.optim.state_places import StateOwner, StatePlaces
 from ranvier.pipeline.device_timeline import DeviceTimeline, LookAhead
 from ranvier.planner import measure, microbenchmarks
 from ranvier.system.pinned_memory import HostCopy

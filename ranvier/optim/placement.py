@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from ranvier.optim.average import EMA, update_average
-from ranvier.optim.buckets import Bucket, Segment, joined, within
+from ranvier.optim.buckets import Bucket, Segment, StatePlaces, joined, within
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.masters import follow
 from ranvier.optim.rules import Rules, SkippingRule, skips_by_itself
-from ranvier.optim.state_places import StatePlaces
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
 from ranvier.system.pinned_memory import pinned_zeros
