@@ -42,8 +42,7 @@ from ranvier.comm.protocol import Group
 from ranvier.errors import ConfigError
 from ranvier.layout import FlatOrder, flat_order
 from ranvier.optim.chunks import Chunk, GradientSpec
-from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions
-from ranvier.optim.touched_rows import TouchedRows
+from ranvier.optim.reduction import MAX_COLLECTIVES, Reductions, TouchedRows
 from ranvier.originals.same_memory import storage_of
 
 _MAKER = "ranvier_gradients"

@@ -10,7 +10,7 @@ from ranvier.config.run import Optim, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
-from ranvier.optim.touched_rows import PackedChunk, TouchedRows
+from ranvier.optim.reduction import PackedChunk, TouchedRows
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor import lookups
