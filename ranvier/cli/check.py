@@ -25,8 +25,7 @@ from ranvier.data.prepare import problems as data_problems
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
 from ranvier.plan.cut import StageTable
-from ranvier.plan.fitting import first_that_fits, schedule_note
-from ranvier.plan.limits import MemoryChoice
+from ranvier.plan.limits import MemoryChoice, first_that_fits, schedule_note
 from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
 from ranvier.planner.candidates import on_cluster
 from ranvier.planner.count import laid_out, memory_curve

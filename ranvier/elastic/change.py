@@ -12,7 +12,7 @@ from ranvier.config.other_mesh import resized
 from ranvier.config.resolve import ResolvedRun
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import RanvierError
-from ranvier.plan.fitting import first_that_fits, schedule_settings
+from ranvier.plan.limits import first_that_fits, schedule_settings
 
 
 @dataclass(frozen=True, kw_only=True)

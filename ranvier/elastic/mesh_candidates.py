@@ -15,7 +15,7 @@ from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.state import ElasticState
 from ranvier.mesh import Mesh, divisors, mesh_text
-from ranvier.plan.fitting import schedules
+from ranvier.plan.limits import schedules
 from ranvier.schedule.policies import policy_named
 
 

@@ -21,7 +21,7 @@ from ranvier.cost.step import Cost
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import AXES, Mesh, divisors
 from ranvier.models import families
-from ranvier.plan.fitting import first_that_fits
+from ranvier.plan.limits import first_that_fits
 from ranvier.planner.elastic_plan import Course
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import run_cost

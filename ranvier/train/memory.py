@@ -25,7 +25,7 @@ from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.plan.limits import first_that_fits, schedules
 from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.planner.problems import problems
 from ranvier.system.machine import available_memory_bytes

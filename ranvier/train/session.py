@@ -28,7 +28,7 @@ from ranvier.launch.stop import StopRequest
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.result import BatchResult
-from ranvier.plan.fitting import schedule_note
+from ranvier.plan.limits import schedule_note
 from ranvier.schedule.spans import Category
 from ranvier.system.lease import Lease
 from ranvier.train.best import LOSS, BestEvaluation

@@ -16,7 +16,7 @@ from ranvier.errors import ConfigError
 from ranvier.launch.contact import NAME as CONTACT
 from ranvier.launch.stop import StopRequest
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.fitting import schedule_note
+from ranvier.plan.limits import schedule_note
 from ranvier.system.atomic_file import clear_unfinished
 from ranvier.train import setup
 from ranvier.train.attention_kernel import choose_kernel, preferred_kernel

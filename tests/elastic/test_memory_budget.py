@@ -18,7 +18,7 @@ from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.elastic.transition import take
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.plan.fitting import first_that_fits, schedules
+from ranvier.plan.limits import first_that_fits, schedules
 from ranvier.planner.count import device_bytes_of_stages, laid_out
 from ranvier.train import elasticity, memory, session, start
 from ranvier.train.memory import MemoryBudget, device_bytes

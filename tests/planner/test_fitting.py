@@ -12,7 +12,7 @@ from ranvier.config.run import Pipeline
 from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.cost.device_overhead import ALLOCATOR_SHARE
 from ranvier.mesh import Mesh
-from ranvier.plan.fitting import first_that_fits, schedule_note, schedules
+from ranvier.plan.limits import first_that_fits, schedule_note, schedules
 from ranvier.planner.auto import closed
 from ranvier.planner.candidates import predict
 from ranvier.planner.count import laid_out

@@ -18,7 +18,7 @@ from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
 from ranvier.cost.memory import StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
-from ranvier.plan.fitting import schedules
+from ranvier.plan.limits import schedules
 from ranvier.planner.count import laid_out
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
