@@ -26,8 +26,7 @@ from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
 from ranvier.originals.read_attributes import ReadAttributes
-from ranvier.originals.stand_in_modes import StandInModes
-from ranvier.originals.stand_in_tensors import StandInTensors
+from ranvier.originals.stand_in_tensors import StandInModes, StandInTensors
 from ranvier.sent_values import name_of, pack, unpack
 
 

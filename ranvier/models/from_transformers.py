@@ -31,8 +31,7 @@ from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, bes
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
-from ranvier.originals.stand_in_modes import StandInModes
-from ranvier.originals.stand_in_tensors import StandInTensors
+from ranvier.originals.stand_in_tensors import StandInModes, StandInTensors
 from ranvier.tensor.split.loss import ClassLoss, NextTokenLoss
 
 TOLERANCE = 1e-4

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ranvier.originals.read_attributes import read_attributes_of
-from ranvier.originals.stand_in_modes import StandInModes
+from ranvier.originals.stand_in_tensors import StandInModes
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Blocks, Stage
 

@@ -14,7 +14,7 @@ from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
-from ranvier.originals.stand_in_modes import StandInModes
+from ranvier.originals.stand_in_tensors import StandInModes
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.rank_stages import put_in_evaluation, restore
 from ranvier.testing.ranks import run_ranks
