@@ -4,20 +4,18 @@ A slice is a box of the parameter, (start, stop) per dim, of which optionally on
 row-major order is meant: shares of optimizer states cut through parameters. A flat interval of a box is itself a few
 boxes, so everything here is arithmetic on boxes.
 
-    boxes     boxes, slices, and the cut of a size into equal parts
+    boxes     boxes, slices, the cut of a size into equal parts, and what must travel so that everyone has what it needs
     split     how a parameter lies on the row x col mesh
     chunks    the order of a rank's gradients in one flat buffer, and its cut into chunks and shares
     layout    parameters -> slices -> ranks: who holds, who updates, who owns
-    moves     what must travel so that everyone has what it needs
     panels    the cut of activations that travel while others are multiplied
 
 Pure: no process group, no clock, no I/O.
 """
 
-from ranvier.layout.boxes import Box, Slice, box_size, index_of, intersection, part, whole
+from ranvier.layout.boxes import Box, Move, Places, Slice, box_size, index_of, intersection, moves, part, whole
 from ranvier.layout.chunks import ChunkCut, FlatGradient, FlatOrder, flat_order
 from ranvier.layout.layout import Chunking, Layout, Parameter, frozen_blocks
-from ranvier.layout.moves import Move, Places, moves
 from ranvier.layout.split import Split, TensorAxis
 
 __all__ = ["Box", "ChunkCut", "Chunking", "FlatGradient", "FlatOrder", "Layout", "Move", "Parameter", "Places", "Slice",

@@ -1,10 +1,12 @@
-"""Boxes of a tensor, slices of a parameter, and the cut of a size into equal parts."""
+"""Boxes of a tensor, slices of a parameter, the cut of a size into equal parts, and moves of boxes between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from ranvier.errors import ModelError
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim; a scalar parameter's box is ()."""
@@ -109,3 +111,48 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
     """Part `index` of `size` elements cut into `parts`, as equal as possible: the first ones have one more."""
     least, more = divmod(size, parts)
     return index * least + min(index, more), (index + 1) * least + min(index + 1, more)
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+# Transfers between ranks after which every rank has the elements that it needs.
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements that `destination` needs and `source` has. Equal ranks: a copy on the spot."""
+
+    parameter: str
+    box: Box
+    source: int
+    destination: int
+
+
+Places = Mapping[str, Sequence[tuple[int, Box]]]
+"""Name of a tensor -> (rank, box) of its parts, none of them empty."""
+
+
+def moves(have: Places, need: Places) -> list[Move]:
+    """The transfers after which every rank has what it needs, each element once. The source is the destination itself
+    where it has the elements, else the lowest rank that has them. ModelError where no rank has them."""
+    result = []
+    for name, wanted in need.items():
+        for destination, box in wanted:
+            missing = [box]
+            for source, present in sorted(have.get(name, []), key=lambda item: (item[0] != destination, item[0])):
+                left = []
+                for piece in missing:
+                    common = intersection(piece, present)
+                    if common is None:
+                        left.append(piece)
+                    else:
+                        result.append(Move(name, common, source, destination))
+                        left += without(piece, common)
+                missing = left
+                if not missing:
+                    break
+            if missing:
+                raise ModelError("is needed but held by no rank of the old layout", code="element-held-nowhere",
+                                 where=f"parameter {name}", value=missing[0],
+                                 remedy="Move between layouts of the same model.")
+    return result
