@@ -16,7 +16,7 @@ PURE = ("mesh", "layout", "config.aliases", "config.resolve", "config.rules", "c
         "schedule.policies", "schedule.limits", "schedule.simulator", "schedule.computed_limits",
         "cost.blocks", "cost.kernels", "plan.limits", "cost.hardware", "cost.collectives",
         "cost.node_placement", "cost.stage_messages", "cost.mesh_shape", "cost.volume", "cost.memory",
-        "cost.published_peaks", "cost.device_overhead", "cost.step", "cost.transition", "plan.fitting",
+        "cost.published_peaks", "cost.device_overhead", "cost.step", "cost.transition",
         "plan.partition",
         "elastic.inputs", "elastic.freezing", "elastic.auto_pipe", "elastic.microbatch_profile",
         "elastic.mesh_candidates", "elastic.ledger", "elastic.cache_profile",

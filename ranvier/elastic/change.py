@@ -21,7 +21,7 @@ class Change:
 
     mesh: sizes by axis. boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few
     words. schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
-    (`plan/fitting`). wish: the ID of the resize request that it fulfils; logs have it under this name.
+    (`plan/limits`). wish: the ID of the resize request that it fulfils; logs have it under this name.
     """
 
     mesh: Mapping[str, int]

@@ -18,7 +18,7 @@ from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, HeldParameters
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere, used_from_outside
-from ranvier.plan.shared_places import shared_buffer_error
+from ranvier.plan.shared_buffers import shared_buffer_error
 
 
 class UsersChanges:

@@ -23,14 +23,8 @@ from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting
 from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
-from ranvier.plan.shared_places import (
-    SharedPlace,
-    buffers_of_several_stages,
-    code_of_stages,
-    code_with_others_parameters,
-    refuse_parameters_over_one_memory,
-    shared_places,
-)
+from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
+from ranvier.plan.shared_places import SharedPlace, code_of_stages, code_with_others_parameters, shared_places
 from ranvier.system.terminal import TextTable
 from ranvier.tensor.layers import VocabularyLinear, block_splits
 from ranvier.tensor.mesh import TensorMesh

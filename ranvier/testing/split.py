@@ -38,7 +38,7 @@ from ranvier.tensor.activations import layout_of
 from ranvier.tensor.columns import ColumnLayout, layout_of_tensor, mark, plain
 from ranvier.tensor.layers import block_splits
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.attributes import rebind_attributes
+from ranvier.tensor.split.layers import rebind_attributes
 from ranvier.tensor.splittable import Splittable, check_plain
 from ranvier.testing.ranks import RanksFailed, run_ranks
 from ranvier.world import World

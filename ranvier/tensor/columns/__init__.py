@@ -3,14 +3,13 @@
     layout                 the layout of a tensor, and conversions between layouts
     tensor                 `ColumnTensor`: the tensor subclass, which has the sizes of the whole tensor
     dispatch               the closed list of functions; rules and views have what they compute
-    gather                 outputs that leave the model, whole on every column
-    local_map              a function of plain tensors on one column's shards, past the rules
+    local_map              a function of plain tensors on one column's shards, past the rules; outputs that leave the
+                           model, whole on every column
 """
 
 from ranvier.tensor.columns.dispatch import dispatch
-from ranvier.tensor.columns.gather import gather_whole
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
-from ranvier.tensor.columns.local_map import local_map
+from ranvier.tensor.columns.local_map import gather_whole, local_map
 from ranvier.tensor.columns.refusal import refuse
 from ranvier.tensor.columns.tensor import (
     ColumnTensor,

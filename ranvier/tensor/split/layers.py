@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.block import Loss
 from ranvier.errors import DivisibilityError, ModelError
+from ranvier.originals.same_memory import ByMemory
 from ranvier.tensor.adapters import split_adapters
 from ranvier.tensor.boundaries import checked_loss, guard_block, guard_layer, named_module, own_hooks
 from ranvier.tensor.closed_parameters import close_parameters
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.attributes import rebind_attributes
 from ranvier.tensor.split.loss import SplitTokenLosses, TokenLosses, vocabulary_of
 from ranvier.tensor.splittable import Splittable, check_plain, unsplit_parameter
 
@@ -108,3 +114,135 @@ def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
             problem = "is smaller than" if what == "vocabulary" else "cannot be divided by"
             raise DivisibilityError(f"{what} {problem} mesh.{axis} {count}", code="layer-not-divisible", where=where,
                                     value=size, remedy=f"Set `--mesh.{axis}` to a divisor, or change the model's size.")
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+# References in a split module's attributes: methods and lists of the whole model's layers become those of its copy.
+#
+# A split module is a copy whose layers are this rank's. An attribute that still leads to the whole model's layers or
+# parameters (`self.pair = [self.query, self.key]`, `self.run = lambda x: self.into(x)`) would compute with weights that
+# nobody trains, and nothing would fail on rows alone.
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
+
+
+def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], where: str, *, check_only: bool = False
+                      ) -> None:
+    """Let the attributes of all copies lead to copies; ModelError for what cannot be changed.
+
+    done: modules of `whole` -> their copies. check_only: change nothing, of copies by `copy.deepcopy`.
+    """
+    parameters = _Parameters(whole)
+    for path, module in whole.named_modules():
+        if module not in done or isinstance(module, Splittable):
+            continue
+        copied, named = done[module], f"{where}.{path}" if path else where
+        for name, value in list(module.__dict__.items()):  # a copy has lost some
+            if name not in _OF_TORCH and name != "_split_name":
+                shown = name.replace("_compiled_call_impl", "compile()")
+                if name == "forward" and not isinstance(value, types.MethodType):
+                    _refuse(f"{named}.{shown}", module)
+                found = _Rebinding(done, parameters, f"{named}.{shown}", module).of(value)
+                if not check_only:
+                    copied.__dict__[name] = found
+        for name, buffer in module._buffers.items():
+            _Rebinding(done, parameters, f"{named}.{name}", module).of(buffer)
+        for name in _HOOKS:
+            for hook in list((copied.__dict__.get(name) or {}).values()):
+                _Rebinding(done, parameters, f"{named}.{name.strip('_')}", module).check(hook)
+
+
+class _Parameters:
+    """Those of a whole module."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        self._found = {id(one) for one in whole.parameters()}
+        self._trained = ByMemory((None, one) for one in whole.parameters() if one.requires_grad)
+
+    def have(self, value: Tensor) -> bool:
+        """Whether it is one of them, or has values of one that trains in its memory."""
+        return id(value) in self._found or bool(self._trained.over(value))
+
+
+class _Rebinding:
+    """Rebinds one attribute of `module`."""
+
+    def __init__(self, done: Mapping[nn.Module, nn.Module], parameters: _Parameters, where: str, module: nn.Module
+                 ) -> None:
+        self._done, self._parameters, self._where, self._module = done, parameters, where, module
+        self._memo: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """`value` with copies in place of the whole model's modules: itself where it has none."""
+        if isinstance(value, nn.Module):
+            return self._done.get(value, value)
+        if isinstance(value, Tensor):
+            if self._parameters.have(value):
+                raise ModelError("keeps a parameter of a layer, or its memory, of which each rank has a part",
+                                 code="layer-parameter-kept", where=self._where, value=type(self._module).__name__,
+                                 remedy="Call the layer. A penalty on weights is optim.weight_decay.")
+            return value
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__)
+            if owner is value.__self__ and isinstance(owner, nn.Module):
+                self._refuse()  # of a module that is none of the block's
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if type(value) in (list, tuple, dict):
+            return self._container(value)
+        if type(value) is weakref.ref and (target := value()) is not None:
+            return value if self.of(target) is target else weakref.ref(self.of(target))
+        if type(value) is functools.partial:
+            call, args, named = self.of(value.func), self.of(value.args), self.of(value.keywords)
+            changed = call is not value.func or args is not value.args or named is not value.keywords
+            return functools.partial(call, *args, **named) if changed else value
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """ModelError where a function or an object leads to a module or parameter of the whole model."""
+        if id(value) in self._memo:
+            return
+        self._memo[id(value)] = value
+        for one in _inside(value):
+            if self.of(one) is not one:
+                self._refuse()
+
+    def _container(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        self._memo[id(value)] = value  # of one that holds itself
+        before = list(value.values()) if isinstance(value, dict) else value
+        parts = [self.of(one) for one in before]
+        if not all(map(operator.is_, parts, before)):
+            self._memo[id(value)] = dict(zip(value, parts, strict=True)) if isinstance(value, dict) \
+                else type(value)(parts)
+        return self._memo[id(value)]
+
+    def _refuse(self) -> None:
+        _refuse(self._where, self._module)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The values to which a function's closure, or an object of a user's class, refers."""
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
+    elif isinstance(value, (list, tuple, set, frozenset, functools.partial)):
+        yield from value if not isinstance(value, functools.partial) else (value.func, value.args, value.keywords)
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif not isinstance(value, type) and not type(value).__module__.startswith(("torch.", "ranvier.", "builtins")):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _refuse(where: str, module: nn.Module) -> None:
+    raise ModelError("has a function that would run the layers of the whole model, as torch.compile and lambda make "
+                     "them", code="function-of-whole-layers", where=where, value=type(module).__name__,
+                     remedy="Define a method that calls the layers, or set `--model.compile`, which compiles the "
+                            "layers' own chains.")
