@@ -14,19 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ranvier.comm import sum_algorithms as sums
 from ranvier.comm.protocol import Reduction, Work
-from ranvier.comm.sum_algorithms import (
-    NATIVE,
-    WIDER,
-    Library,
-    Operation,
-    SumAlgorithm,
-    buffer_bytes,
-    choose_algorithm,
-    ring_bytes,
-    shard_elements,
-    sum_bytes,
-)
 from ranvier.errors import TransportError
 
 SAME_CALLS = "All ranks make the same calls of the engine, of Checkpoints and of the world, in one order."
@@ -120,7 +109,7 @@ def reduce_shares(output: Tensor, shares: Sequence[Tensor], op: Reduction = "sum
     """Reduce `shares`, two or more [n], by `op` into `output` [n], in this order, accumulated in the wider dtype and
     rounded once. `output` may be the first of them."""
     first, *others = shares
-    wide = WIDER.get(output.dtype)
+    wide = sums.WIDER.get(output.dtype)
     if wide is None:
         for share in others:
             first = _COMBINE[op](first, share, out=output)
@@ -170,7 +159,7 @@ class CheckedGroup:
         members = len(self.ranks)
         return [((self.index - step) % members, (self.index + step) % members) for step in range(1, members)]
 
-    def library(self, device_type: str) -> Library:
+    def library(self, device_type: str) -> sums.Library:
         """The library that sums tensors on devices of this type."""
         return "nccl" if device_type == "cuda" else "gloo"
 
@@ -198,7 +187,7 @@ class CheckedGroup:
     def _exchanged_all_reduce(self, flat: Tensor, op: Reduction) -> Work:
         """Member k receives shard k of all members and adds it; then all shards are gathered."""
         members = len(self.ranks)
-        shard = shard_elements(flat.numel(), members)
+        shard = sums.shard_elements(flat.numel(), members)
         whole = flat
         if shard * members != flat.numel():
             whole = self._allocate(flat, shard * members)
@@ -281,14 +270,14 @@ class CheckedGroup:
                      device_type: str) -> int:
         """See `protocol.Group`."""
         members, size = len(self.ranks), numel * dtype.itemsize
-        algorithm = choose_algorithm(self.library(device_type), operation, dtype, size, members)
-        return buffer_bytes(algorithm, operation, numel, dtype.itemsize, members)
+        algorithm = sums.choose_algorithm(self.library(device_type), operation, dtype, size, members)
+        return sums.buffer_bytes(algorithm, operation, numel, dtype.itemsize, members)
 
     def all_gather(self, output: Tensor, tensor: Tensor, dim: int = 0) -> Work:
         """See `protocol.Group`."""
         self._check("all_gather", output, tensor)
         self._check_sizes("all_gather", output, tensor)
-        self._count(output, ring_bytes("all_gather", len(self.ranks), output.numel() * output.element_size()))
+        self._count(output, sums.ring_bytes("all_gather", len(self.ranks), output.numel() * output.element_size()))
         if len(self.ranks) == 1 or tensor.numel() == 0:
             output.detach().view(-1).copy_(tensor.detach().view(-1))
             return CompletedWork()
@@ -310,7 +299,7 @@ class CheckedGroup:
         self._check("broadcast", tensor)
         self._check_root("broadcast", root)
         if self.index != root:
-            self._count(tensor, ring_bytes("broadcast", len(self.ranks), tensor.numel() * tensor.element_size()))
+            self._count(tensor, sums.ring_bytes("broadcast", len(self.ranks), tensor.numel() * tensor.element_size()))
         if len(self.ranks) == 1 or tensor.numel() == 0:
             return CompletedWork()
         return self._broadcast(_bytes(tensor), root)
@@ -385,14 +374,14 @@ class CheckedGroup:
                               f"one tensor must be {len(self.ranks)} times as large as the other",
                               (whole.numel(), shard.numel()))
 
-    def _choose_and_count(self, operation: Operation, tensor: Tensor, root: int = 0) -> SumAlgorithm:
+    def _choose_and_count(self, operation: sums.Operation, tensor: Tensor, root: int = 0) -> sums.SumAlgorithm:
         """Choose the algorithm that sums `tensor` (unsharded), and count its bytes. TransportError for dtypes that
         cannot be reduced."""
-        if tensor.dtype not in NATIVE and tensor.dtype not in WIDER:
+        if tensor.dtype not in sums.NATIVE and tensor.dtype not in sums.WIDER:
             raise self._error("dtype-not-reduced", operation, "this dtype cannot be reduced", tensor.dtype)
-        algorithm = choose_algorithm(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes,
+        algorithm = sums.choose_algorithm(self.library(tensor.device.type), operation, tensor.dtype, tensor.nbytes,
                                      len(self.ranks))
-        self._count(tensor, sum_bytes(algorithm, operation, tensor.numel(), tensor.element_size(), len(self.ranks),
+        self._count(tensor, sums.sum_bytes(algorithm, operation, tensor.numel(), tensor.element_size(), len(self.ranks),
                                       from_root=(self.index - root) % len(self.ranks)))
         return algorithm
 

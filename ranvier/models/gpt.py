@@ -22,14 +22,8 @@ from ranvier.block import Model, State
 from ranvier.config.run import Transformer
 from ranvier.errors import ModelError, RanvierError
 from ranvier.models import family
+from ranvier.models import packed_sequences as packed
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.packed_sequences import (
-    attention_mask,
-    hidden_and_segments,
-    is_whole_causal,
-    positions_of,
-    with_hidden,
-)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import NextTokenLoss
 
@@ -53,7 +47,7 @@ class Embedding(nn.Module):
             raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
                              where="sequence of the inputs", value=length,
                              remedy=f"Pass at most {self.longest} tokens, or set `--model.sequence {length}`.")
-        positions: int | Tensor = length if segments_BS is None else positions_of(segments_BS)
+        positions: int | Tensor = length if segments_BS is None else packed.positions_of(segments_BS)
         if before:
             positions = torch.arange(before, length, device=ids_BS.device).expand_as(ids_BS)
         x_BSH: Tensor = self.dropout(self.token(ids_BS) + self.position(positions))
@@ -68,17 +62,17 @@ class Attention(family.FusedAttention):
         self.cache = DecodingCache()
 
     def forward(self, state: State) -> State:
-        x_BSH, segments_BS = hidden_and_segments(state)
+        x_BSH, segments_BS = packed.hidden_and_segments(state)
         y_BSH: Tensor = self.projection(tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)), segments_BS))
-        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
+        return packed.with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
     def _attended(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
         """Attention within the heads that this column has."""
         q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
-        mask = attention_mask(q_BNSD, k_BNSD, segments_BS)
+        mask = packed.attention_mask(q_BNSD, k_BNSD, segments_BS)
         y_BNSD = functional.scaled_dot_product_attention(
-            q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BNSD, mask))
+            q_BNSD, k_BNSD, v_BNSD, attn_mask=mask, is_causal=packed.is_whole_causal(q_BNSD, k_BNSD, mask))
         return y_BNSD.transpose(1, 2).flatten(2)
 
 
@@ -89,9 +83,9 @@ class MLP(family.TwoLayerMLP):
         super().__init__(config, dtype, tensor.LayerNorm(config.hidden, dtype=dtype), 4 * config.hidden)
 
     def forward(self, state: State) -> State:
-        x_BSH, _ = hidden_and_segments(state)
+        x_BSH, _ = packed.hidden_and_segments(state)
         y_BSF = tensor.gelu(self.fc1(self.norm(x_BSH)))
-        return with_hidden(state, self.dropout(self.fc2(y_BSF), onto=x_BSH))
+        return packed.with_hidden(state, self.dropout(self.fc2(y_BSF), onto=x_BSH))
 
 
 class Head(nn.Module):
@@ -103,7 +97,7 @@ class Head(nn.Module):
         self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
-        x_BSH, _ = hidden_and_segments(state)
+        x_BSH, _ = packed.hidden_and_segments(state)
         logits_BSV: Tensor = self.projection(self.norm(x_BSH))
         return logits_BSV
 

@@ -24,15 +24,8 @@ from ranvier.block import Initial, Model, State, alike_by_kind
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models import family
+from ranvier.models import packed_sequences as packed
 from ranvier.models.decoding_cache import DecodingCache
-from ranvier.models.packed_sequences import (
-    attention_mask,
-    hidden_and_segments,
-    in_halves,
-    is_whole_causal,
-    positions_of,
-    with_hidden,
-)
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import LastTokenLoss, NextTokenLoss
 from ranvier.tensor.split.preference_loss import RewardLoss
@@ -109,13 +102,13 @@ class Sublayer(nn.Module):
         raise NotImplementedError
 
     def forward(self, state: State) -> State:
-        x_BSH, segments_BS = hidden_and_segments(state)
+        x_BSH, segments_BS = packed.hidden_and_segments(state)
         y_BSH = self.added(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
         if self.norm_after is not None:
             y_BSH = self.norm_after(y_BSH)
         if self.multiplier != 1:
             y_BSH = y_BSH * self.multiplier
-        return with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
+        return packed.with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
 
 class Attention(Sublayer):
@@ -163,7 +156,7 @@ class Attention(Sublayer):
         if self.rotary is None:
             return _unturned
         if segments_BS is not None:
-            return partial(self.rotary, positions=positions_of(segments_BS))
+            return partial(self.rotary, positions=packed.positions_of(segments_BS))
         if not before:
             return self.rotary
         positions = torch.arange(before, before + length, device=q_BNSD.device)[None]
@@ -174,11 +167,11 @@ class Attention(Sublayer):
         turned = self._turned(q_BNSD, segments_BS)
         q_BNSD = turned(q_BNSD)
         k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
-        mask = attention_mask(q_BNSD, k_BKSD, segments_BS, window=self.window, needed=bool(self.softcap))
+        mask = packed.attention_mask(q_BNSD, k_BKSD, segments_BS, window=self.window, needed=bool(self.softcap))
         if mask is not None and self.softcap:
             return self._attended_with_cap(q_BNSD, k_BKSD, v_BKSD, mask)
         return functional.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=is_whole_causal(q_BNSD, k_BKSD, mask),
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=packed.is_whole_causal(q_BNSD, k_BKSD, mask),
             scale=self.scale, enable_gqa=self.is_grouped)
 
     def _attended_with_cap(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor) -> Tensor:
@@ -235,7 +228,7 @@ class Head(nn.Module):
         self.projection = tensor.VocabularyLinear(config.hidden, config.vocab, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
-        x_BSH, _ = hidden_and_segments(state)
+        x_BSH, _ = packed.hidden_and_segments(state)
         logits_BSV: Tensor = self.projection(self.norm(x_BSH))
         if self.divisor != 1:
             logits_BSV = logits_BSV / self.divisor
@@ -253,7 +246,7 @@ class ScoreHead(nn.Module):
         self.score = tensor.ClassifierHead(config.hidden, num_scores, bias=False, token=None, dtype=dtype)
 
     def forward(self, state: State) -> Tensor:
-        x_BSH, _ = hidden_and_segments(state)
+        x_BSH, _ = packed.hidden_and_segments(state)
         scores_BSC: Tensor = self.score(self.norm(x_BSH))
         return scores_BSC
 
@@ -335,7 +328,7 @@ class _Llama:
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)
         if head == "score":
-            return in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
+            return packed.in_halves(ids_BS), {"last": torch.tensor([length // 2, length]).repeat(count, 1) - 1}
         if head == "classes":
             zeros_B = torch.zeros_like(ids_BS[:, 0])
             return ids_BS, {"last": zeros_B + length - 1, "class": zeros_B}

@@ -26,23 +26,8 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
 from ranvier.pipeline.same_on_ranks import NUMBER_BITS
+from ranvier.plan import object_contents as objects
 from ranvier.plan.code_uses import is_key
-from ranvier.plan.object_contents import (
-    attributes_of,
-    bytes_of,
-    container,
-    contents,
-    elements,
-    elements_with_keys,
-    entries_of,
-    is_array,
-    is_data,
-    is_of_user,
-    is_opaque,
-    is_whole,
-    own_dict,
-    size_of,
-)
 from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import ANY_NAME, Element, Entry, SharedPlace
 
@@ -172,15 +157,15 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         plain = value.detach().cpu().contiguous()
         return crc32(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
                      crc32(f"{plain.dtype} {tuple(plain.shape)}".encode()))
-    if is_array(value):
+    if objects.is_array(value):
         shape = f"{getattr(value, 'dtype', '')} {getattr(value, 'shape', '')}"
-        return crc32(bytes_of(value), crc32(shape.encode()))
+        return crc32(objects.bytes_of(value), crc32(shape.encode()))
     if isinstance(value, type | FunctionType | ModuleType):
         return crc32(value.__name__.encode())
-    kind, own = container(value), own_dict(value)
+    kind, own = objects.container(value), objects.own_dict(value)
     if kind is None and own is None:
         return crc32(repr(value).encode())
-    inside = list(own.items()) if kind is None and own is not None else elements_with_keys(value)
+    inside = list(own.items()) if kind is None and own is not None else objects.elements_with_keys(value)
     parts = [f"{0 if kind is set else key!r} {_number(one, found, depth - 1)}" for key, one in inside if depth]
     return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in whatever order
 
@@ -243,11 +228,11 @@ class Mark:
         """Whether its elements, or those of an array, are compared by themselves, and not by identity."""
         self._add(value, found if is_found else (), found, _MOST_DEPTH)
         self.tensors = [] if PLAIN.issuperset(map(type, self.kept)) else [
-            one for one in self.kept if isinstance(one, Tensor) or is_array(one)]
+            one for one in self.kept if isinstance(one, Tensor) or objects.is_array(one)]
         self.versions = [_version(one) for one in self.tensors]
-        self.is_opaque = any(type(one) not in PLAIN and is_opaque(one) for one in self.kept)
+        self.is_opaque = any(type(one) not in PLAIN and objects.is_opaque(one) for one in self.kept)
         """Whether nobody can tell that it is as it was."""
-        self.is_sampled |= self.is_opaque or any(map(is_array, self.tensors))
+        self.is_sampled |= self.is_opaque or any(map(objects.is_array, self.tensors))
 
     @property
     def has_gradient(self) -> bool:
@@ -257,14 +242,14 @@ class Mark:
     def _add(self, value: object, left_out: Collection[int], found: Collection[int], depth: int) -> None:
         if type(value) in PLAIN or id(value) in left_out:
             return
-        inside = elements(value)
-        if is_of_user(value) and depth:  # made by a forward, or a container
-            if (own := own_dict(value)) is not None:
+        inside = objects.elements(value)
+        if objects.is_of_user(value) and depth:  # made by a forward, or a container
+            if (own := objects.own_dict(value)) is not None:
                 self._add(own, (), found, depth - 1)
             self.is_sampled |= own is None
         if inside is None:
             return
-        if is_data(value):
+        if objects.is_data(value):
             self.is_sampled = True
             self.kept += _sample(value)
             return
@@ -320,11 +305,11 @@ class Watch:
 
     def entries(self) -> Iterable[tuple[Entry, Any]]:
         """What there is now."""
-        if self.place.keys is not None and not is_data(self.value):
-            return [(Element(key), one) for key, one in elements_with_keys(self.value)]
+        if self.place.keys is not None and not objects.is_data(self.value):
+            return [(Element(key), one) for key, one in objects.elements_with_keys(self.value)]
         if None in self.place.read or ANY_NAME in self.place.read:
-            return contents(self.value)
-        return entries_of(self.value, self.place.read)
+            return objects.contents(self.value)
+        return objects.entries_of(self.value, self.place.read)
 
     def changes(self) -> Iterator[Change]:
         """What has changed since; afterwards it counts as it is."""
@@ -345,8 +330,8 @@ class Watch:
         if isinstance(self.value, CellType | ContextVar):
             get, of = (getattr, "cell_contents") if isinstance(self.value, CellType) else (ContextVar.get, None)
             found.append(partial(map, get, (self.value,), (of,)))
-        elif not is_whole(self.value):
-            if (mappings := attributes_of(self.value)) is None:
+        elif not objects.is_whole(self.value):
+            if (mappings := objects.attributes_of(self.value)) is None:
                 return None
             names = list(self.marks) if ANY_NAME in self.place.read else self.place.read
             for one in mappings:
@@ -385,7 +370,7 @@ class Identities:
 
 def _sample(value: Any) -> list[Any]:
     """The size of a container that holds data, and the ends of what has some."""
-    found = [size_of(value)]
+    found = [objects.size_of(value)]
     if isinstance(value, dict):
         found += [one for ends in (dict.__iter__(value), dict.__reversed__(value))
                   for key in (next(ends),) for one in (key, dict.__getitem__(value, key))]
@@ -403,7 +388,7 @@ def _is_trained(value: object) -> bool:
 def _version(value: Any) -> object:
     if isinstance(value, Tensor):
         return 0 if value.is_inference() or _is_trained(value) else value._version
-    return crc32(bytes_of(value, _SAMPLED))
+    return crc32(objects.bytes_of(value, _SAMPLED))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -22,19 +22,8 @@ from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.optim.optimizer import storage_bytes
+from ranvier.plan import kernel_count as kernels
 from ranvier.plan.formats import BlockFormats
-from ranvier.plan.kernel_count import (
-    AS_WRITTEN,
-    FUSED_ATTENTION,
-    Counting,
-    KernelCount,
-    float8_kernels,
-    kept_bytes,
-    loss_kernels,
-    num_repeated,
-    run_kernels,
-    tensor_bytes,
-)
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
@@ -76,7 +65,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None =
             return None
         if attn_mask.dtype is torch.bool:  # the kernel adds it
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    attended: Tensor = FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    attended: Tensor = kernels.FUSED_ATTENTION(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return attended
 
 
@@ -151,7 +140,7 @@ def _to_meta(value: Any) -> Any:
 
 @without_compiler()
 def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32,
-                counting: Counting = AS_WRITTEN) -> list[BlockCost]:
+                counting: kernels.Counting = kernels.AS_WRITTEN) -> list[BlockCost]:
     """Cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the device that
     runs it fuses.
 
@@ -204,9 +193,9 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered // 8)
         costs.append(BlockCost(
             name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=max(memory.allocated, drops),
-            kernels=run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
-            num_repeated=num_repeated(count, counting, dtype.itemsize),
-            kept_bytes=(stored := kept_bytes(memory, kept.storages, counting) + more),
+            kernels=kernels.run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
+            num_repeated=kernels.num_repeated(count, counting, dtype.itemsize),
+            kept_bytes=(stored := kernels.kept_bytes(memory, kept.storages, counting) + more),
             operand_bytes=min(stored, kept.count_of(memory.operands())),
             input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
             weight_elements=weight, table_elements=table,
@@ -222,22 +211,23 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         before = f"what block {name} returns"
     if targets is not None:
         targets, kept = _to_meta(targets), KeptBytes(())
-        with KernelCount() as count, kept:
+        with kernels.KernelCount() as count, kept:
             if not counting.on_cuda:
                 check_loss(model, state, targets, dtype)
         costs[-1] = replace(
-            costs[-1], kernels=(*costs[-1].kernels, *loss_kernels(count, state, counting)),
+            costs[-1], kernels=(*costs[-1].kernels, *kernels.loss_kernels(count, state, counting)),
             loss_bytes=max(costs[-1].output_bytes, kept.count),
             allocated_bytes=_allocated_with_loss(costs[-1], count.allocated, model.loss, state, counting))
     if counting.float8:
-        in_float8 = {id(cost.kernels): float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
+        in_float8 = {id(cost.kernels): kernels.float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
         costs[1:-1] = [replace(
             cost, kernels=in_float8[id(cost.kernels)], num_repeated=None if cost.num_repeated is None else len(
-                float8_kernels(cost.kernels[:cost.num_repeated], counting))) for cost in costs[1:-1]]
+                kernels.float8_kernels(cost.kernels[:cost.num_repeated], counting))) for cost in costs[1:-1]]
     return costs
 
 
-def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: Counting) -> int:
+def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: kernels.Counting
+                         ) -> int:
     """`BlockCost.allocated_bytes` of the last block, or what the loss behind it allocates if that is more; without the
     logits, where the loss keeps them and overwrites them. allocated: without data, where its scratch has all rows."""
     if not overwrites_logits(loss):
@@ -249,12 +239,12 @@ def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs:
     return max(last.allocated_bytes - last.output_bytes, allocated - scratch)
 
 
-def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> KernelCount:
+def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> kernels.KernelCount:
     """The count of a block with these parameters. A weight gathered with others trains if most of their elements do."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     weights = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return KernelCount({tensors[name].untyped_storage()._cdata: parameter.requires_grad
+    return kernels.KernelCount({tensors[name].untyped_storage()._cdata: parameter.requires_grad
                         for name, parameter in parameters.items()},
                        others_train=2 * trained > sum(weight.numel() for weight in weights))
 
@@ -264,7 +254,7 @@ def _hint(state: State) -> str:
     return "" if hint is None else f" If the block before it is none of yours: {hint}."
 
 
-def _weights_of(module: nn.Module, count: KernelCount) -> tuple[float, bool]:
+def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, bool]:
     """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
     computes is no weight's, and has gradients of two operands whatever is frozen."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
@@ -303,7 +293,7 @@ def _shapes(state: State) -> tuple[object, ...]:
 
 
 def _state_bytes(state: State) -> int:
-    return sum(map(tensor_bytes, _tensors(state)))
+    return sum(map(kernels.tensor_bytes, _tensors(state)))
 
 
 def _as_leaves(state: State, trains: bool) -> State:

@@ -34,17 +34,8 @@ from functools import cached_property, lru_cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ranvier.plan.function_tree import (
-    BY_NAME,
-    CHANGES,
-    FunctionTree,
-    Store,
-    bodies,
-    node_of,
-    place_in,
-    source_of,
-    text_of,
-)
+from ranvier.plan import function_tree as trees
+from ranvier.plan.function_tree import FunctionTree, Store, text_of
 
 _COMPUTING = frozenset({
     "abs", "add", "add_", "clamp", "clamp_", "clone", "cpu", "detach", "div", "div_", "double", "float", "int", "item",
@@ -110,11 +101,11 @@ class Uses:
 @lru_cache(maxsize=1 << 14)
 def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
-    return Uses.of(list(_uses_of_all(code, own, source_of(code))))
+    return Uses.of(list(_uses_of_all(code, own, trees.source_of(code))))
 
 
 def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
-    node = node_of(code, source)
+    node = trees.node_of(code, source)
     yield _all_names(code) if node is None else _Function(code, node, own).uses()
     for one in code.co_consts:
         if isinstance(one, CodeType) and (node is None or one.co_name not in _INLINE):
@@ -126,8 +117,8 @@ def _all_names(code: CodeType) -> Uses:
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
     return Uses(own=names, others=names, whole=names,
-                stores=stores, accumulates=names, reads_any=not (_READS_ANY | BY_NAME).isdisjoint(
-                    names), stores_any=not (_STORES_ANY | BY_NAME).isdisjoint(names))
+                stores=stores, accumulates=names, reads_any=not (_READS_ANY | trees.BY_NAME).isdisjoint(
+                    names), stores_any=not (_STORES_ANY | trees.BY_NAME).isdisjoint(names))
 
 
 class _Function(FunctionTree):
@@ -154,7 +145,7 @@ class _Function(FunctionTree):
         found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
         for node in self._numbers:
             match node:
-                case ast.Name(id=by) if by in BY_NAME:  # with a name that is computed
+                case ast.Name(id=by) if by in trees.BY_NAME:  # with a name that is computed
                     found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
                 case ast.ImportFrom():
                     for kind in ("others", "whole"):
@@ -174,7 +165,7 @@ class _Function(FunctionTree):
         if call is not None and call.func.attr == "setdefault":
             return self._change(call)
         is_dropped = call is not None and isinstance(self._parents[call], ast.Expr)
-        if not is_dropped or call.func.attr not in CHANGES:
+        if not is_dropped or call.func.attr not in trees.CHANGES:
             return None
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
 
@@ -194,7 +185,7 @@ class _Function(FunctionTree):
                 at = parent
             else:
                 break
-        back = [text_of(element if (place := place_in(element)) is None else place)]
+        back = [text_of(element if (place := trees.place_in(element)) is None else place)]
         return is_computed and (isinstance(parent, ast.Expr) or (
             isinstance(parent, ast.Assign) and list(map(text_of, parent.targets)) == back))
 
@@ -246,7 +237,7 @@ class _Function(FunctionTree):
     def _arm(self, branch: Any, around: list[Any]) -> Any:
         """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
         child = around[around.index(branch) - 1] if branch in around else None
-        return next((body for body in bodies(branch) if child in body), child)
+        return next((body for body in trees.bodies(branch) if child in body), child)
 
     def _asks(self, branch: Any) -> bool:
         """Whether it depends on what is in a place that the function stores in."""
@@ -272,7 +263,7 @@ class _Function(FunctionTree):
         stores = [one for one in self._stores if one.node in inside]
         local = {one.place for one in stores if one.place in self._locals}
         changed = local - {name for name in self._kept if all(
-            place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
+            trees.place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
             for one in self._stores if one.place == name)}
         returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
         texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
@@ -297,7 +288,7 @@ class _Function(FunctionTree):
         found: dict[str, str] = {}
         for one in (one for one in self._numbers if isinstance(one, ast.Assign | ast.NamedExpr)):
             values = [one.value, *(one.targets if isinstance(one, ast.Assign) else [one.target])]
-            places = [place for value in values if (place := place_in(value)) is not None]
+            places = [place for value in values if (place := trees.place_in(value)) is not None]
             found |= {value.id: text_of(places[0]) for value in values if places and isinstance(value, ast.Name)
                       and value.id in self._locals.difference(self._arguments)}
         return found
@@ -306,9 +297,9 @@ class _Function(FunctionTree):
         """Whether the new value of a local variable is stored in a place, too, on each way from there."""
         around = [store.node, *self._around(store.node)]
         for one in self._numbers:
-            if isinstance(one, ast.Assign) and any(place_in(target) is not None for target in one.targets) and (
+            if isinstance(one, ast.Assign) and any(trees.place_in(target) is not None for target in one.targets) and (
                     one is store.statement or (isinstance(one.value, ast.Name) and one.value.id == store.place and any(
-                        part in around for body in bodies(self._parents[one]) if one in body
+                        part in around for body in trees.bodies(self._parents[one]) if one in body
                         for part in body[:body.index(one)]))):
                 return True
         return False
@@ -373,7 +364,7 @@ def _changed(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
             case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
                 pass
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
-                    name in CHANGES or (name.endswith("_") and not name.startswith("_"))):
+                    name in trees.CHANGES or (name.endswith("_") and not name.startswith("_"))):
                 pass
             case _:
                 continue

@@ -19,18 +19,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ranvier.config.run import Run
+from ranvier.cost import kernels
 from ranvier.cost.blocks import Repeated
-from ranvier.cost.kernels import (
-    REDUCES,
-    Access,
-    Kernel,
-    Kernels,
-    Kind,
-    fused,
-    in_float8,
-    kept_by_compiler,
-    with_scores,
-)
+from ranvier.cost.kernels import Kernel, Kernels
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, using
@@ -156,7 +147,7 @@ class KernelCount(TorchDispatchMode):
         """Kernels that run again if the block is recomputed selectively. element_bytes: as for `run_kernels`."""
         found = self.until_saved()
         if counting.has_scores:
-            found = with_scores(found, element_bytes)
+            found = kernels.with_scores(found, element_bytes)
         return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
                         inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
 
@@ -179,10 +170,10 @@ class KernelCount(TorchDispatchMode):
         """The numbers of the block's parameters."""
         return {self._storages[address][0] for address in self._weights if address in self._storages}
 
-    def _access(self, tensor: Tensor, most: int | None = None) -> Access:
+    def _access(self, tensor: Tensor, most: int | None = None) -> kernels.Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
         found = _distinct_bytes(tensor)
-        return Access(self.storage_of(tensor), found if most is None else min(found, most), size)
+        return kernels.Access(self.storage_of(tensor), found if most is None else min(found, most), size)
 
     def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
         name = func.overloadpacket.__name__
@@ -192,7 +183,7 @@ class KernelCount(TorchDispatchMode):
             return self._product(name, args, returned)
         most = sum(map(tensor_bytes, returned)) if name in _LOOKUPS else None
         sources = [] if name in _FILLS else _tensors(_read_of(func, args, kwargs))
-        kind: Kind = "copy" if name in _COPIES else "pointwise"
+        kind: kernels.Kind = "copy" if name in _COPIES else "pointwise"
         reads = tuple(self._access(leaf, most if place == 0 else None) for place, leaf in enumerate(sources))
         written = None
         if name in _SCATTERS:  # only what is scattered is written
@@ -202,7 +193,7 @@ class KernelCount(TorchDispatchMode):
         of_weights = kind == "copy" and bool(trains) and None not in trains
         writes = tuple(self._access(leaf, written) for leaf in returned)
         most = max((access.bytes for access in reads), default=0)
-        reduces = kind == "pointwise" and any(REDUCES * access.bytes < most for access in writes)
+        reduces = kind == "pointwise" and any(kernels.REDUCES * access.bytes < most for access in writes)
         return Kernel(kind=kind, reads=reads, writes=writes, is_reduction=reduces or name in _NORMS,
                       weight="trains" if scales or (of_weights and any(trains)) else "frozen" if of_weights else "none")
 
@@ -268,7 +259,7 @@ class _Chains(Fused):
         begins = len(self._count.kernels)
         result = function(*args)
         outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
-        self._count.kernels[begins:] = fused(self._count.kernels[begins:], outputs)
+        self._count.kernels[begins:] = kernels.fused(self._count.kernels[begins:], outputs)
         return result
 
 
@@ -281,16 +272,16 @@ def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counti
     chains = [kernel for kernel in count.kernels if kernel.kind in ("pointwise", "copy")]
     operands = {access.storage for kernel in count.kernels if kernel.kind in ("product", "attention")
                 for access in (*kernel.reads, *(kernel.writes if kernel.kind == "attention" else ()))}
-    return kept_by_compiler(chains, kept, operands & kept.keys() | count.weights)
+    return kernels.kept_by_compiler(chains, kept, operands & kept.keys() | count.weights)
 
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
     """The kernels that a device runs, of those counted for a block. outputs: what leaves the block."""
     found = tuple(count.kernels)
     if counting.has_scores:
-        found = with_scores(found, element_bytes)
+        found = kernels.with_scores(found, element_bytes)
     if counting.compiles:
-        found = fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
+        found = kernels.fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
     return found
 
 
@@ -300,21 +291,21 @@ def num_repeated(count: KernelCount, counting: Counting, element_bytes: int) -> 
     if counting.compiles:
         return None
     found = count.until_saved()
-    return len(with_scores(found, element_bytes) if counting.has_scores else found)
+    return len(kernels.with_scores(found, element_bytes) if counting.has_scores else found)
 
 
 def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
     """Kernels of the loss: as counted; on CUDA one pass over the last block's outputs."""
     if not counting.on_cuda:
         return tuple(count.kernels)
-    reads = tuple(Access(number, size := tensor_bytes(leaf), max(1, size)) for number, leaf in enumerate(
+    reads = tuple(kernels.Access(number, size := tensor_bytes(leaf), max(1, size)) for number, leaf in enumerate(
         _tensors(outputs)))
     return (Kernel(kind="pointwise", reads=reads),)
 
 
-def float8_kernels(kernels: Kernels, counting: Counting) -> Kernels:
+def float8_kernels(found: Kernels, counting: Counting) -> Kernels:
     """The same with products of linear layers in float8."""
-    return in_float8(kernels, float8.MULTIPLE, fuses=counting.compiles)
+    return kernels.in_float8(found, float8.MULTIPLE, fuses=counting.compiles)
 
 
 def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
