@@ -27,18 +27,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
+from ranvier.plan import object_contents as objects
 from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
-from ranvier.plan.object_contents import (
-    OF_EVERY_MODULE,
-    attributes,
-    constants,
-    container,
-    elements_with_keys,
-    is_foreign,
-    is_of_user,
-    is_per_stage,
-    is_whole,
-)
+from ranvier.plan.object_contents import attributes, constants, container, is_foreign, is_of_user, is_per_stage
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
@@ -262,7 +253,7 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
 
 
 def _may_change(value: object) -> bool:
-    return (is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
+    return (objects.is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
         isinstance(value, FunctionType) and bool(vars(value)) and not is_foreign(value))
 
@@ -280,14 +271,14 @@ def _next(path: str, value: Any) -> Iterator[_Link]:
         own = attributes(value)
         if not is_foreign(type(value)):
             yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
-                        if name not in OF_EVERY_MODULE)
+                        if name not in objects.OF_EVERY_MODULE)
             yield _Link(path, type(value))
         yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
         for kind in _HOOKS:
             yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
                         for hook in own.get(kind, {}).values())
     elif container(value) is not None:
-        inside = elements_with_keys(value)
+        inside = objects.elements_with_keys(value)
         if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
             yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
                         for key, one in inside)

@@ -29,19 +29,9 @@ from torch import Tensor, nn
 
 from ranvier.block import Loss
 from ranvier.errors import ModelError
+from ranvier.tensor import columns
 from ranvier.tensor.closed_parameters import user_code
-from ranvier.tensor.columns import (
-    ColumnLayout,
-    ColumnTensor,
-    has_own_graph,
-    layout_of_tensor,
-    mapped,
-    mark,
-    own_part_of,
-    plain,
-    refuse,
-    refuse_function,
-)
+from ranvier.tensor.columns import ColumnLayout, ColumnTensor, layout_of_tensor, mapped, mark, plain, refuse
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.splittable import GUARDED, ActivationKind, GuardedLayer, SplitHook
 
@@ -196,8 +186,8 @@ class _LayerGuard(_RowGuard):
             return x
         layout = None
         if isinstance(x, ColumnTensor):
-            if has_own_graph(x):
-                refuse_function(x)
+            if columns.has_own_graph(x):
+                columns.refuse_function(x)
             layout, x = x.columns, x.local
         like = layout, x.shape, x.dtype
         if layout is not None and like == self._fitted:
@@ -289,7 +279,7 @@ def _as_taken(x: Tensor, layout: ColumnLayout | None, mesh: TensorMesh, kind: Ac
     if fits:
         return x
     if dim is None and expected is not None and x.dim() > 1 and x.shape[expected] % mesh.num_cols == 0:
-        return own_part_of(x, expected, ColumnLayout(mesh, expected, x.shape[expected]))
+        return columns.own_part_of(x, expected, ColumnLayout(mesh, expected, x.shape[expected]))
     shown = ColumnLayout(mesh) if layout is None else layout
     refuse(f"takes {_title(kind)}, and was given something else", shown.text(tuple(x.shape)), _REMEDIES[kind], where)
 
@@ -344,8 +334,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 def _checked_output(x: Tensor, where: str) -> Tensor:
     """A block's output. A ModelError for a plain one that requires a gradient: its layout is unknown."""
     if isinstance(x, ColumnTensor):
-        if has_own_graph(x):
-            refuse_function(x, where)
+        if columns.has_own_graph(x):
+            columns.refuse_function(x, where)
     elif x.requires_grad:
         refuse("returns a tensor without a layout over the columns", f"{list(x.shape)}",
                "Compute it with torch's functions and ranvier.tensor.layers.", where)
