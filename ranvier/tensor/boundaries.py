@@ -186,9 +186,7 @@ class _LayerGuard(_RowGuard):
             return x
         layout = None
         if isinstance(x, ColumnTensor):
-            if columns.has_own_graph(x):
-                columns.refuse_function(x)
-            layout, x = x.columns, x.local
+            layout, x = x.columns, plain(x)
         like = layout, x.shape, x.dtype
         if layout is not None and like == self._fitted:
             self._entered = self._entered or (layout, x.shape)
@@ -334,8 +332,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 def _checked_output(x: Tensor, where: str) -> Tensor:
     """A block's output. A ModelError for a plain one that requires a gradient: its layout is unknown."""
     if isinstance(x, ColumnTensor):
-        if columns.has_own_graph(x):
-            columns.refuse_function(x, where)
+        columns.refuse_own_graph(x, where)
     elif x.requires_grad:
         refuse("returns a tensor without a layout over the columns", f"{list(x.shape)}",
                "Compute it with torch's functions and ranvier.tensor.layers.", where)

@@ -13,17 +13,16 @@ from ranvier.tensor.columns.local_map import gather_whole, local_map
 from ranvier.tensor.columns.refusal import refuse
 from ranvier.tensor.columns.tensor import (
     ColumnTensor,
-    has_own_graph,
     layout_of_tensor,
     mapped,
     mark,
     on_local,
     plain,
-    refuse_function,
+    refuse_own_graph,
 )
 
-__all__ = ["ColumnLayout", "ColumnTensor", "gather_whole", "has_own_graph", "layout_of_tensor", "local_map", "mapped",
-           "mark", "on_local", "own_part_of", "plain", "refuse", "refuse_function", "summed_gradient"]
+__all__ = ["ColumnLayout", "ColumnTensor", "gather_whole", "layout_of_tensor", "local_map", "mapped", "mark",
+           "on_local", "own_part_of", "plain", "refuse", "refuse_own_graph", "summed_gradient"]
 
 # The rules import the class, so the class cannot import them.
 ColumnTensor.dispatch = dispatch

@@ -36,7 +36,7 @@ from ranvier.tensor.columns.tensor import (
     Kwargs,
     locals_of,
     mark_all,
-    refuse_function,
+    refuse_own_graph,
     tensors_in,
 )
 
@@ -52,7 +52,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     for one in operands:
         if isinstance(one, ColumnTensor):
             if one.grad_fn is not None:
-                refuse_function(one)
+                refuse_own_graph(one)
             if layout is None or layout.dim is None:
                 layout = one.columns
         elif one.requires_grad or (type(one) is not Tensor and isinstance(one, torch.nn.Parameter)):

@@ -116,22 +116,24 @@ def plain(x: _T) -> _T: ...
 def plain(x: object) -> object:
     """`x`, a tensor or a tree of them, without layouts: what layers and the runtime compute with."""
     if isinstance(x, ColumnTensor):
-        if has_own_graph(x):
-            refuse_function(x)
+        refuse_own_graph(x)
         return x.local
     return x if isinstance(x, Tensor) else mapped(lambda leaf: plain(leaf) if isinstance(leaf, Tensor) else leaf, x)
 
 
-def refuse_function(x: ColumnTensor, where: str | None = None) -> NoReturn:
-    """Raise a ModelError for what an autograd.Function has returned: its backward sees one column's shard alone.
+def refuse_own_graph(x: ColumnTensor, where: str | None = None) -> None:
+    """ModelError for what an autograd.Function has returned: its backward sees one column's shard alone. The graph of
+    all others is that of their shards.
 
     where: as of `refuse`.
     """
     with _untracked():
-        name = type(x.grad_fn).__name__.removesuffix("Backward")
-    what, remedy = _OF_TORCH.get(name, (f"the autograd.Function {name}", LOCAL_MAP))
-    refuse(f"is the result of {what}, whose backward would compute from one column's shard", layouts_text([x]), remedy,
-           where)
+        graph = x.grad_fn
+    if graph is not None:
+        name = type(graph).__name__.removesuffix("Backward")
+        what, remedy = _OF_TORCH.get(name, (f"the autograd.Function {name}", LOCAL_MAP))
+        refuse(f"is the result of {what}, whose backward would compute from one column's shard", layouts_text([x]),
+               remedy, where)
 
 
 _OF_TORCH = {
@@ -141,11 +143,6 @@ _OF_TORCH = {
                              "Leave the hook out: its gradients would be one column's."),
 }
 """autograd.Functions of torch -> (what uses it, the remedy)."""
-
-def has_own_graph(x: ColumnTensor) -> bool:
-    """Whether an autograd.Function has returned it. The graph of all others is that of their shards."""
-    with _untracked():
-        return x.grad_fn is not None
 
 
 def on_local(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
