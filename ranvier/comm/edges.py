@@ -30,8 +30,8 @@ def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
                                  "two, and their memory.")
 
 
-class Edges:
-    """The edges of one rank on one transport.
+class EdgesOfRank:
+    """Base of transports: the edges of one rank.
 
     sources, destinations: peer -> capacity of its edge in bytes. bytes_sent: of all messages, headers included.
     """

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ranvier.comm.edges import Edges, invalid_message, peer_lost
+from ranvier.comm.edges import EdgesOfRank, invalid_message, peer_lost
 from ranvier.comm.message import Message, decode, read_head
 from ranvier.comm.torch_group import error_cause
 from ranvier.errors import TransportError
@@ -36,7 +36,7 @@ _FOREVER = timedelta(days=3650)
 """A wait for a message has no limit: who waits for the transport has one. The process group's is for connecting."""
 
 
-class GlooTransport:
+class GlooTransport(EdgesOfRank):
     """A `protocol.Transport` over one Gloo process group of its own.
 
     Args:
@@ -50,7 +50,8 @@ class GlooTransport:
     """Gloo's threads progress messages, so there is no gap."""
 
     def __init__(self, process_group: ProcessGroup | None, purpose: str, rank: int, size: int) -> None:
-        self._process_group, self.edges = process_group, Edges(purpose, rank, size)
+        super().__init__(purpose, rank, size)
+        self._process_group = process_group
         self._arrived: queue.SimpleQueue[Message | TransportError] = queue.SimpleQueue()
         self._failure: TransportError | None = None
         self._receivers: list[threading.Thread] = []
@@ -59,27 +60,22 @@ class GlooTransport:
         self._send_finished = threading.Condition()
         self._reaper: threading.Thread | None = None
 
-    @property
-    def bytes_sent(self) -> int:
-        """See `protocol.Transport`."""
-        return self.edges.bytes_sent
-
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """See `protocol.Transport`. Starts one thread per new source, and one for all sends."""
-        for source in self.edges.open(sources, destinations, capacity_bytes):
+        for source in self.open(sources, destinations, capacity_bytes):
             self._receivers.append(self._start(f"receive from {source}", self._receive, source))
         if destinations and self._reaper is None:
             self._reaper = self._start("sends", self._reap)
 
     def _start(self, what: str, target: Callable[..., None], *args: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=args, name=f"{self.edges.purpose}: {what}", daemon=True)
+        thread = threading.Thread(target=target, args=args, name=f"{self.purpose}: {what}", daemon=True)
         thread.start()
         return thread
 
     def send(self, destination: int, message: Message) -> None:
         """See `protocol.Transport`. TransportError if a peer is lost, as for `poll` and `wait`."""
         self._check()
-        for part in self.edges.outgoing(destination, message):
+        for part in self.outgoing(destination, message):
             self._start_send(destination, part)
 
     def _start_send(self, destination: int, part: Tensor) -> None:
@@ -87,7 +83,7 @@ class GlooTransport:
         try:
             work = self._process_group.send([part], destination, 0)
         except RuntimeError as error:
-            raise self._fail(peer_lost(self.edges.purpose, destination, error_cause(error))) from error
+            raise self._fail(peer_lost(self.purpose, destination, error_cause(error))) from error
         self._num_started += 1
         self._sends.put((work, destination, part))
 
@@ -100,7 +96,7 @@ class GlooTransport:
             try:
                 work.wait(_FOREVER)
             except RuntimeError as error:
-                self._arrived.put(peer_lost(self.edges.purpose, destination, error_cause(error)))
+                self._arrived.put(peer_lost(self.purpose, destination, error_cause(error)))
             with self._send_finished:
                 self._num_sent += 1
                 self._send_finished.notify_all()
@@ -110,12 +106,12 @@ class GlooTransport:
 
         A message that fills less than half of the buffer is copied, so that it does not keep the whole buffer alive.
         """
-        edges, group = self.edges, self._process_group
+        group = self._process_group
         assert group is not None, "a transport of one rank has no sources"
         buffer: Tensor | None = None
         try:
             while True:
-                capacity = edges.sources[source]
+                capacity = self.sources[source]
                 if buffer is None or buffer.numel() != capacity:
                     buffer = torch.empty(capacity, dtype=torch.uint8)
                 group.recv([buffer], source, 0).wait(_FOREVER)
@@ -127,16 +123,16 @@ class GlooTransport:
                     wire = torch.empty(total, dtype=torch.uint8)
                     wire[:capacity] = buffer
                     group.recv([wire[capacity:]], source, 0).wait(_FOREVER)
-                    edges.sources[source] = total
+                    self.sources[source] = total
                 elif total < capacity // 2:
                     wire = buffer[:total].clone()
                 else:
                     wire, buffer = buffer, None
                 self._arrived.put(decode(wire, source, head=head))
         except ValueError as error:
-            self._arrived.put(invalid_message(edges.purpose, source, str(error)))
+            self._arrived.put(invalid_message(self.purpose, source, str(error)))
         except RuntimeError as error:
-            self._arrived.put(peer_lost(edges.purpose, source, error_cause(error)))
+            self._arrived.put(peer_lost(self.purpose, source, error_cause(error)))
 
     def _fail(self, error: TransportError) -> TransportError:
         """The first error of this transport, which all later calls raise; `error` if it is the first."""
@@ -144,7 +140,7 @@ class GlooTransport:
         return self._failure
 
     def _check(self) -> None:
-        self.edges.check_open()
+        self.check_open()
         if self._failure is not None:
             raise self._failure
 
@@ -184,11 +180,11 @@ class GlooTransport:
 
     def close(self) -> None:
         """Send a goodbye along each outgoing edge, and refuse further calls. Idempotent; see `join`."""
-        if self.edges.closed:
+        if self.closed:
             return
-        self.edges.closed = True
+        self.closed = True
         goodbye = torch.frombuffer(bytearray(_GOODBYE), dtype=torch.uint8)
-        for destination in self.edges.destinations:
+        for destination in self.destinations:
             try:
                 self._start_send(destination, goodbye)
             except TransportError:

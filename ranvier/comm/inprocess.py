@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import CheckedGroup, check_subset, locate_in_partition, reduce_into
-from ranvier.comm.edges import Edges, peer_lost
+from ranvier.comm.edges import EdgesOfRank, peer_lost
 from ranvier.comm.message import Message, decode
 from ranvier.comm.protocol import Reduction, Work
 from ranvier.errors import TransportError
@@ -154,7 +154,7 @@ class _Inbox(_Meeting):
             self.held = [message for message in self.held if message.source not in self.sources]
 
 
-class InProcessTransport:
+class InProcessTransport(EdgesOfRank):
     """A `protocol.Transport` between threads."""
 
     longest_gap_seconds = 0.0
@@ -162,23 +162,18 @@ class InProcessTransport:
     """Messages move when they are sent, so there is no gap."""
 
     def __init__(self, world: InProcessWorld, purpose: str, rank: int, inboxes: list[_Inbox]) -> None:
+        super().__init__(purpose, rank, world.size)
         self._world, self._inboxes, self._inbox = world, inboxes, inboxes[rank]
-        self._edges = Edges(purpose, rank, world.size)
-
-    @property
-    def bytes_sent(self) -> int:
-        """See `protocol.Transport`."""
-        return self._edges.bytes_sent
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """See `protocol.Transport`. Memory is shared, so a message of any size arrives in one part."""
-        self._inbox.connect(self._edges.open(sources, destinations, sys.maxsize))
+        self._inbox.connect(self.open(sources, destinations, sys.maxsize))
 
     def send(self, destination: int, message: Message) -> None:
         """See `protocol.Transport`. TransportError if a rank has failed, as for `poll` and `wait`."""
         self._check()
-        (wire,) = self._edges.outgoing(destination, message)
-        self._inboxes[destination].put(decode(wire, self._edges.rank))
+        (wire,) = self.outgoing(destination, message)
+        self._inboxes[destination].put(decode(wire, self.rank))
 
     def poll(self) -> list[Message]:
         """See `protocol.Transport`."""
@@ -197,17 +192,17 @@ class InProcessTransport:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                self._world.check(self._edges.purpose)
+                self._world.check(self.purpose)
                 inbox.condition.wait(left)
             return inbox.arrived.popleft()
 
     def _check(self) -> None:
-        self._edges.check_open()
-        self._world.check(self._edges.purpose)
+        self.check_open()
+        self._world.check(self.purpose)
 
     def progress(self) -> None:
         """Messages move when they are sent. TransportError where a rank has failed: who waits for it here sleeps."""
-        self._world.check(self._edges.purpose)
+        self._world.check(self.purpose)
 
     def flush(self, timeout_seconds: float = math.inf) -> bool:
         """True: messages have left when `send` returns."""
@@ -215,7 +210,7 @@ class InProcessTransport:
 
     def close(self) -> None:
         """Refuse further calls. Idempotent."""
-        self._edges.closed = True
+        self.closed = True
 
 
 _Call = tuple[Any, ...]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ranvier.comm.edges import Edges, invalid_message
+from ranvier.comm.edges import EdgesOfRank, invalid_message
 from ranvier.comm.message import Message, decode, encode_head, encoded_bytes, pack, read_head
 from ranvier.errors import TransportError
 
@@ -47,7 +47,7 @@ class _Incoming:
     """One incoming edge and its posted receive: of a whole message, of the rest of one beyond the capacity, or of the
     tensors that follow a head."""
 
-    def __init__(self, edges: Edges, source: int, comm: MPI.Comm, device: torch.device) -> None:
+    def __init__(self, edges: EdgesOfRank, source: int, comm: MPI.Comm, device: torch.device) -> None:
         self._edges, self.source, self._comm, self._device = edges, source, comm, device
         self._buffer: Tensor | None = None
         self._whole: Tensor | None = None
@@ -102,7 +102,7 @@ class _Incoming:
         return decode(wire, self.source, head=head)
 
 
-class MPITransport:
+class MPITransport(EdgesOfRank):
     """A `protocol.Transport` over one communicator of its own.
 
     Args:
@@ -117,8 +117,8 @@ class MPITransport:
 
     def __init__(self, mpi: ModuleType, comm: MPI.Comm, purpose: str, device: torch.device, aware: bool = False
                  ) -> None:
+        super().__init__(purpose, comm.Get_rank(), comm.Get_size())
         self._mpi, self.comm, self._device, self._aware = mpi, comm, device, aware
-        self._edges = Edges(purpose, comm.Get_rank(), comm.Get_size())
         self._receives: list[MPI.Request] = []  # number i is of _incoming[i]
         self._unposted: set[int] = set()
         self._sends: list[tuple[MPI.Request, Tensor]] = []  # with the memory that is sent
@@ -132,29 +132,24 @@ class MPITransport:
         self._last_call = time.monotonic()
         self.longest_gap_seconds = 0.0
 
-    @property
-    def bytes_sent(self) -> int:
-        """See `protocol.Transport`."""
-        return self._edges.bytes_sent
-
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """See `protocol.Transport`."""
-        new = [_Incoming(self._edges, source, self.comm, self._device)
-               for source in self._edges.open(sources, destinations, capacity_bytes)]
+        new = [_Incoming(self, source, self.comm, self._device)
+               for source in self.open(sources, destinations, capacity_bytes)]
         self._receives += [incoming.post() or self._mpi.REQUEST_NULL for incoming in new]
         self._incoming += new
 
     def send(self, destination: int, message: Message) -> None:
         """See `protocol.Transport`."""
-        self._edges.check_open()
+        self.check_open()
         if self.sends_in_flight == 0:  # a gap before it did not delay anything
             self._last_call = time.monotonic()
         on_device = self._device.type == "cuda" and any(tensor.is_cuda for tensor in message.tensors.values())
         if on_device and self._aware and message.payload_bytes:
-            self._edges.count(destination, encoded_bytes(message))
+            self.count(destination, encoded_bytes(message))
             parts = [encode_head(message), pack(message, self._device)]
         else:
-            parts = self._edges.outgoing(destination, message)
+            parts = self.outgoing(destination, message)
         event = _event(self._device) if on_device else None
         with self._lock:
             self._copied.append((event, destination, parts))
@@ -177,8 +172,8 @@ class MPITransport:
 
         TransportError if MPI reports one, or for a message that cannot be decoded.
         """
-        if self._edges.closed:
-            self._edges.check_open()
+        if self.closed:
+            self.check_open()
         self.advance()
 
     def advance(self) -> None:
@@ -226,7 +221,7 @@ class MPITransport:
             try:
                 message = self._incoming[place].receive()
             except ValueError as error:
-                raise invalid_message(self._edges.purpose, self._incoming[place].source, str(error)) from error
+                raise invalid_message(self.purpose, self._incoming[place].source, str(error)) from error
             self._post(place)
             if message is not None:
                 self._arrived.append(self._on_device(message))
@@ -249,7 +244,7 @@ class MPITransport:
 
     def _convert_error(self, error: Exception) -> TransportError:
         return TransportError("MPI could not carry a message", code="mpi-transport-failed", value=str(error),
-                              where=f"transport {self._edges.purpose!r} on rank {self._edges.rank}",
+                              where=f"transport {self.purpose!r} on rank {self.rank}",
                               remedy="The first error is in another rank's output.")
 
     def poll(self) -> list[Message]:
@@ -281,9 +276,9 @@ class MPITransport:
 
     def close(self) -> None:
         """Cancel posted receives and refuse further calls; sends in flight are left to `advance`. Idempotent."""
-        if self._edges.closed:
+        if self.closed:
             return
-        self._edges.closed = True
+        self.closed = True
         # A request is null after an invalid message: no receive was posted behind it.
         for request in filter(None, self._receives):
             request.Cancel()

@@ -175,7 +175,7 @@ class NcclTransport:
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """See `protocol.Transport`. Opens communicators in one global order of edges, which rules out a deadlock."""
-        rank = self._host.edges.rank
+        rank = self._host.rank
         new = sorted({(source, rank) for source in sources if source not in self._sources}
                      | {(rank, destination) for destination in destinations if destination not in self._destinations})
         peers = sorted({*sources, *destinations})  # announcements go the other way
@@ -195,7 +195,7 @@ class NcclTransport:
         if new and not self._threads:
             for what, target in (("reacts to messages", self._react), ("waits for data", self._await_data)):
                 self._threads.append(threading.Thread(target=self._guarded, args=(target,), daemon=True,
-                                                      name=f"{self._host.edges.purpose}: {what}"))
+                                                      name=f"{self._host.purpose}: {what}"))
                 self._threads[-1].start()
         for source in sorted(source for source, destination in new if destination == rank):
             for slot in range(SLOTS):
@@ -212,7 +212,7 @@ class NcclTransport:
         edge, outgoing = self._destinations.get(destination), _Outgoing(message)
         if edge is None:
             raise TransportError("is not connected", code="edge-not-connected",
-                                 where=f"edge {self._host.edges.rank} -> {destination} of {self._host.edges.purpose!r}",
+                                 where=f"edge {self._host.rank} -> {destination} of {self._host.purpose!r}",
                                  remedy="Name the destination in connect() before sending to it.")
         if any(tensor.is_cuda and tensor.numel() for tensor in message.tensors.values()):
             outgoing = _Outgoing(Message(message.kind, message.step, message.microbatch), head=encode_head(message),
@@ -281,10 +281,10 @@ class NcclTransport:
         except (RuntimeError, ValueError) as error:
             self._failure = self._failure or TransportError(
                 "cannot send or receive", code="nccl-transport-failed",
-                where=f"transport {self._host.edges.purpose!r} on rank {self._host.edges.rank}",
+                where=f"transport {self._host.purpose!r} on rank {self._host.rank}",
                 value=str(error).partition("\n")[0], remedy="The first error is in another rank's output.")
         self._heard.set()
-        if self._failure is not None and not self._closed and not self._host.edges.closed:
+        if self._failure is not None and not self._closed and not self._host.closed:
             self._on_lost(str(self._failure))
 
     def _await_data(self) -> None:
@@ -327,14 +327,14 @@ class NcclTransport:
             try:
                 incoming = _Incoming(head=head, total=read_head(head).total)
             except ValueError as error:
-                raise invalid_message(self._host.edges.purpose, message.source, str(error)) from error
+                raise invalid_message(self._host.purpose, message.source, str(error)) from error
         incoming.parts.append(part)
         incoming.announced = stop
         if not start:
             source.incoming.append(incoming)
 
     def _check(self) -> None:
-        self._host.edges.check_open()
+        self._host.check_open()
         if self._failure is not None:
             raise self._failure
 
@@ -360,7 +360,7 @@ class NcclTransport:
                 try:
                     incoming.message = decode(incoming.head, source.rank, incoming.whole)
                 except ValueError as error:
-                    raise invalid_message(self._host.edges.purpose, source.rank, str(error)) from error
+                    raise invalid_message(self._host.purpose, source.rank, str(error)) from error
             self._complete.append(incoming.message)
             source.incoming.popleft()
 
@@ -390,7 +390,7 @@ class NcclTransport:
 
     def poll(self) -> list[Message]:
         """See `protocol.Transport`. Messages that arrived before an error are returned before it is raised."""
-        self._host.edges.check_open()
+        self._host.check_open()
         self.progress()
         messages = list(self._complete)
         self._complete.clear()
@@ -400,7 +400,7 @@ class NcclTransport:
 
     def wait(self, timeout_seconds: float) -> Message | None:
         """See `protocol.Transport`."""
-        self._host.edges.check_open()
+        self._host.check_open()
         deadline = time.monotonic() + timeout_seconds
         while True:
             self._heard.clear()

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from benchmarks.memory.program import table
 from ranvier.comm import nccl_transport
-from ranvier.comm.edges import Edges
+from ranvier.comm.edges import EdgesOfRank
 from ranvier.comm.message import Message, MessageKind, decode
 from ranvier.comm.nccl_transport import NcclTransport
 
@@ -233,26 +233,24 @@ class _OnDevice(Tensor):
     is_cuda = True
 
 
-class _Host:
+class _Host(EdgesOfRank):
     """Messages between threads in place of Gloo's transport."""
 
-    bytes_sent = 0
-
     def __init__(self, rank: int, boxes: Sequence[queue.SimpleQueue[Message]]) -> None:
-        self._rank, self._boxes = rank, boxes
-        self.edges = Edges("pipeline", rank, len(boxes))
+        super().__init__("pipeline", rank, len(boxes))
+        self._boxes = boxes
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
-        self.edges.open(sources, destinations, capacity_bytes)
+        self.open(sources, destinations, capacity_bytes)
 
     def send(self, destination: int, message: Message) -> None:
-        wire = self.edges.outgoing(destination, message)
-        self._boxes[destination].put(decode(torch.cat(wire), self._rank))
+        wire = self.outgoing(destination, message)
+        self._boxes[destination].put(decode(torch.cat(wire), self.rank))
 
     def wait(self, timeout_seconds: float) -> Message | None:
-        self.edges.check_open()
+        self.check_open()
         try:
-            return self._boxes[self._rank].get(timeout=timeout_seconds)
+            return self._boxes[self.rank].get(timeout=timeout_seconds)
         except queue.Empty:
             return None
 
@@ -260,7 +258,7 @@ class _Host:
         return True
 
     def close(self) -> None:
-        self.edges.closed = True
+        self.closed = True
 
 
 # ---------------------------------------------------------------------- programs
