@@ -31,7 +31,7 @@ from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, Slice, index_of, whole
 from ranvier.models.lora import is_adapter
-from ranvier.optim.average import EMA
+from ranvier.optim.rules import EMA
 from ranvier.pipeline.state_dict import set_extra_states
 
 if TYPE_CHECKING:

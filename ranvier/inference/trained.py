@@ -42,7 +42,7 @@ from ranvier.inference.lm_eval_tasks import HarnessTasks
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.families import family_named
-from ranvier.optim.average import EMA
+from ranvier.optim.rules import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.precision import DTYPES

@@ -25,14 +25,13 @@ from ranvier.comm.protocol import Work
 from ranvier.config.parameter_groups import group_of
 from ranvier.config.resolve import auto_offload, auto_offload_share
 from ranvier.config.run import Optim
-from ranvier.optim.average import EMA
 from ranvier.optim.buckets import Bucket, Segment, StateOwner, StatePlaces, buckets_of, joined, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.masters import Watch
 from ranvier.optim.placement import Hybrid, OnHost, Placement, Resident, Streamed, Update
 from ranvier.optim.reduction import MAX_COLLECTIVES
-from ranvier.optim.rules import Rules, check_state_name, rules_of
+from ranvier.optim.rules import EMA, Rules, check_state_name, rules_of
 from ranvier.originals.same_memory import ViewsOfParameters, mark_as_engines
 from ranvier.system.memory_tracker import free_bytes
 from ranvier.tensor.quantized_weight import stored_tensors

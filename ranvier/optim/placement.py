@@ -26,11 +26,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from ranvier.optim.average import EMA, update_average
 from ranvier.optim.buckets import Bucket, Segment, StatePlaces, joined, within
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.masters import follow
-from ranvier.optim.rules import Rules, SkippingRule, skips_by_itself
+from ranvier.optim.rules import EMA, Rules, SkippingRule, skips_by_itself, update_average
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half, wide
 from ranvier.system.pinned_memory import pinned_zeros

@@ -30,7 +30,9 @@ from ranvier.optim.muon import Muon
 from ranvier.optim.tensor_update import TensorUpdate
 from ranvier.precision import is_half
 
-_RESERVED = ("parameter", "master", "buffer", "random", "object", "ema", "start", "stop")
+EMA = "ema"
+"""Name of the state of moving averages, and its kind in a checkpoint."""
+_RESERVED = ("parameter", "master", "buffer", "random", "object", EMA, "start", "stop")
 """Names that states cannot have: checkpoints use them for other tensors."""
 
 
@@ -215,3 +217,25 @@ def check_state_name(name: str, rule: str) -> None:
         raise ConfigError(f"has a state named {name}, which checkpoints use for something else",
                           code="update-rule-state-name", where="optim.algorithm", value=rule,
                           remedy="Rename the state.")
+
+
+# --- moving averages --------------------------------------------------------------------------------------------------
+
+# Exponential moving average (EMA) of parameters: a state of the optimizer, which lies where the others lie.
+#
+# After update t the average is decay x average + (1 - decay) x parameters; after the first it is the parameters, as in
+# torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. It is in fp32 (fp64 for fp64 parameters), and averages
+# the master copies where there are some. As a state it is sharded, offloaded, saved and moved as the moments are.
+
+
+def averages_of(optim: Optim) -> tuple[str, ...]:
+    """Names of the states that average parameters."""
+    return (EMA,) if optim.ema else ()
+
+
+def update_average(average: Tensor, parameters: Tensor, *, step: int, decay: float) -> None:
+    """Update number `step` (from 1) of all elements of a bucket, those of frozen parameters too."""
+    if step == 1:
+        average.copy_(parameters)
+    else:
+        average.lerp_(parameters.to(average.dtype), 1.0 - decay)

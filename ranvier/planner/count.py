@@ -32,11 +32,10 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
 from ranvier.layout import Chunking, Layout, Parameter
 from ranvier.models import families
-from ranvier.optim.average import averages_of
 from ranvier.optim.buckets import Bucket
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
-from ranvier.optim.rules import rules_of, skips_by_itself, working_bytes
+from ranvier.optim.rules import averages_of, rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
 from ranvier.plan.block_costs import FusedAttention, KeptBytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model

@@ -19,8 +19,7 @@ from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.memory import segment_bytes
 from ranvier.cost.step import Cost, PipelineNumbers, StageWork, Step, least_seconds, step_cost, step_pipeline
 from ranvier.models import families
-from ranvier.optim.average import averages_of
-from ranvier.optim.rules import rules_of, states_per_element, update_flops
+from ranvier.optim.rules import averages_of, rules_of, states_per_element, update_flops
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import global_parameters
 from ranvier.plan.limits import Segments, run_limits

@@ -48,8 +48,3 @@ class Workspace:
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
         """Bytes of each buffer."""
         return {key: buffer.numel() * buffer.element_size() for key, buffer in self._buffers.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(self.sizes().values())

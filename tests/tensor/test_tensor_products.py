@@ -172,7 +172,7 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
             dx, dw = product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered=None,
                                        into=None, reuse=False)
             dw.wait()
-            seen.append((mesh.workspace.num_bytes, {key: buffer.data_ptr() for key, buffer
+            seen.append((sum(mesh.workspace.sizes().values()), {key: buffer.data_ptr() for key, buffer
                                                     in mesh.workspace._buffers.items()}))
             results += [y, dx]
         ours = {buffer.untyped_storage().data_ptr() for buffer in mesh.workspace._buffers.values()}
@@ -195,7 +195,7 @@ def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
         product.forward(x, column_weight(mesh, product, weight), None, None)
         product.gradients(dy, x, column_weight(mesh, product, weight), weight.shape, gathered=None, into=None,
                           reuse=False)[1].wait()
-        return mesh.workspace.num_bytes
+        return sum(mesh.workspace.sizes().values())
 
     few, many = (on_tensor_mesh(rows, cols, SCHEMES[scheme], partial(work, factor=factor), panel_bytes=2400)
                  for factor in (2, 20))

@@ -35,7 +35,7 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.errors import CheckpointError, RanvierError
 from ranvier.models import families
 from ranvier.models.lora import is_adapter
-from ranvier.optim.average import EMA
+from ranvier.optim.rules import EMA
 from ranvier.precision import DTYPES
 from ranvier.system.tensor_file import STORED, Slot, write_model
 
