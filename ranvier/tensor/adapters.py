@@ -27,8 +27,7 @@ from ranvier.layout import Split, index_of, whole
 from ranvier.tensor import keyed_dropout
 from ranvier.tensor.column_exchanges import Sharded, exchanged
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import own_part
-from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split
+from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split, own_part
 
 Base = Callable[[], tuple[Tensor, Tensor | None]]
 """The rows of the layer's weight and bias that belong to an adapter's output."""

@@ -8,15 +8,18 @@ sizes the mesh must divide (`divisibility_constraints`), and builds the module t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.tensor.activations import layout_of
+from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 
 ActivationKind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
@@ -84,8 +87,11 @@ class Layer(nn.Module):
         return ()
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """See `Splittable`."""
-        raise NotImplementedError
+        """See `Splittable`. Unless a layer says otherwise, a copy that computes on the mesh what it computes unsplit,
+        with its own parts of the parameters."""
+        copied = copy.copy(self)
+        copied._parameters = _own_parts(self, mesh)
+        return copied
 
 
 def check_plain(layer: Splittable, where: str) -> None:
@@ -171,3 +177,43 @@ def vocabulary_constraints(size: int, mesh: TensorMesh) -> Iterator[Constraint]:
     for axis, count in (("col", mesh.num_cols), ("row", mesh.num_rows)):
         if size < count:
             yield "vocabulary", size, axis, count
+
+
+# --- the parts of one rank --------------------------------------------------------------------------------------------
+
+# The shard of a layer's parameters that one rank holds.
+
+
+def own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
+    """This rank's shard of a whole parameter; an empty one on the default device where that is on the meta device."""
+    box = split.on(mesh.num_cols).box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
+    if parameter.is_meta:
+        values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
+    else:
+        values = parameter.detach()[tuple(slice(start, stop) for start, stop in box)].clone()
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _own_parts(layer: Layer, mesh: TensorMesh) -> dict[str, nn.Parameter | None]:
+    splits = layer.splits(mesh.settings)
+    return {name: None if parameter is None else own_part(parameter, splits[name], mesh)
+            for name, parameter in layer._parameters.items()}
+
+
+class SplitLayer(nn.Module):
+    """Base of tensor-parallel layers: this rank's shards of a layer's parameters, and its place on the mesh."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: Layer, mesh: TensorMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        for name, parameter in _own_parts(layer, mesh).items():
+            self.register_parameter(name, parameter)
+
+    def begins(self, what: Pass) -> None:
+        """This layer communicates over the mesh, which all ranks must do in the same order. Its forward is recorded by
+        `GuardedForward`."""
+        if self.mesh.num_rows > 1 or self.mesh.num_cols > 1:
+            self.mesh.order.record(self.__dict__.get("_split_name", type(self).__name__), what)

@@ -17,8 +17,7 @@ from ranvier.errors import ModelError
 from ranvier.tensor.column_exchanges import transposed
 from ranvier.tensor.layers.features import OverFeatures
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
-from ranvier.tensor.splittable import Constraint, Layer
+from ranvier.tensor.splittable import Constraint, Layer, SplitLayer
 
 
 class DepthwiseConv1d(OverFeatures):
@@ -56,7 +55,7 @@ class DepthwiseConv1d(OverFeatures):
         """The same layer with this column's features; a `SplitStreamConv1d` where columns share the tokens."""
         if self._shares_tokens(mesh):
             return SplitStreamConv1d(self, mesh, causal=self.causal)
-        return with_own_parts(self, mesh)
+        return super().split(mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x_BSF to [B, S, F]."""

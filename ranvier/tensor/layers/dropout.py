@@ -12,8 +12,7 @@ from ranvier.tensor import keyed_dropout
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.fused import Fused, current
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
-from ranvier.tensor.splittable import Layer
+from ranvier.tensor.splittable import Layer, SplitLayer
 
 
 class Dropout(Layer):
@@ -29,7 +28,7 @@ class Dropout(Layer):
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitDropout`, or of a replicated input the same layer."""
-        return with_own_parts(self, mesh) if self.whole else SplitDropout(self, mesh, self.probability)
+        return super().split(mesh) if self.whole else SplitDropout(self, mesh, self.probability)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x of any shape [B, ...], with elements zeroed and the others scaled while training.

@@ -17,13 +17,13 @@ from torch.nn import functional
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split, TensorAxis, part
 from ranvier.precision import wide
+from ranvier.tensor import splittable
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.column_exchanges import transposed
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.split.stationary import scatter
-from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
+from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 
 
 class Embedding(Layer, nn.Embedding):
@@ -44,8 +44,8 @@ class Embedding(Layer, nn.Embedding):
             yield f"features of one of {mesh.num_cols} columns", self.embedding_dim // mesh.num_cols, "row", \
                 mesh.num_rows
         else:
-            yield from hidden_constraint(mesh, self.embedding_dim)
-            yield from vocabulary_constraints(self.num_embeddings, mesh)
+            yield from splittable.hidden_constraint(mesh, self.embedding_dim)
+            yield from splittable.vocabulary_constraints(self.num_embeddings, mesh)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """The scheme's embedding."""
@@ -71,7 +71,7 @@ class _FeatureEmbedding(Layer, nn.Embedding):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns divide the features, where they are sharded."""
-        return hidden_constraint(mesh, self.embedding_dim)
+        return splittable.hidden_constraint(mesh, self.embedding_dim)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitFeatureEmbedding`."""
@@ -114,10 +114,6 @@ class BiasTable(Layer, nn.Embedding):
         """Columns divide the heads."""
         yield "heads", self.embedding_dim, "col", mesh.num_cols
 
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """The same layer with this column's heads."""
-        return with_own_parts(self, mesh)
-
 
 class PatchEmbedding(Layer):
     """Projected patches behind a learned first (class) token: patches [B, S - 1, F], replicated, to x_BSH.
@@ -146,7 +142,7 @@ class PatchEmbedding(Layer):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns divide the features or the sequence, whichever is sharded."""
-        yield from hidden_constraint(mesh, self.hidden)
+        yield from splittable.hidden_constraint(mesh, self.hidden)
         if mesh.activations.name == "sequence" and self.length is not None:
             yield "tokens of an image, the first one included,", self.length, "col", mesh.num_cols
 

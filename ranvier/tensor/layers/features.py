@@ -19,7 +19,6 @@ from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.tensor.boundaries import sharded_dim
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import with_own_parts
 from ranvier.tensor.splittable import Constraint, Layer, feature_split
 
 Over = Literal["stream", "inner", "heads"]
@@ -85,10 +84,6 @@ class Scale(OverFeatures):
         """Features of the whole last dim."""
         return self._features
 
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """The same layer with this column's factors."""
-        return with_own_parts(self, mesh)
-
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape [..., features]."""
         return x * self.weight
@@ -109,10 +104,6 @@ class Scalar(Layer):
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
         """Replicated; each row has the gradient of its samples, and all columns have that of a row."""
         return {"weight": Split(((),) * self.weight.dim(), summed=("row",))}
-
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """The same layer."""
-        return with_own_parts(self, mesh)
 
     def forward(self) -> Tensor:
         """The number, of `shape`."""

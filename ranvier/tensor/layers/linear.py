@@ -16,17 +16,17 @@ from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split
+from ranvier.tensor import splittable
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.column_exchanges import exchanged, gathered
 from ranvier.tensor.deferred_linear import PaddedLinear
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
-from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
 from ranvier.tensor.split.products import Product
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
 from ranvier.tensor.split.summa import SummaProduct
-from ranvier.tensor.splittable import Constraint, Layer, feature_split, hidden_constraint, vocabulary_constraints
+from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 
 
 class Linear(Layer, nn.Linear):
@@ -65,7 +65,7 @@ class Linear(Layer, nn.Linear):
         inner = self.out_features if self.stationary == "output" else self.in_features
         outer = self.in_features if self.stationary == "output" else self.out_features
         yield "units" if self.units else "features", self.units or inner, "col", mesh.num_cols
-        yield from hidden_constraint(mesh, outer, "features of the residual stream")
+        yield from splittable.hidden_constraint(mesh, outer, "features of the residual stream")
         if mesh.settings.scheme != "summa":
             yield "features of the residual stream", outer, "row", mesh.num_rows
 
@@ -97,10 +97,10 @@ class VocabularyLinear(Layer, PaddedLinear):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns and rows divide the features; every column and row needs a part of the vocabulary."""
-        yield from hidden_constraint(mesh, self.in_features, "features of the residual stream")
+        yield from splittable.hidden_constraint(mesh, self.in_features, "features of the residual stream")
         if mesh.settings.scheme != "summa":
             yield "features of the residual stream", self.in_features, "row", mesh.num_rows
-        yield from vocabulary_constraints(self.out_features, mesh)
+        yield from splittable.vocabulary_constraints(self.out_features, mesh)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitVocabularyLinear`."""
@@ -132,7 +132,7 @@ class ClassifierHead(Layer, nn.Linear):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns divide the features, where they are sharded."""
-        return hidden_constraint(mesh, self.in_features)
+        return splittable.hidden_constraint(mesh, self.in_features)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitClassifierHead`."""
@@ -152,10 +152,6 @@ class ReplicatedLinear(Layer, nn.Linear):
         """Replicated; each row has the gradient of its samples."""
         found = {"weight": Split(((), ()), summed=("row",))}
         return found | ({"bias": Split(((),), summed=("row",))} if self.bias is not None else {})
-
-    def split(self, mesh: TensorMesh) -> nn.Module:
-        """The same layer."""
-        return with_own_parts(self, mesh)
 
 
 class SplitClassifierHead(SplitLayer):

@@ -23,11 +23,10 @@ from ranvier.layout import Split, part
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.quantized_weight import dense
 from ranvier.tensor.split.linear import SplitLinear
-from ranvier.tensor.split.own_part import own_part
 from ranvier.tensor.split.products import Product
 from ranvier.tensor.split.stationary import OutputStationary
 from ranvier.tensor.split.summa import SummaProduct
-from ranvier.tensor.splittable import ActivationKind, Constraint, Layer, hidden_constraint
+from ranvier.tensor.splittable import ActivationKind, Constraint, Layer, hidden_constraint, own_part
 
 
 class SharedInputLinear(Layer):

@@ -13,8 +13,7 @@ from ranvier.tensor.autograd import Function
 from ranvier.tensor.fused import Fused, current
 from ranvier.tensor.layers.features import Over, OverFeatures
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.split.own_part import SplitLayer, with_own_parts
-from ranvier.tensor.splittable import Layer
+from ranvier.tensor.splittable import Layer, SplitLayer
 
 
 class _Norm(OverFeatures):
@@ -38,7 +37,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitNorm` where the features are sharded, else the same layer."""
-        return SplitNorm(self, mesh, self.eps, centred=True) if self._is_sharded(mesh) else with_own_parts(self, mesh)
+        return SplitNorm(self, mesh, self.eps, centred=True) if self._is_sharded(mesh) else super().split(mesh)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -67,7 +66,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitNorm` where the features are sharded, else the same layer."""
         return SplitNorm(self, mesh, self.eps, centred=False, offset=self.offset) if self._is_sharded(mesh) \
-            else with_own_parts(self, mesh)
+            else super().split(mesh)
 
 
 class SplitNorm(SplitLayer):

@@ -28,11 +28,10 @@ from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.overlapped_transfers import Arriving, WeightUse
 from ranvier.tensor.quantized_weight import dense
-from ranvier.tensor.split.own_part import SplitLayer
 from ranvier.tensor.split.products import Gathered, Product
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
 from ranvier.tensor.split.summa import SummaVocabulary
-from ranvier.tensor.splittable import Layer
+from ranvier.tensor.splittable import Layer, SplitLayer
 from ranvier.tensor.weight_gradients import WeightGradients
 
 _PASSES: dict[tuple[bool, bool], Pass] = {
