@@ -26,7 +26,7 @@ from ranvier.errors import ConfigError
 from ranvier.layout import Layout
 from ranvier.mesh import AXES, STANDARD_AXES, Axis, Mesh
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.make import make
+from ranvier.plan.plan import make
 from ranvier.planner.candidates import variants
 from ranvier.planner.search import search
 from ranvier.testing.ranks import run_ranks

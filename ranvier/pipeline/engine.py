@@ -76,7 +76,7 @@ class Engine:
             module's mode; evaluation switches all modules to `eval()` and then back.
         world: this rank, from `ranvier.start`.
         mesh: how the ranks are arranged; by default that of `ranvier.start`, else all along `data`.
-        plan: the result of `ranvier.plan.make.make` for this model, in place of mesh, pipeline, tensor, memory,
+        plan: the result of `ranvier.plan.plan.make` for this model, in place of mesh, pipeline, tensor, memory,
             optim and sample; without it the engine makes its own plan (`engine.plan`).
         loss: (output, targets) -> (sum of losses, weight), for models without one. A module with
             parameters is trained as a last block named loss; on several rows or columns it is refused.

@@ -20,8 +20,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.rank_stages import some_train
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.formats import check_formats
-from ranvier.plan.make import make
-from ranvier.plan.plan import Plan
+from ranvier.plan.plan import Plan, make
 from ranvier.precision import is_half
 from ranvier.schedule.schedule import Policy, check_policy_object
 from ranvier.world import World

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ranvier.block import Model
+from ranvier.config import parameter_groups
+from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
+from ranvier.config.rules import schedule_problems, tensor_problems
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
+from ranvier.cost.blocks import BlockCost, selectively
 from ranvier.errors import ConfigError, ModelError
-from ranvier.layout import Chunking, Layout
+from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
+from ranvier.optim.rules import rules_of
 from ranvier.plan.block_costs import build_on_meta
-from ranvier.plan.cut import StageTable, global_parameters
-from ranvier.schedule.limits import Limits
+from ranvier.plan.cut import Sample, StageTable, cut, global_parameters
+from ranvier.plan.kernel_count import AS_WRITTEN, Counting, counting_of
+from ranvier.plan.limits import Segments, may_defer, pipeline_limits, trained_bytes
+from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
+from ranvier.precision import DTYPES
+from ranvier.schedule.computed_limits import UNKNOWN
+from ranvier.schedule.limits import Conditions, Limits, rule_limits
+from ranvier.schedule.policies import policy_named
+from ranvier.schedule.schedule import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan by which a model trains on a mesh: `ranvier.plan.make.make` makes one, `Engine(model, world, plan=plan)`
+    """The plan by which a model trains on a mesh: `ranvier.plan.plan.make` makes one, `Engine(model, world, plan=plan)`
     builds it.
 
     It has no model, loss, optimizer or policy. `str()` shows the decisions.
@@ -99,3 +112,110 @@ def refuse_settings_beside(**settings: object) -> None:
         raise ConfigError("is part of the plan", code="setting-of-the-plan", where=f"Engine({given[0]}=...)",
                           remedy=f"Give either plan= or {given[0]}=; a plan is made with it.")
 
+
+# --- how a plan is made -----------------------------------------------------------------------------------------------
+
+# Makes a plan from a model, a mesh and settings: every decision of an engine, each from those before it.
+#
+#     checks of the settings -> the cut -> what is recomputed -> limits of the schedule -> how gradients are cut
+#
+# The engine, a run and its prediction of memory all make their plan here, so that they agree.
+
+
+ConditionsOf = Callable[[Sequence[Sequence[BlockCost]], Segments], Conditions]
+_AUTO = Pipeline(), TensorParallel(), Memory()
+
+
+def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pipeline = _AUTO[0],
+         tensor: TensorParallel = _AUTO[1], memory: Memory = _AUTO[2], optim: Optim | None = None,
+         own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
+         device: str = "cpu", num_microbatches: int | None = None, counting: Counting = AS_WRITTEN,
+         conditions: ConditionsOf = lambda stages, segments: UNKNOWN) -> Plan:
+    """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
+
+    Args:
+        sample: inputs and targets of a microbatch of the usual shape; on several rows a row's share of one. Their
+            values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
+        own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
+        policy: in place of the one that `pipeline.policy` names.
+        device: its type. num_microbatches: of a batch on one replica, where that is known. counting: what it fuses.
+        conditions: of the pipeline with these costs of blocks on each stage, of which these segments are recomputed.
+
+    Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
+    """
+    mesh.require_known_axes("the engine")
+    own = optim is not None if own_optimizer is None else own_optimizer
+    policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)
+    for problem in (*tensor_problems(mesh, tensor), *schedule_problems(placement, policy.name, pipeline.deferred)):
+        raise problem
+    stages, layout = cut(model, mesh, boundaries=pipeline.boundaries, how=pipeline.partition, sample=sample,
+                         dtype=dtype, device=device, tensor=tensor, placement=placement, counting=counting)
+    if memory.recompute == "selective" and stages.costs is not None:
+        stages = replace(stages, costs=tuple(selectively(stages.costs)))
+    rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
+        pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
+    recomputed = _recomputed(memory.recompute, stages, model.layers, policy, rule)
+    limits = rule if stages.costs is None else pipeline_limits(
+        stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
+        defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
+        trained_bytes=trained_bytes(optim, device=device, element_bytes=dtype.itemsize), placement=placement,
+        segments=recomputed, defers=may_defer(pipeline, optim), num_microbatches=num_microbatches,
+        conditions=conditions(stages.stage_costs(), recomputed))
+    optim = optim or Optim()
+    for problem in parameter_groups.problems(optim, [each.settings_name for each in layout.parameters]):
+        raise problem
+    plan = Plan(mesh=mesh, stages=stages, recomputed=tuple(map(tuple, recomputed)), limits=limits, policy=policy.name,
+                layout=replace(layout, chunking=_chunking(optim, layout, recomputed, device, own=own)),
+                pipeline=replace(pipeline, boundaries=stages.boundaries or None), tensor=tensor, memory=memory,
+                optim=replace(optim, bucket_size=bucket_size(optim, device)), own_optimizer=own, dtype=dtype)
+    return plan.with_limits(limits)
+
+
+def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, conditions: ConditionsOf, mesh: Mesh | None = None,
+                 device: str | None = None) -> Plan:
+    """The plan of a run for its model, of which layers may be frozen. conditions: as for `make`. mesh: another number
+    of replicas, which changes neither cut nor limits. device: its type, by default the one that the run names."""
+    device = device or run.device_type
+    return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
+                optim=run.optim, dtype=DTYPES[run.precision], num_microbatches=run.num_microbatches, device=device,
+                counting=counting_of(run, device=device, stage_size=run.mesh.stage_size), conditions=conditions)
+
+
+def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits
+                ) -> list[list[range]]:
+    """Segments of each stage that are recomputed, by the rule's limits: simulated limits follow from what is
+    recomputed."""
+    if recompute == "auto" and stages.costs is None:
+        raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
+                          where="memory.recompute", value=recompute,
+                          remedy="Give the engine sample=, a microbatch of the usual shape, or set an interval.")
+    costs = [()] * len(stages.rows) if stages.costs is None else stages.stage_costs()
+    return [recomputed_segments(recompute, row.blocks, layers, costs[row.stage], policy, rule.in_flight,
+                                (row.stage, len(stages.rows))) for row in stages.rows]
+
+
+def _chunking(optim: Optim, layout: Layout, recomputed: Sequence[Sequence[range]], device: str, *, own: bool
+              ) -> Chunking:
+    """The chunks of every rank's gradients."""
+    runs = {pipe: tuple(range(blocks.start + run.start, blocks.start + run.stop)
+                        for stage in layout.stages.stages_of(pipe) for blocks in [layout.blocks(stage)]
+                        for run, _ in runs_of(len(blocks), recomputed[stage]))
+            for pipe in range(layout.stages.num_ranks)} if optim.update_in_backward else {}
+    return Chunking(chunk_size=chunk_size(optim, device), runs=runs, shard=optim.shard and own,
+                    whole=whole_parameters(optim, layout) if own else frozenset())
+
+
+def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
+    """The trainable parameters whose update needs whole tensors. ConfigError where a rank holds nothing of one, so that
+    it could not take part in its update."""
+    rules, found = rules_of(optim), []
+    for parameter in layout.parameters if rules.tensors is not None else ():
+        if not (parameter.is_owner and parameter.trainable and rules.needs_whole(
+                parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)):
+            continue
+        if min(box_size(layout.box(parameter, position)) for position in layout.mesh.positions) == 0:
+            raise ConfigError(f"needs whole tensors, and some of the rows and columns hold nothing of {parameter.name}",
+                              code="algorithm-needs-whole-tensors", where="optim.algorithm", value=optim.algorithm,
+                              remedy="Use fewer rows and columns, or an algorithm such as adamw.")
+        found.append(parameter.name)
+    return frozenset(found)

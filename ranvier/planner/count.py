@@ -42,8 +42,7 @@ from ranvier.plan.cut import StageTable, meta_mesh, split_model
 from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
-from ranvier.plan.make import make_for_run, whole_parameters
-from ranvier.plan.plan import Plan
+from ranvier.plan.plan import Plan, make_for_run, whole_parameters
 from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.planner.conditions import conditions_of
 from ranvier.precision import DTYPES

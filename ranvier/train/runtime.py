@@ -19,7 +19,7 @@ from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.inference import evaluation
 from ranvier.models import families
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.make import make_for_run
+from ranvier.plan.plan import make_for_run
 from ranvier.planner.conditions import conditions_of
 from ranvier.precision import DTYPES
 from ranvier.train.memory import Measured

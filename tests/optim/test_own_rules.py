@@ -16,7 +16,7 @@ from ranvier.optim.adafactor import Adafactor
 from ranvier.optim.lion import Lion
 from ranvier.optim.muon import Muon
 from ranvier.optim.rules import SGD, AdamW, rules_of
-from ranvier.plan.make import whole_parameters
+from ranvier.plan.plan import whole_parameters
 from ranvier.planner.problems import problems
 from ranvier.testing.rules import check_rule
 from tests.checkpoint.anywhere import on, train

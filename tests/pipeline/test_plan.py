@@ -9,7 +9,7 @@ from torch import nn
 
 import ranvier
 from ranvier import Engine, Memory, Mesh, Optim, Pipeline
-from ranvier.plan.make import make
+from ranvier.plan.plan import make
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
 from tests.pipeline.parity import chain, points

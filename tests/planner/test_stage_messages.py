@@ -16,7 +16,7 @@ from ranvier.cost.step import step_cost
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.plan.limits import run_limits
-from ranvier.plan.make import make_for_run
+from ranvier.plan.plan import make_for_run
 from ranvier.planner.candidates import predict
 from ranvier.planner.conditions import conditions_of
 from ranvier.planner.count import recomputed_runs
