@@ -43,8 +43,8 @@ from ranvier.plan.formats import told
 from ranvier.plan.plan import Plan
 from ranvier.schedule.schedule import Policy
 from ranvier.system.machine import has_triton
+from ranvier.tensor.deferred_linear import lookup_tables
 from ranvier.tensor.float8 import float8_layers
-from ranvier.tensor.lookups import lookup_tables
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.weight_gradients import WeightGradients
 from ranvier.world import World

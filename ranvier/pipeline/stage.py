@@ -40,9 +40,8 @@ from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.columns.tensor import mapped
-from ranvier.tensor.deferred_linear import DeferringForwards
+from ranvier.tensor.deferred_linear import DeferringForwards, LookupForwards
 from ranvier.tensor.fused import Fused, using
-from ranvier.tensor.lookups import LookupForwards
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.split.linear import SplitLinear

@@ -27,7 +27,7 @@ from ranvier.plan.formats import BlockFormats
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
-from ranvier.tensor.lookups import adds_rows
+from ranvier.tensor.deferred_linear import adds_rows
 from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
