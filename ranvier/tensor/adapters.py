@@ -8,7 +8,7 @@ alpha / rank. The adapter is a child of the layer, `lora`, and a forward hook ad
 the layer keep their names.
 
 On a row x col mesh A is sharded as the layer's input is and B as its output, and rows hold copies. Only u = A x, with
-`rank` features, travels (`ranvier.tensor.column_exchanges.exchanged`).
+`rank` features, travels (`ranvier.tensor.mesh.exchanged`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.nn import functional
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split, index_of, whole
 from ranvier.tensor import keyed_dropout
-from ranvier.tensor.column_exchanges import Sharded, exchanged
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.mesh import Sharded, TensorMesh, exchanged
 from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split, own_part
 
 Base = Callable[[], tuple[Tensor, Tensor | None]]

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.layout import part
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.column_exchanges import exchanged
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.mesh import TensorMesh, exchanged
 
 
 class ColumnLayout(NamedTuple):

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.errors import ModelError
-from ranvier.tensor.column_exchanges import transposed
 from ranvier.tensor.layers.features import OverFeatures
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.mesh import TensorMesh, transposed
 from ranvier.tensor.splittable import Constraint, Layer, SplitLayer
 
 

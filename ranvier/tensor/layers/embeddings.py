@@ -20,8 +20,7 @@ from ranvier.precision import wide
 from ranvier.tensor import splittable
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.column_exchanges import transposed
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.mesh import TensorMesh, transposed
 from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 

@@ -19,9 +19,8 @@ from ranvier.layout import Split
 from ranvier.tensor import splittable
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.column_exchanges import exchanged, gathered
 from ranvier.tensor.deferred_linear import PaddedLinear
-from ranvier.tensor.mesh import TensorMesh
+from ranvier.tensor.mesh import TensorMesh, exchanged, gathered
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.products import Product
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
