@@ -42,8 +42,7 @@ from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.held_parameters import RankParameters
 from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
-from ranvier.pipeline.parts import EngineParts
-from ranvier.pipeline.prepared_model import check_arguments, make_plan, prepare
+from ranvier.pipeline.parts import EngineParts, check_arguments, make_plan, prepare
 from ranvier.pipeline.rank_stages import some_train
 from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
