@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from ranvier.checkpoint.manifest import MANIFEST
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import MANIFEST, Saved
 from ranvier.errors import CheckpointError
 
 

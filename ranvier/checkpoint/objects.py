@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved
 from ranvier.checkpoint.state import OBJECT, Piece
 from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, SavedTensor, ScaleState, damaged
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, Saved, SavedTensor, ScaleState, damaged
 from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_device, take_settings
 from ranvier.errors import CheckpointError
 from ranvier.layout import Box, Slice, index_of, whole

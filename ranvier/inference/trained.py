@@ -23,7 +23,7 @@ from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, tokenizer_beside
-from ranvier.checkpoint.saved import Saved, run_folders
+from ranvier.checkpoint.manifest import Saved, run_folders
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import Run, TensorParallel, Transformer

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ranvier.checkpoint.saved import find
+from ranvier.checkpoint.manifest import find
 from ranvier.config import effects, rules
 from ranvier.config.named_object import is_object_name, load_object
 from ranvier.config.resolve import ResolvedRun

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from ranvier.checkpoint.manifest import MANIFEST, Manifest, encode
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import MANIFEST, Manifest, Saved, encode
 from ranvier.config.run import Optim, TensorParallel, Transformer
 from ranvier.data.arrays import Arrays, Form, Tokens
 from ranvier.data.lm import Sequences

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.checkpoint.hf.import_model import import_model
-from ranvier.checkpoint.manifest import encode
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved, encode
 from ranvier.config.run import Transformer
 from tests.checkpoint.anywhere import write_manifest
 

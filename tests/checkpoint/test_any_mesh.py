@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved
 from ranvier.config.run import Optim, TensorParallel
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt

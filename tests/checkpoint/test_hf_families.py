@@ -15,8 +15,7 @@ from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.manifest import step_folder
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved, step_folder
 from ranvier.cli.main import run_command
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved

@@ -18,8 +18,7 @@ from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.manifest import step_folder
-from ranvier.checkpoint.saved import Saved, checksum
+from ranvier.checkpoint.manifest import Saved, checksum, step_folder
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.run import Transformer

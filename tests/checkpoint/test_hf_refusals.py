@@ -20,8 +20,7 @@ from ranvier.checkpoint.files import retain
 from ranvier.checkpoint.hf import gpt2 as hf_gpt2
 from ranvier.checkpoint.hf import logits, pretrained
 from ranvier.checkpoint.hf.export_model import newest_whole
-from ranvier.checkpoint.manifest import encode, read_manifest
-from ranvier.checkpoint.saved import checksum
+from ranvier.checkpoint.manifest import checksum, encode, read_manifest
 from ranvier.cli.main import command, run_command
 from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers

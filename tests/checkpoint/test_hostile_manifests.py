@@ -10,8 +10,7 @@ import pytest
 
 from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.checkpoint.files import publish
-from ranvier.checkpoint.manifest import MANIFEST, read_manifest
-from ranvier.checkpoint.saved import Saved, find, run_folders
+from ranvier.checkpoint.manifest import MANIFEST, Saved, find, read_manifest, run_folders
 from ranvier.mesh import Mesh
 from tests.checkpoint.anywhere import on, train, write_manifest
 from tests.errors import raises

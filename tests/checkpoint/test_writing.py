@@ -17,8 +17,7 @@ import torch
 from ranvier.checkpoint import checkpoints as module
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.manifest import MANIFEST, read_manifest
-from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.manifest import MANIFEST, Saved, find, read_manifest
 from ranvier.comm.board import Board
 from ranvier.config.run import Optim
 from ranvier.errors import CheckpointError, OwnershipError

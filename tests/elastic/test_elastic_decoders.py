@@ -10,8 +10,7 @@ import torch
 
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.from_pretrained import settled
-from ranvier.checkpoint.manifest import checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
 from ranvier.config.resolve import resolve

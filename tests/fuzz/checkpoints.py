@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.manifest import MANIFEST, Manifest, Saved, find, read_manifest
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.config.run import Optim
 from ranvier.pipeline.engine import Engine

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.hf.from_pretrained import settled
-from ranvier.checkpoint.manifest import checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Run, Train, Transformer
 from ranvier.mesh import Mesh

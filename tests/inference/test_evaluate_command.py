@@ -246,7 +246,7 @@ def test_a_prompt_without_room_for_an_answer():
 
 
 def test_a_checkpoint_of_another_loop(runs, capsys, monkeypatch):
-    from ranvier.checkpoint.saved import Saved
+    from ranvier.checkpoint.manifest import Saved
 
     saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
     saved.manifest.about.clear()
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_another_loop(runs, capsys, monkeypatch):
 
 
 def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch):
-    from ranvier.checkpoint.saved import Saved
+    from ranvier.checkpoint.manifest import Saved
 
     saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))
     saved.manifest.about["run"]["model"]["family"] = "evil:Family"
@@ -268,7 +268,7 @@ def test_code_that_a_checkpoint_names_is_not_imported(runs, capsys, monkeypatch)
 
 def test_a_checkpoint_chooses_no_folder_that_is_read(runs, monkeypatch, capsys, tmp_path):
     """Without a run.toml of the user's that agrees, its paths must be named again; the cache is never its choice."""
-    from ranvier.checkpoint.saved import Saved
+    from ranvier.checkpoint.manifest import Saved
     from ranvier.inference.trained import open_trained
 
     saved = Saved(next(Path(runs / "lm" / "checkpoint").glob("step-*")))

@@ -13,8 +13,7 @@ import torch
 from ranvier.checkpoint.hf.export_model import export, export_adapters
 from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.checkpoint.hf.import_model import import_model
-from ranvier.checkpoint.manifest import checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
 from ranvier.config import read

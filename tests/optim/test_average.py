@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ranvier.checkpoint import state
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved
 from ranvier.cli.main import run_command
 from ranvier.config import rules
 from ranvier.config.resolve import resolve

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved
 from ranvier.cli.main import run_command
 from ranvier.config import read
 from ranvier.config.resolve import Facts, resolve

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import Saved
 from ranvier.cli import main as cli
 from ranvier.cli.options import read_recipe
 from ranvier.cli.train import check_folder

@@ -25,8 +25,7 @@ from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
-from ranvier.checkpoint.manifest import SavedTensor
-from ranvier.checkpoint.saved import Saved, find
+from ranvier.checkpoint.manifest import Saved, SavedTensor, find
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
 from ranvier.data.cache import CacheOnly, NotInCache, Progress, user_cache_folder

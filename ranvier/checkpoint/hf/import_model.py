@@ -30,8 +30,7 @@ from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.source_check import check_equal, compare_source, value_of
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
-from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, step_folder
-from ranvier.checkpoint.saved import Saved
+from ranvier.checkpoint.manifest import File, Manifest, Saved, SavedTensor, step_folder
 from ranvier.config import read
 from ranvier.config.run import Data
 from ranvier.data.cache import Progress

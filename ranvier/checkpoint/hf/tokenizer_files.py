@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ranvier.checkpoint.hf.pretrained import own_file
-from ranvier.checkpoint.saved import run_folders
+from ranvier.checkpoint.manifest import run_folders
 from ranvier.config.run import Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data import wordpiece
