@@ -81,7 +81,8 @@ OPENS_FILES = {
     "data/images.py": "images", "data/named_files.py": "tables", "data/sentences.py": "tables",
     "data/tables.py": "tables",
     # files that `member` or a size and a checksum have judged
-    "checkpoint/hf/peft.py": "tensors of `member`; a new configuration", "checkpoint/saved.py": "parts of a manifest",
+    "checkpoint/hf/peft.py": "tensors of `member`; a new configuration",
+    "checkpoint/manifest.py": "parts of a manifest",
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
     "checkpoint/hf/tokenizer_files.py": "files of `member`",
     "models/any_transformers.py": "files of `member`, tensors alone", "data/arrays.py": "maps what the door has opened",

@@ -209,7 +209,6 @@ def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
 
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_MOST_DEPTH = 4
 _SAMPLED = 1 << 17
 """Of larger arrays so many elements are compared, evenly spread."""
 _version_of = attrgetter("_version")

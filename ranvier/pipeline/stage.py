@@ -40,7 +40,7 @@ from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.columns.tensor import mapped
-from ranvier.tensor.deferred_linear import DeferringForwards, LookupForwards
+from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.fused import Fused, using
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.overlapped_transfers import WeightUse
@@ -163,11 +163,10 @@ class Stage:
         self._cache: Callable[[Tensor, State, Callable[..., State]], State] | None = None
         self.cached_blocks = 0
         """Blocks that `use_cache` has given to a cache."""
+        whole = compile if mesh is None and not selective else False
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
-                                            may_wait=may_wait)
-        whole = compile if mesh is None and not selective else False
-        self._lookups = LookupForwards(modules, tables if whole is False else (), weight_gradients)
+                                            may_wait=may_wait, tables=tables if whole is False else ())
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once], () if others is None else others.code)
         self._fused = Fused(False if mesh is None else compile)
@@ -195,12 +194,10 @@ class Stage:
             for segment in self._recomputed.values():
                 segment.begin()
             self._forwards.install()
-            self._lookups.install()
 
     def end(self) -> None:
         """The batch has ended, or failed: the blocks are plain modules again."""
         self._forwards.remove()
-        self._lookups.remove()
 
     def forget_weights(self) -> None:
         """Weights may have changed, or be wanted no more: those that stay gathered are let go."""

@@ -1,6 +1,6 @@
-"""Plain nn.Linear layers whose weight gradients can be deferred.
+"""Plain layers that add to their weight gradients themselves: nn.Linear, later if need be, and tables of nn.Embedding.
 
-The layer's backward returns the input's gradient and queues the product for the weight's; see
+The backward of an nn.Linear returns the input's gradient and queues the product for the weight's; see
 `ranvier.tensor.weight_gradients`.
 """
 
@@ -175,7 +175,25 @@ def are_plain(*parameters: Tensor | None) -> bool:
     return True
 
 
-class _DeferrableForward:
+class _PlainForward:
+    """The forward of a plain layer of torch while batches run. A copy of the layer has torch's own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+
+    @staticmethod
+    def takes(module: nn.Module) -> bool:
+        """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by
+        class or by assignment, and no parametrization, which each look at the weight would evaluate."""
+        return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
+                and forward_slot(module) not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
+
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
+        kind = nn.Embedding if isinstance(self._module, nn.Embedding) else nn.Linear
+        return partial, (kind.forward, self._module)
+
+
+class _DeferrableForward(_PlainForward):
     """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
 
     Inside a transform of torch.func (vmap, grad, jvp), and where a block compiles its own code, it computes what
@@ -187,8 +205,9 @@ class _DeferrableForward:
     without gradients, so that this is known before any backward.
     """
 
-    def __init__(self, module: nn.Linear, gradients: WeightGradients, *, in_float8: bool = False) -> None:
-        self._module, self.gradients, self.in_float8 = module, gradients, in_float8
+    def __init__(self, module: nn.Module, gradients: WeightGradients, *, in_float8: bool = False) -> None:
+        super().__init__(module)
+        self.gradients, self.in_float8 = gradients, in_float8
         self._by_autograd = _Float8Forward(module) if in_float8 else None
         self.pads_rows = isinstance(module, PaddedLinear)
         self.steps_aside = False
@@ -215,16 +234,9 @@ class _DeferrableForward:
             self.gradients.forward_bytes += x.nbytes + y.nbytes
         return y
 
-    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
-        """nn.Linear's forward: a copy of the layer has no queue."""
-        return partial, (nn.Linear.forward, self._module)
 
-
-class _Float8Forward:
+class _Float8Forward(_PlainForward):
     """The forward of a plain nn.Linear whose products are in float8, and whose weight gradients autograd adds."""
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
@@ -233,25 +245,15 @@ class _Float8Forward:
             return functional.linear(input, module.weight, module.bias)
         return float8.Float8Linear.apply(input, module.weight, module.bias)
 
-    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
-        """nn.Linear's forward, in the format of the layer."""
-        return partial, (nn.Linear.forward, self._module)
-
 
 def is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is active, which custom functions would have to support."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _takes(module: nn.Module) -> bool:
-    """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by class
-    or by assignment, and no parametrization, which each look at the weight would evaluate."""
-    return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
-            and forward_slot(module) not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
-
-
 class DeferringForwards:
-    """Gives plain nn.Linear layers, while batches run, a forward whose weight gradients go through `gradients`.
+    """Gives plain nn.Linear layers, while batches run, a forward whose weight gradients go through `gradients`, and
+    modules that hold tables one whose backward adds to the rows that were looked up.
 
     Between batches they are plain modules, which can be copied, saved and transformed as any other.
 
@@ -264,25 +266,33 @@ class DeferringForwards:
         in_float8: layers of both whose products are in float8 (`float8`).
         may_wait: whether products may be deferred at all. Where none is, plain layers of a user stay as they are;
             those of `ranvier.tensor.layers` add straight to their gradients all the same.
+        tables: lookup tables of both whose gradients are added to row by row.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
-                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True) -> None:
+                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True,
+                 tables: Collection[nn.Parameter] = ()) -> None:
         modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
+        plain = {module for module in modules if _PlainForward.takes(module)}
         elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
                                               *(module for module in modules
-                                                if not (_takes(module) or isinstance(module, SplitLinear))))
+                                                if not (module in plain or isinstance(module, SplitLinear))))
                      for parameter in module.parameters(recurse=False)}
         free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
         ours = {inner for module in modules if isinstance(module, Layer) for inner in module.modules()}
         self._gradients = gradients
         self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
-                          for module in free if isinstance(module, nn.Linear) and _takes(module)
+                          for module in free if module in plain
                           and (may_wait or module in ours or module in in_float8)}
         self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
                                 for module in block.modules() if module in in_float8 and module not in self._forwards
-                                and isinstance(module, nn.Linear) and _takes(module)}
+                                and _PlainForward.takes(module)}
         """Forwards of the layers whose products are in float8 and not queued."""
+        lookups = {module: _LookupForward(module, gradients) for block in (*blocks, *others)
+                   for module in block.modules()
+                   if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
+        self._installed: list[tuple[nn.Module, _PlainForward]] = [
+            *self._forwards.items(), *self.float8_forwards.items(), *lookups.items()]
         self._split = [module for block in (*blocks, *others) for module in block.modules()
                        if isinstance(module, SplitLinear)]
         holders = Counter(parameter for module in modules + [m for block in others for m in block.modules()]
@@ -301,15 +311,15 @@ class DeferringForwards:
 
     def install(self) -> None:
         """Before a batch: give the layers their forwards."""
-        for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
-            if _takes(module):
+        for module, forward in self._installed:
+            if forward.takes(module):
                 module.__dict__[forward_slot(module)] = forward
         for layer in self._split:
             layer.weight_gradients = self._gradients
 
     def remove(self) -> None:
         """After a batch: the blocks are plain modules again."""
-        for module, forward in (*self._forwards.items(), *self.float8_forwards.items()):
+        for module, forward in self._installed:
             if module.__dict__.get(slot := forward_slot(module)) is forward:
                 del module.__dict__[slot]
         for layer in self._split:
@@ -323,8 +333,8 @@ class DeferringForwards:
 #     autograd   dW = zeros [V, H]; dW[ids] += dy; weight.grad += dW       three passes over the whole table
 #     here       rows = unique(ids); weight.grad[rows] += sums of dy
 #
-# A batch of short sentences looks up a few hundred of 30,000 rows. The sums are those of autograd's kernel, in its order,
-# so that gradients are bit-identical. Whoever reduces gradients is told the rows (`optim.touched_rows`).
+# A batch of short sentences looks up a few hundred of 30,000 rows. The sums are those of autograd's kernel, in its
+# order, so that gradients are bit-identical. Whoever reduces gradients is told the rows (`optim/reduction`).
 
 
 LEAST_ROWS = 1024
@@ -361,29 +371,31 @@ class _RowLookup(Function):
         return None, None, None, None
 
 
-def _takes(module: nn.Module) -> bool:
-    """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
-    parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of rows."""
-    return (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-            and forward_slot(module) not in module.__dict__ and "weight" in module._parameters
-            and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-            and module.num_embeddings >= LEAST_ROWS and module.weight.device.type == "cpu")
-
-
 def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
     """The trainable tables of these blocks that only one plain nn.Embedding holds: a sum to which others add too would
     depend on the order. The same on every rank that has these blocks."""
     modules = dict.fromkeys(module for block in blocks for module in block.modules())
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
-    return {module.weight for module in modules if isinstance(module, nn.Embedding) and _takes(module)
-            and isinstance(module.weight, nn.Parameter) and module.weight.requires_grad and holders[module.weight] == 1}
+    weights = (module._parameters["weight"] for module in modules if _LookupForward.takes(module))
+    return {one for one in weights if one is not None and one.requires_grad and holders[one] == 1}
 
 
-class _LookupForward:
+class _LookupForward(_PlainForward):
     """The forward of a plain nn.Embedding, with its gradient going through `gradients`."""
 
-    def __init__(self, module: nn.Embedding, gradients: WeightGradients) -> None:
-        self._module, self._gradients = module, gradients
+    def __init__(self, module: nn.Module, gradients: WeightGradients) -> None:
+        super().__init__(module)
+        self._gradients = gradients
+
+    @staticmethod
+    def takes(module: nn.Module) -> bool:
+        """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
+        parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of
+        rows."""
+        return (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+                and forward_slot(module) not in module.__dict__ and "weight" in module._parameters
+                and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+                and module.num_embeddings >= LEAST_ROWS and module.weight.device.type == "cpu")
 
     def __call__(self, input: Tensor) -> Tensor:
         module, weight = self._module, self._module.weight
@@ -392,28 +404,3 @@ class _LookupForward:
             padding = -1 if module.padding_idx is None else module.padding_idx
             return _RowLookup.apply(weight, input, padding, self._gradients)
         return functional.embedding(input, weight, module.padding_idx)
-
-    def __reduce__(self) -> tuple[type[partial[Any]], tuple[object, ...]]:
-        """nn.Embedding's forward: a copy of the layer adds its gradient as autograd does."""
-        return partial, (nn.Embedding.forward, self._module)
-
-
-class LookupForwards:
-    """Gives the modules that hold `tables`, while batches run, a forward whose backward adds to the touched rows."""
-
-    def __init__(self, blocks: Iterable[nn.Module], tables: Collection[nn.Parameter], gradients: WeightGradients
-                 ) -> None:
-        self._forwards = {module: _LookupForward(module, gradients) for block in blocks for module in block.modules()
-                          if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
-
-    def install(self) -> None:
-        """Before a batch."""
-        for module, forward in self._forwards.items():
-            if _takes(module):
-                module.__dict__[forward_slot(module)] = forward
-
-    def remove(self) -> None:
-        """After a batch: the modules are plain again."""
-        for module, forward in self._forwards.items():
-            if module.__dict__.get(slot := forward_slot(module)) is forward:
-                del module.__dict__[slot]

@@ -13,7 +13,7 @@ from ranvier.models.llama import llama
 from ranvier.optim.reduction import PackedChunk, TouchedRows
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.tensor import lookups
+from ranvier.tensor import deferred_linear
 from ranvier.testing.ranks import run_ranks
 from ranvier.testing.reference import Reference
 from tests.covering import covering
@@ -24,7 +24,7 @@ VOCAB = 600
 
 @pytest.fixture(autouse=True)
 def small_tables(monkeypatch):
-    monkeypatch.setattr(lookups, "LEAST_ROWS", 128)
+    monkeypatch.setattr(deferred_linear, "LEAST_ROWS", 128)
 
 
 
@@ -117,7 +117,7 @@ def test_one_rank_has_autograds_bits(monkeypatch):
         return {name: gradient.clone() for name, gradient in engine.gradients().items()}
 
     found, = on_mesh(make, Mesh(), work)
-    monkeypatch.setattr(lookups, "LEAST_ROWS", 1 << 20)
+    monkeypatch.setattr(deferred_linear, "LEAST_ROWS", 1 << 20)
     autograd, = on_mesh(make, Mesh(), work)
     assert all(torch.equal(found[name], autograd[name]) for name in autograd)
     assert int(found["b0.weight"].any(1).sum()) <= 11
@@ -145,7 +145,7 @@ def test_training_is_bit_identical_on_two_replicas(optim, precision, monkeypatch
 
     few = trained()
     assert packed
-    monkeypatch.setattr(lookups, "LEAST_ROWS", 1 << 20)
+    monkeypatch.setattr(deferred_linear, "LEAST_ROWS", 1 << 20)
     count = len(packed)
     dense = trained()
     assert len(packed) == count
