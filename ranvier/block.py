@@ -250,8 +250,8 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
                              remedy="Wrap plain functions in a module with a forward method.")
     if _has_state(loss):
         modules[_free_name(modules)] = LossBlock(loss)
-    return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss,
-                 tied=_shared(modules))
+    tied = several_names(pair for name, module in modules.items() for pair in module.named_parameters(prefix=name))
+    return Model(blocks={name: partial(_ready_made, module) for name, module in modules.items()}, loss=loss, tied=tied)
 
 
 def _modules_of(model: nn.Module) -> Mapping[str, Any]:
@@ -312,10 +312,8 @@ def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
     in its block where it has several."""
     found: dict[str, tuple[str, ...]] = {}
     for block, module in ready_made(model).items():
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in named_tensors(module):
-            aliases.setdefault(id(tensor), []).append(f"{block}.{name}")
-        found |= {names[0]: tuple(names) for names in aliases.values() if len(names) > 1}
+        found |= {names[0]: names for names in several_names(
+            (f"{block}.{name}", tensor) for name, tensor in named_tensors(module))}
         found |= {f"{block}.{name}": names for name, names in getattr(module, "names_in_whole", {}).items() if names}
     return found
 
@@ -373,12 +371,11 @@ def _ready_made(module: nn.Module) -> nn.Module:
     return module
 
 
-def _shared(modules: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of parameters that several blocks share by identity."""
+def several_names(named: Iterable[tuple[str, Tensor]]) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that stand for the same tensor."""
     names: dict[int, list[str]] = {}
-    for block, module in modules.items():
-        for name, parameter in module.named_parameters():
-            names.setdefault(id(parameter), []).append(f"{block}.{name}")
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import KEPT_IN_FP32, Model
+from ranvier.block import KEPT_IN_FP32, Model, several_names
 from ranvier.errors import ConfigError, ModelError
 from ranvier.precision import is_half
 
@@ -121,7 +121,9 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                               remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
     formats = {block: BlockFormats.of(model, block, module, dtype) for block, module in modules.items()}
     kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
-    for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", _shared_buffers(modules))):
+    buffers = several_names(pair for block, module in modules.items() for pair in module.named_buffers(
+        prefix=block, remove_duplicate=False) if pair[1].is_floating_point())
+    for what, how, groups in (("parameter", "tied to", model.tied), ("buffer", "also", buffers)):
         for group in groups:
             if 0 < len(found := kept.intersection(group)) < len(group):
                 odd = min(set(group) - found)
@@ -138,16 +140,6 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                                   f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
                                   code="trains-in-two-formats", where=f"parameter {block}.{name}", value=torch.float32,
                                   remedy=remedy)
-
-
-def _shared_buffers(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Groups of full names of one floating-point buffer."""
-    names: dict[int, list[str]] = {}
-    for block, module in modules.items():
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            if buffer.is_floating_point():
-                names.setdefault(id(buffer), []).append(f"{block}.{name}")
-    return [tuple(group) for group in names.values() if len(group) > 1]
 
 
 def told(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:
