@@ -27,7 +27,6 @@ methods of `Splittable`.
 """
 
 from ranvier.tensor.columns import local_map
-from ranvier.tensor.layers.convolution import DepthwiseConv1d
 from ranvier.tensor.layers.dropout import Dropout
 from ranvier.tensor.layers.elementwise import gated, gelu, softcap
 from ranvier.tensor.layers.embeddings import (
@@ -37,7 +36,7 @@ from ranvier.tensor.layers.embeddings import (
     PositionEmbedding,
     TokenTypeEmbedding,
 )
-from ranvier.tensor.layers.features import Scalar, Scale
+from ranvier.tensor.layers.features import DepthwiseConv1d, Scalar, Scale
 from ranvier.tensor.layers.linear import ClassifierHead, Linear, ReplicatedLinear, VocabularyLinear
 from ranvier.tensor.layers.linear_group import SharedInputLinear
 from ranvier.tensor.layers.norms import LayerNorm, RMSNorm

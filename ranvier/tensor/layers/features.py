@@ -13,13 +13,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.tensor.boundaries import sharded_dim
-from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.splittable import Constraint, Layer, feature_split
+from ranvier.tensor.mesh import TensorMesh, transposed
+from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 
 Over = Literal["stream", "inner", "heads"]
 """The features that a layer covers: each token's features in the residual stream [B, S, H]; each token's features
@@ -108,3 +109,87 @@ class Scalar(Layer):
     def forward(self) -> Tensor:
         """The number, of `shape`."""
         return self.weight.view_as(self.weight)
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+# Convolutions over tokens in which each feature stays by itself. Where columns share the tokens, each column convolves
+# all tokens of its features:
+#
+#     [B, S / c, F]  --all-to-all-->  [B, S, F / c]  --convolution-->  [B, S, F / c]  --all-to-all-->  [B, S / c, F]
+
+
+class DepthwiseConv1d(OverFeatures):
+    """y[b, t, f] = bias[f] + sum over k of weight[f, 0, k] x[b, t + k - offset, f], with zeros beside the sequence.
+
+    With parameters as of nn.Conv1d(features, features, kernel_size, groups=features), on tensors [B, S, F].
+
+    causal: offset is kernel_size - 1, so that a token sees none after it; else (kernel_size - 1) // 2.
+    over: inner, between an output- and an input-stationary Linear, or stream. There, with a sharded sequence, columns
+        exchange tokens for features and back.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, features: int, kernel_size: int, bias: bool = True, *, causal: bool = True,
+                 over: Literal["inner", "stream"] = "inner", dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._features, self.kernel_size, self.causal = features, kernel_size, causal
+        self.weight = nn.Parameter(torch.empty(features, 1, kernel_size, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(features, dtype=dtype)) if bias else None)
+        bound = kernel_size ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+        if over not in ("inner", "stream"):
+            raise ModelError("must be inner or stream", code="convolution-over", where="over of DepthwiseConv1d",
+                             value=over, remedy="Flatten the heads first: the features of all heads are inner.")
+        self._set_over(over)
+
+    @property
+    def num_features(self) -> int:
+        """Features of the whole last dim."""
+        return self._features
+
+    def split(self, mesh: TensorMesh) -> nn.Module:
+        """The same layer with this column's features; a `SplitStreamConv1d` where columns share the tokens."""
+        if self._shares_tokens(mesh):
+            return SplitStreamConv1d(self, mesh, causal=self.causal)
+        return super().split(mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x_BSF to [B, S, F]."""
+        return depthwise(x, self.weight, self.bias, causal=self.causal)
+
+    def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
+        """Columns divide the features."""
+        yield from super().divisibility_constraints(mesh)
+        if self._shares_tokens(mesh):
+            yield "features", self.num_features, "col", mesh.num_cols
+
+    def _shares_tokens(self, mesh: TensorMesh) -> bool:
+        return self.over == "stream" and mesh.activations.name == "sequence" and mesh.num_cols > 1
+
+
+class SplitStreamConv1d(SplitLayer):
+    """A `DepthwiseConv1d` of the residual stream with a sharded sequence. Each column has all weights, and gradients
+    of those of its features."""
+
+    def __init__(self, layer: Layer, mesh: TensorMesh, *, causal: bool) -> None:
+        super().__init__(layer, mesh)
+        self._causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S / c, F] to [B, S / c, F]."""
+        own = x.shape[-1] // self.mesh.num_cols
+        features = slice(self.mesh.col * own, (self.mesh.col + 1) * own)
+        bias = None if self.bias is None else self.bias[features]
+        y = depthwise(transposed(x, 2, 1, self.mesh), self.weight[features], bias, causal=self._causal)
+        return transposed(y, 1, 2, self.mesh)
+
+
+def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
+    """x [B, S, F] convolved with weight [F, 1, K], with zeros beside the sequence: [B, S, F]."""
+    size = weight.shape[-1]
+    before = size - 1 if causal else (size - 1) // 2
+    padded = functional.pad(x.transpose(1, 2), (before, size - 1 - before))
+    return functional.conv1d(padded, weight, bias, groups=len(weight)).transpose(1, 2)
