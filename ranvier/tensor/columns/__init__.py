@@ -10,7 +10,6 @@
 from ranvier.tensor.columns.dispatch import dispatch
 from ranvier.tensor.columns.layout import ColumnLayout, own_part_of, summed_gradient
 from ranvier.tensor.columns.local_map import gather_whole, local_map
-from ranvier.tensor.columns.refusal import refuse
 from ranvier.tensor.columns.tensor import (
     ColumnTensor,
     layout_of_tensor,
@@ -18,6 +17,7 @@ from ranvier.tensor.columns.tensor import (
     mark,
     on_local,
     plain,
+    refuse,
     refuse_own_graph,
 )
 

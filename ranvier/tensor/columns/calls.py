@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ranvier.tensor.columns.refusal import LOCAL_MAP, refuse
-from ranvier.tensor.columns.tensor import Args, Func, Kwargs, layouts_text, sharded_layout
+from ranvier.tensor.columns.tensor import LOCAL_MAP, Args, Func, Kwargs, layouts_text, refuse, sharded_layout
 
 _NORM_OR_SCORES = "Use ranvier.tensor.layers.RMSNorm or LayerNorm for a norm, and ClassifierHead for scores of tokens."
 REMEDIES = {

@@ -12,8 +12,7 @@ from torch.nn import functional
 from ranvier.layout import part
 from ranvier.tensor.columns.calls import refuse_call
 from ranvier.tensor.columns.layout import ColumnLayout, summed_gradient
-from ranvier.tensor.columns.refusal import refuse
-from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mapped, mark, plain
+from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mapped, mark, plain, refuse
 
 
 def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ranvier.tensor.columns import shapes
 from ranvier.tensor.columns.calls import argument, function_name, refuse_call, sizes_or_dims
 from ranvier.tensor.columns.layout import ColumnLayout
-from ranvier.tensor.columns.refusal import refuse
 from ranvier.tensor.columns.rules import convert, untouched
 from ranvier.tensor.columns.tensor import (
     Args,
@@ -25,6 +24,7 @@ from ranvier.tensor.columns.tensor import (
     locals_of,
     mark,
     mark_all,
+    refuse,
     sharded_layout,
     tensors_in,
 )
