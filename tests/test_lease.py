@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.checkpoint.ownership import acquire_folders
+from ranvier.checkpoint.files import acquire_folders
 from ranvier.errors import OwnershipError
 from ranvier.system import lease
 from ranvier.system.lease import Lease, Owner, check_usable

@@ -34,9 +34,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ranvier.checkpoint import files, state
+from ranvier.checkpoint.files import acquire_folders
 from ranvier.checkpoint.manifest import File, Manifest, OptimizerGroup, Saved, SavedTensor, find, step_folder
 from ranvier.checkpoint.objects import SavedObjects
-from ranvier.checkpoint.ownership import acquire_folders
 from ranvier.checkpoint.state import Piece
 from ranvier.checkpoint.user_optimizer import merged
 from ranvier.comm.board import read_actions

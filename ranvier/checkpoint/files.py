@@ -19,13 +19,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ranvier.checkpoint import manifest as manifests
-from ranvier.errors import CheckpointError
+from ranvier.comm.protocol import Group
+from ranvier.errors import CheckpointError, OwnershipError
 from ranvier.system.atomic_file import folder_problem
 from ranvier.system.file_lock import lock_now, open_folder, remove_unlocked
+from ranvier.system.lease import Lease
 from ranvier.system.pinned_memory import pinned_together
 from ranvier.system.tensor_file import Slot, write_tensors
 from ranvier.system.untrusted_file import new_file, read_json
@@ -260,3 +263,43 @@ def check_free(out: Path) -> None:
                               remedy="Name a new folder, or remove that one.")
     if (problem := folder_problem(out.parent)) is not None:
         raise _output_not_writable(out, problem)
+
+
+# --- whose the folders are --------------------------------------------------------------------------------------------
+
+# The lease on a run's folders, acquired by rank 0 for all ranks: see `ranvier.system.lease`.
+
+
+def acquire_folders(folders: Sequence[Path], ranks: Group, *, tell: Callable[[str], None] = lambda text: None,
+                    **times: Any) -> Lease | None:
+    """Acquire `folders` on rank 0 for all `ranks`: its lease, and None on the other ranks.
+
+    Collective. If rank 0 cannot acquire them, all ranks raise the error of `Lease.acquire` (OwnershipError or
+    CheckpointError).
+
+    Args:
+        tell: receives one line on rank 0 if it has to wait for another owner.
+        times: as for `Lease.acquire`, in seconds.
+    """
+    if ranks.index:
+        while (outcome := ranks.gather_objects(None)[0]) == "wait":
+            pass
+        if outcome is not None:
+            is_owned, texts = outcome
+            raise OwnershipError(**texts) if is_owned else CheckpointError(**texts)
+        return None
+    reported: list[str] = []
+
+    def on_wait(text: str) -> None:
+        ranks.gather_objects("wait")
+        if not reported:
+            reported.append(text)
+            tell(text)
+
+    try:
+        lease = Lease.acquire(folders, on_wait=on_wait, **times)
+    except (OwnershipError, CheckpointError) as error:
+        ranks.gather_objects([isinstance(error, OwnershipError), error.texts])
+        raise
+    ranks.gather_objects(None)
+    return lease

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TextIO
 
-from ranvier.checkpoint.ownership import acquire_folders
+from ranvier.checkpoint.files import acquire_folders
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import length_warnings
 from ranvier.config.task_form import form_of
