@@ -37,7 +37,6 @@ from ranvier.optim.guard import BadSteps
 from ranvier.optim.optimizer import storage_bytes
 from ranvier.optim.step import GradientStatus, OptimizerFactory
 from ranvier.pipeline.autocast import refuse_default_device, refuse_outer_modes
-from ranvier.pipeline.buffer_sync import BufferSync
 from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.held_parameters import RankParameters
 from ranvier.pipeline.lifetime import Lifetime
@@ -46,6 +45,7 @@ from ranvier.pipeline.parts import EngineParts, check_arguments, make_plan, prep
 from ranvier.pipeline.rank_stages import some_train
 from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
+from ranvier.pipeline.shared_values import BufferSync
 from ranvier.pipeline.state_dict import StateDict, gather_full_state, load_state, take_state
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits

@@ -27,7 +27,6 @@ from ranvier.optim.step import OptimizerFactory, Updater
 from ranvier.optim.torch_functions import refuse_initializers, warn_of_norms
 from ranvier.pipeline.autocast import check_autocast
 from ranvier.pipeline.batch import BatchRunner
-from ranvier.pipeline.buffer_sync import BufferSync, ReplicaBuffers
 from ranvier.pipeline.build import StageCopies, build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import timeline_of
@@ -37,7 +36,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.rank_stages import RankStages, some_train
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
-from ranvier.pipeline.shared_values import SharedValues
+from ranvier.pipeline.shared_values import BufferSync, ReplicaBuffers, SharedValues
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
 from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, tied_parameters, ties_of
