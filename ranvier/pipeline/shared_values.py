@@ -2,7 +2,7 @@
 
     updates of other replicas (`optim.shard`)     the updater gathers them                      optim/step
     ties                                          an owner sends its value to the other ends    ties
-    buffers                                       replicas exchange them after each batch       shared_buffers
+    buffers                                       replicas exchange them after each batch       below
     parameters that a program has replaced        their values are taken over                   held_parameters
     a user's modules that other ranks train       are old here, and say so                      trained_elsewhere
 

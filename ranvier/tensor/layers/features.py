@@ -1,5 +1,5 @@
-"""Layers with one value for each feature, whose sharding follows from the features they cover; and learned factors, one
-for each feature or a scalar.
+"""Layers with values of their own for each feature, whose sharding follows from the features they cover: learned
+factors, one for each feature or a scalar, and convolutions over tokens.
 
     x + self.scale(self.fc2(...))                LayerScale (Touvron et al., 2021)
     x + self.alpha() * self.fc2(...)             ReZero (Bachlechner et al., 2020)
