@@ -15,7 +15,7 @@ and its one chunk is handed on, and forgotten, before the backward enters the ru
 A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
 losing bits.
 
-Of a lookup table only the rows are summed that some replica has looked up (`touched_rows`).
+Of a lookup table only the rows are summed that some replica has looked up (`reduction`).
 
 A parameter that no loss reaches has no gradient, and whoever updates leaves it alone. On several replicas that is so
 when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
