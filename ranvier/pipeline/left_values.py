@@ -1,7 +1,7 @@
 """Values that a forward leaves outside of the carried state, where code of another stage reads them
 (`plan/shared_places`).
 
-    before a forward, or a backward        what is in these places (`watched_values`)
+    before a forward, or a backward        what is in these places
     afterwards                             ModelError for one that has changed, by name
     after the last one of a batch          a number of what all readers make by themselves, which they must have alike
 
