@@ -88,7 +88,7 @@ def test_what_other_ranks_do_not_begin_with_mpi():
 
 def test_transports_that_fail():
     edges = types.SimpleNamespace(purpose="data", rank=3, closed=True)
-    found = mpi_transport.MPITransport._convert_error(types.SimpleNamespace(_edges=edges), RuntimeError("truncated"))
+    found = mpi_transport.MPITransport._convert_error(edges, RuntimeError("truncated"))
     check(found, "mpi-transport-failed", where="transport 'data' on rank 3", value="truncated")
 
     def fail():
@@ -383,5 +383,5 @@ def test_a_part_in_another_mode_than_the_code_around_it():
     with raises("submodule-in-other-mode", where="submodule 0", value="training=False"):
         x = torch.ones(2, 4)
         for block in blocks.values():
-            block.stand_in_modes.follow()
+            block.stand_ins.follow_modes()
             x = block(x)

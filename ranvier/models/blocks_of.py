@@ -26,7 +26,7 @@ from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
 from ranvier.models.from_transformers import transformer_blocks
 from ranvier.originals.read_attributes import ReadAttributes
-from ranvier.originals.stand_in_tensors import StandInModes, StandInTensors
+from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.sent_values import name_of, pack, unpack
 
 
@@ -180,16 +180,15 @@ class _Block(nn.Module):
         self._parts: dict[bool, _Part] = {}
         self._has_modes = False
         """Whether the traced code differs between training and evaluation."""
-        self.stand_in_modes, self.stand_in_tensors = StandInModes(), StandInTensors()
+        self.stand_ins = StandIns()
         self.read_attributes = ReadAttributes()
 
     def stand_for(self, module: nn.Module) -> None:
         """Have the block, and what it has in place of the modules around its submodules, follow their modes and
         tensors."""
         self.stands_for = type(module)
-        pairs = [(original, one) for path, one in self.named_modules()
-                 if (original := module.get_submodule(path)) is not one]
-        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
+        self.stand_ins = StandIns((original, one) for path, one in self.named_modules()
+                                  if (original := module.get_submodule(path)) is not one)
         self._around = [path for path, one in self.named_modules() if path and one is not module.get_submodule(path)]
 
     def forward(self, state: State) -> State:

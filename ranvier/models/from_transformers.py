@@ -31,7 +31,7 @@ from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, bes
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
 from ranvier.models.stand_ins import REMEDY, Absent, Elsewhere, Injector, Recorder, StandIn, shapes_of
-from ranvier.originals.stand_in_tensors import StandInModes, StandInTensors
+from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.tensor.split.loss import ClassLoss, NextTokenLoss
 
 TOLERANCE = 1e-4
@@ -81,7 +81,7 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor |
         found = _run(modules, inputs)
     for module in modules.values():
         if isinstance(module, (_First, _Last)):
-            module.stand_in_modes.follow()
+            module.stand_ins.follow_modes()
             for part in module.modules():
                 if isinstance(part, Elsewhere):
                     part.knows = True
@@ -271,8 +271,7 @@ class _First(WholeTexts):
         self.model = _shell(model, plan, {name: Absent(model.get_submodule(name), name)
                                           for name, phase in plan.phases.items() if phase == "after"}, recorders,
                             has_parameters=True)
-        pairs = _stand_ins(model, plan, self.model)
-        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
+        self.stand_ins = _stand_ins(model, plan, self.model)
         self._called: list[tuple[tuple[object, ...], TreeSpec]] = []
         self._hidden: Tensor | None = None
 
@@ -386,8 +385,7 @@ class _Last(nn.Module):
         injectors = [Injector(layer, f"{plan.path}.{number}", self._state, plan.tuples[number])
                      for number, layer in enumerate(model.get_submodule(plan.path).children())]
         self.model = _shell(model, plan, stand_ins, injectors, has_parameters=False)
-        pairs = _stand_ins(model, plan, self.model)
-        self.stand_in_modes, self.stand_in_tensors = StandInModes(pairs), StandInTensors(pairs)
+        self.stand_ins = _stand_ins(model, plan, self.model)
 
     def forward(self, state: dict[str, Tensor]) -> State:
         hidden = state["hidden"]
@@ -468,8 +466,8 @@ def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layer
     return copies[""]
 
 
-def _stand_ins(model: nn.Module, plan: _Plan, shell: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    return [(model.get_submodule(path), shell.get_submodule(path)) for path in _ancestors(plan.path)]
+def _stand_ins(model: nn.Module, plan: _Plan, shell: nn.Module) -> StandIns:
+    return StandIns((model.get_submodule(path), shell.get_submodule(path)) for path in _ancestors(plan.path))
 
 
 # --- the sample, the loss, and the comparison ------------------------------------------------------------------------

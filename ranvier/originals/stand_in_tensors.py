@@ -1,5 +1,6 @@
-"""Copies tensors that a user writes into modules to the block's modules that stand in for them.
+"""Copies tensors that a user writes into modules, and their modes, to the block's modules that stand in for them.
 
+    model.eval()                                                              another mode
     model.tok = nn.Parameter(x); model.load_state_dict(state, assign=True)    another parameter in the user's module
     model.temperature = x                                                     another buffer
     model.temperature.fill_(x)                                                the same, of which the block may have a
@@ -11,7 +12,6 @@ adds to that.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import ref
@@ -22,15 +22,24 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 
 
-class StandInTensors:
-    """Parameters and buffers that a stand-in has of its original. A block has it as its attribute `stand_in_tensors`;
-    copies of a block, and saved ones, follow no other module.
+class StandIns:
+    """Parameters, buffers and modes that stand-ins have of their originals. A block has it as its attribute
+    `stand_ins`; copies of a block, and saved ones, follow no other module.
 
-    pairs: (original, stand-in), which have the same tensors now.
+    pairs: (original, stand-in), which have the same tensors now. The stand-in is put in the original's mode.
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
         self._pairs = [(ref(original), ref(stand_in), _noted(original, stand_in)) for original, stand_in in pairs]
+        self._modes: list[bool | None] = [None] * len(self._pairs)
+        self.follow_modes()
+
+    def follow_modes(self) -> None:
+        """Take over the modes that have changed, those of training and evaluation."""
+        for place, (original, stand_in, _) in enumerate(self._pairs):
+            one, other = original(), stand_in()
+            if one is not None and other is not None and one.training != self._modes[place]:
+                other.training = self._modes[place] = one.training
 
     def follow(self) -> None:
         """Put replaced parameters into the stand-ins, too, and copy the values of buffers that have been written.
@@ -80,8 +89,8 @@ class StandInTensors:
         return [(one, two, noted) for original, stand_in, noted in self._pairs
                 if (one := original()) is not None and (two := stand_in()) is not None]
 
-    def __reduce__(self) -> tuple[type[StandInTensors], tuple[()]]:
-        return StandInTensors, ()
+    def __reduce__(self) -> tuple[type[StandIns], tuple[()]]:
+        return StandIns, ()
 
 
 class _Seen(NamedTuple):
@@ -121,34 +130,3 @@ def _noted(original: nn.Module, stand_in: nn.Module) -> dict[str, _Noted]:
     """Name -> the tensors that both have."""
     return {name: _Noted(_Seen.of(one), _Seen.of(two)) for name in (*stand_in._parameters, *stand_in._buffers)
             if (one := _tensor(original, name)) is not None and (two := _tensor(stand_in, name)) is not None}
-
-
-# --- modes ------------------------------------------------------------------------------------------------------------
-
-# Training and evaluation modes of a block's modules, which follow those of the user's modules.
-
-
-class StandInModes:
-    """Copies the modes of a user's modules to the block's modules that stand in for them: when the mode of an original
-    changes, so does that of its stand-in.
-
-    A block has it as its attribute `stand_in_modes`. Copies of a block, and saved ones, follow no other module.
-
-    Args:
-        pairs: (original, stand-in), which is put in the original's mode.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
-        self._pairs = [(weakref.ref(original), weakref.ref(stand_in)) for original, stand_in in pairs]
-        self._seen: list[bool | None] = [None] * len(self._pairs)
-        self.follow()
-
-    def follow(self) -> None:
-        """Take over the modes that have changed."""
-        for place, (original, stand_in) in enumerate(self._pairs):
-            one, other = original(), stand_in()
-            if one is not None and other is not None and one.training != self._seen[place]:
-                other.training = self._seen[place] = one.training
-
-    def __reduce__(self) -> tuple[type[StandInModes], tuple[()]]:
-        return StandInModes, ()

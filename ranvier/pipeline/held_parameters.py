@@ -24,7 +24,7 @@ from torch.autograd.graph import Node
 
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
-from ranvier.originals.stand_in_tensors import StandInTensors
+from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.plan.reached_objects import CodeReach
 
 BATCHES_BY_VALUE = 2
@@ -106,7 +106,7 @@ class HeldParameters:
             for name in container._modules.keys() - self._names:
                 raise _changed(name, "was added to the model")
         stand_ins = [found for _, _, block in self._blocks
-                     if isinstance(found := vars(block).get("stand_in_tensors"), StandInTensors)]
+                     if isinstance(found := vars(block).get("stand_ins"), StandIns)]
         for one in stand_ins:
             one.follow()
         if not self._as_they_were():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ranvier.originals.read_attributes import read_attributes_of
-from ranvier.originals.stand_in_tensors import StandInModes
+from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.stage import Blocks, Stage
 
@@ -79,8 +79,8 @@ class RankStages:
 def follow_originals(blocks: Iterable[nn.Module]) -> None:
     """Modules that stand for modules of a user's model take over how the modes of these have changed."""
     for block in blocks:
-        if isinstance(modes := vars(block).get("stand_in_modes"), StandInModes):
-            modes.follow()
+        if isinstance(stand_ins := vars(block).get("stand_ins"), StandIns):
+            stand_ins.follow_modes()
 
 
 def put_in_evaluation(blocks: Sequence[nn.Module]) -> dict[nn.Module, bool]:

@@ -14,7 +14,7 @@ from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.models.blocks_of import blocks_of
 from ranvier.models.from_transformers import from_transformers
-from ranvier.originals.stand_in_tensors import StandInModes
+from ranvier.originals.stand_in_tensors import StandIns
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.rank_stages import put_in_evaluation, restore
 from ranvier.testing.ranks import run_ranks
@@ -183,7 +183,7 @@ def drops(blocks, x):
     def run():
         state = x
         for block in blocks.values():
-            block.stand_in_modes.follow()
+            block.stand_ins.follow_modes()
             state = block(state)
         return state
 
@@ -199,9 +199,9 @@ def test_traced_code_follows_the_mode_of_its_module():
     blocks["first"].eval()
     blocks["last"].eval()
     assert not drops(blocks, x)
-    copied = pickle.loads(pickle.dumps(StandInModes([(model, blocks["first"])])))
-    copied.follow()
-    copy.deepcopy(blocks["last"]).stand_in_modes.follow()
+    copied = pickle.loads(pickle.dumps(StandIns([(model, blocks["first"])])))
+    copied.follow_modes()
+    copy.deepcopy(blocks["last"]).stand_ins.follow_modes()
 
 
 def test_traced_code_in_two_modes_is_refused():
@@ -224,7 +224,7 @@ def test_the_ends_of_a_transformers_model_follow_its_mode():
     assert not any(one.training or one.transformer.training for one in ends)
     model.train()
     for name in ("embedding", "head"):
-        blocks[name].stand_in_modes.follow()
+        blocks[name].stand_ins.follow_modes()
     assert all(one.training and one.transformer.training for one in ends)
 
 
