@@ -95,7 +95,7 @@ def test_transports_that_fail():
         raise RuntimeError("no device\nmore")
 
     transport = types.SimpleNamespace(_device=torch.device("cpu"), _failure=None, _closed=True,
-                                      _heard=threading.Event(), _host=types.SimpleNamespace(edges=edges))
+                                      _heard=threading.Event(), _host=edges)
     nccl_transport.NcclTransport._guarded(transport, fail)
     check(transport._failure, "nccl-transport-failed", where="transport 'data' on rank 3", value="no device")
 
