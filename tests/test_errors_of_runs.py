@@ -15,8 +15,8 @@ from torch import nn
 from ranvier.checkpoint import checkpoints, files, state
 from ranvier.checkpoint.hf import tokenizer_files
 from ranvier.checkpoint.hf.from_pretrained import with_sizes
+from ranvier.checkpoint.hf.import_model import check_equal
 from ranvier.checkpoint.hf.logits import Comparison
-from ranvier.checkpoint.hf.source_check import check_equal
 from ranvier.cli import train
 from ranvier.cli.main import run_command
 from ranvier.cli.options import read_recipe

@@ -20,8 +20,8 @@ from ranvier.block import Initial
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf.export_model import TrainedSource, averages_in, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.import_model import check_source
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.hf.source_check import check_source
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, tokenizer_beside
 from ranvier.checkpoint.manifest import Saved, run_folders
 from ranvier.config import read

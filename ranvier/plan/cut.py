@@ -19,9 +19,8 @@ from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Box, Layout, Parameter
 from ranvier.mesh import Mesh, Position, StagePlacement
-from ranvier.plan.block_costs import block_costs, build_on_meta
+from ranvier.plan.block_costs import block_costs, build_on_meta, known_or_counted
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting
-from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.plan.shared_buffers import buffers_of_several_stages, refuse_parameters_over_one_memory
 from ranvier.plan.shared_places import SharedPlace, code_of_stages, code_with_others_parameters, shared_places

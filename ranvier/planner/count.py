@@ -37,10 +37,9 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import averages_of, rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
-from ranvier.plan.block_costs import FusedAttention, KeptBytes
+from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
 from ranvier.plan.kernel_count import counting_of
-from ranvier.plan.known_costs import Known
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.plan import Plan, make_for_run, whole_parameters
 from ranvier.plan.recomputation import recomputed_segments, runs_of

@@ -21,10 +21,9 @@ from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.models import families
-from ranvier.plan.block_costs import block_costs, build_on_meta
+from ranvier.plan.block_costs import block_costs, build_on_meta, known_or_counted
 from ranvier.plan.cut import Parts, meta_mesh, split_model
 from ranvier.plan.kernel_count import Counting, counting_of
-from ranvier.plan.known_costs import known_or_counted
 from ranvier.plan.partition import partition_for, uniform
 from ranvier.planner.count import Needs, device_bytes_of_stages
 from ranvier.planner.count import predict as predict_memory

@@ -13,9 +13,9 @@ from typing import TextIO
 import torch
 
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, settled, with_model
+from ranvier.checkpoint.hf.import_model import check_adapters, check_source
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.hf.source_check import check_adapters, check_source
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.protocol import Group
 from ranvier.config import read

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ranvier
-from ranvier.checkpoint.hf import llama, peft, source_check
+from ranvier.checkpoint.hf import import_model as hf_import
+from ranvier.checkpoint.hf import llama, peft
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.logits import Comparison
 from ranvier.checkpoint.hf.peft import AdapterFolder
@@ -101,12 +102,12 @@ def test_a_key_that_is_not_known_here_reaches_transformers(folder, monkeypatch):
     (folder / "config.json").write_text(json.dumps({**document, "arrow_scale": 3, "quantization_config": {"a": 1},
                                                     "attn_implementation": "nobody/kernels", "pad_token_id": 9999}))
     monkeypatch.setattr(transformers.LlamaForCausalLM, "config_class", Later)
-    assert isinstance(source_check.compare_source(Pretrained(folder)), Comparison) and seen == [3]
+    assert isinstance(hf_import.compare_source(Pretrained(folder)), Comparison) and seen == [3]
 
 
 def test_a_folder_is_compared_once_for_its_content(folder, tmp_path, cache, monkeypatch):
-    told, calls, compare = [], [], source_check.compare_source
-    monkeypatch.setattr(source_check, "compare_source", lambda source: calls.append(1) or compare(source))
+    told, calls, compare = [], [], hf_import.compare_source
+    monkeypatch.setattr(hf_import, "compare_source", lambda source: calls.append(1) or compare(source))
     open_model(folder, told.append)
     assert calls == [1] and told[-1].startswith("logits of 32 tokens against transformers ")
     (folder / "config.json").touch()
@@ -132,25 +133,25 @@ def test_a_folder_is_compared_once_for_its_content(folder, tmp_path, cache, monk
 def test_of_a_large_model_the_first_layers_and_tokens_are_compared(tmp_path, monkeypatch, kind, more):
     folder = hf_peers.saved(hf_peers.peer(kind, torch.float32, **more), tmp_path / "model")
     source = Pretrained(folder)
-    monkeypatch.setattr(source_check, "FEW_TOKENS", 20)
+    monkeypatch.setattr(hf_import, "FEW_TOKENS", 20)
     part = source.part(source.config.num_layers - 1, min(20, source.config.vocab))
-    monkeypatch.setattr(source_check.logits, "_SPARE_BYTES", 0)
-    needed = source_check.logits.needed_bytes(place.shape for place in part.places.values())
-    monkeypatch.setattr(source_check, "MOST_BYTES", needed)
-    found = source_check._part(source)
+    monkeypatch.setattr(hf_import.logits, "_SPARE_BYTES", 0)
+    needed = hf_import.logits.needed_bytes(place.shape for place in part.places.values())
+    monkeypatch.setattr(hf_import, "MOST_BYTES", needed)
+    found = hf_import._part(source)
     assert found.config.num_layers == source.config.num_layers - 1 and found.places.keys() < source.places.keys()
-    comparison = source_check.compare_source(source)
+    comparison = hf_import.compare_source(source)
     assert isinstance(comparison, Comparison), comparison
     assert comparison.is_equal and comparison.scale > 0
-    monkeypatch.setattr(source_check, "MOST_BYTES", 100)
-    assert "GiB of memory" in source_check.compare_source(source)
+    monkeypatch.setattr(hf_import, "MOST_BYTES", 100)
+    assert "GiB of memory" in hf_import.compare_source(source)
 
 
 def test_a_folder_with_nan_is_left_to_the_error_that_names_the_parameter(folder, monkeypatch):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    assert "NaN" in source_check.compare_source(Pretrained(folder))
+    assert "NaN" in hf_import.compare_source(Pretrained(folder))
 
 
 def test_without_transformers_or_a_cache_a_line_says_so(folder, tmp_path, monkeypatch, cache):
@@ -198,7 +199,7 @@ def without_key(folder, key):
 
 def checked(base, folder, cache, tell=lambda line: None):
     config = replace(base.config, num_classes=2) if base.config.family == "bert" else base.config
-    source_check.check_adapters(base, AdapterFolder(folder), config, base.head, cache, tell)
+    hf_import.check_adapters(base, AdapterFolder(folder), config, base.head, cache, tell)
 
 
 def test_a_key_of_adapters_that_is_left_out_is_found(adapters, cache, monkeypatch):
@@ -232,7 +233,7 @@ def test_adapters_of_a_run_are_compared_on_its_base_model(adapters, folder, tmp_
     (source, read, config, head, *_), = seen
     assert (source.folder, read.folder, config.hidden, head) == (base.folder, there, 24, "tokens")
     told = []
-    source_check.check_adapters(None, AdapterFolder(there), families.config_of(run), "tokens", tmp_path, told.append)
+    hf_import.check_adapters(None, AdapterFolder(there), families.config_of(run), "tokens", tmp_path, told.append)
     assert told == [f"adapters {there}: not compared with PEFT, since model.pretrained names no base model"]
 
 

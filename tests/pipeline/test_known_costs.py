@@ -14,8 +14,8 @@ from ranvier.models.bert import BERT, bert
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
+from ranvier.plan import block_costs as costs_module
 from ranvier.plan import cut as cut_module
-from ranvier.plan import known_costs
 from ranvier.plan.block_costs import block_costs
 from ranvier.plan.cut import Parts
 from tests.pipeline.parity import chain, squared
@@ -27,7 +27,7 @@ CONFIG = Transformer(num_layers=1, hidden=16, heads=2, vocab=48, sequence=8)
 def counted(monkeypatch):
     """A list that grows by each count; nothing is known yet."""
     found = []
-    monkeypatch.setattr(known_costs, "_known", known_costs.Known(64))
+    monkeypatch.setattr(costs_module, "_known", costs_module.Known(64))
     monkeypatch.setattr(cut_module, "block_costs", lambda *args: found.append(args) or block_costs(*args))
     return found
 
@@ -85,12 +85,12 @@ def test_other_code_is_counted_each_time(counted, block):
 
 
 def test_old_models_are_forgotten(counted, monkeypatch):
-    monkeypatch.setattr(known_costs, "_known", known_costs.Known(2))
+    monkeypatch.setattr(costs_module, "_known", costs_module.Known(2))
     for rows in (1, 2, 2, 3, 1):
         costs(gpt(CONFIG), rows=rows)
     assert len(counted) == 4
 
 
 def test_what_has_no_hash_is_found_each_time():
-    known, found = known_costs.Known(2), iter(range(9))
+    known, found = costs_module.Known(2), iter(range(9))
     assert [known.get(key, lambda: next(found)) for key in (1, 1, [], [])] == [0, 0, 1, 2]

@@ -18,7 +18,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.memory import PROCESS_BYTES
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
-from ranvier.plan import known_costs
+from ranvier.plan import block_costs as costs_module
 from ranvier.plan.block_costs import block_costs
 from ranvier.planner import candidates, report, trial
 from ranvier.planner import search as search_module
@@ -91,7 +91,7 @@ def test_limits_above_a_steps_microbatches_are_tried():
 def test_other_searches_in_this_process_count_no_block_again(monkeypatch):
     """But where anything differs that decides what a rank computes."""
     counted = []
-    monkeypatch.setattr(known_costs, "_known", known_costs.Known(64))
+    monkeypatch.setattr(costs_module, "_known", costs_module.Known(64))
     monkeypatch.setattr(work_module, "block_costs", lambda *args: counted.append(args) or block_costs(*args))
     small = replace(TINY, model=replace(TINY.model, num_layers=1), batch=Batch(global_size=4, microbatch_size=1))
     others = [replace(small, mesh=Mesh(col=2)), replace(small, mesh=Mesh(row=2)), replace(small, precision="bf16"),

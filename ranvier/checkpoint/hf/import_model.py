@@ -1,4 +1,5 @@
-"""Import of a model in Hugging Face's format as a checkpoint to train from; tensor by tensor, in one process.
+"""Import of a model in Hugging Face's format as a checkpoint to train from; tensor by tensor, in one process. Below it
+is the check of every kind of import against transformers.
 
     OUT/
       checkpoint/step-0/    parameters, and fp32 master copies where they are in half precision; no optimizer state
@@ -12,33 +13,42 @@ OUT gets its name when the checkpoint has been read again and gives the logits o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
 from torch import Tensor
 
 from ranvier import __version__
+from ranvier.block import initialise
 from ranvier.checkpoint import files
 from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import logits
 from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.peft import AdapterFolder, Module, adapters_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
-from ranvier.checkpoint.hf.source_check import check_equal, compare_source, value_of
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, Saved, SavedTensor, step_folder
 from ranvier.config import read
-from ranvier.config.run import Data
-from ranvier.data.cache import Progress
+from ranvier.config.run import Data, Transformer
+from ranvier.data.cache import Progress, one_writer, published
 from ranvier.data.class_numbers import named_labels_in
 from ranvier.data.tokenizer import GPT2_VOCAB
+from ranvier.errors import CheckpointError, DataError, RanvierError
 from ranvier.layout import whole
+from ranvier.models.families import family_named
 from ranvier.precision import DTYPES, is_half, wide
+from ranvier.system.machine import available_memory_bytes
 from ranvier.system.tensor_file import Slot, shards, write_tensors
+from ranvier.system.untrusted_file import open_regular_file
 
 PART_BYTES = 1_000_000_000
 LEARNING_RATE = 1e-4
@@ -165,3 +175,206 @@ def _report(tell: Progress, source: Pretrained, slots: dict[tuple[str, str], Slo
     if source.head == "tokens":
         tell(f"run.toml trains on {Data.corpus}: name other text with --data.corpus")
     logits.tell(comparison, tell)
+
+
+# --- logits against transformers and PEFT -----------------------------------------------------------------------------
+
+# Checks, for every kind of import, that our model of a folder computes what transformers and PEFT compute.
+#
+#     ranvier import, --model.pretrained, generate, evaluate    check_source      config.json and tensors
+#     --lora.adapters                                           check_adapters    adapters on the model of the run
+#
+# A setting that is known there and not here changes what is computed, and nothing else tells. transformers gets all of
+# config.json that could, and the logits of 32 tokens are compared. What begins beyond them, such as a sliding window,
+# is not seen. Once compared, a folder with the same content is not compared again.
+#
+# The comparison takes at most `MOST_BYTES`, and half of the free memory: of a model that needs more the first layers
+# and tokens are compared, and it is not compared where one layer needs more. Without the packages it is not compared
+# either. Both are said in one line.
+
+
+MOST_BYTES = 8 << 30
+"""Host memory of a comparison: the layers of a Llama of 70 billion parameters need 7 GB each."""
+FEW_TOKENS = 4096
+"""Tokens of the vocabulary of a model that is compared in part."""
+_HASHED_BYTES = 1 << 26
+"""Files up to this size are known by their content, larger ones by size and time of the last change."""
+_NAMES_AND_PLACES = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
+    "layers_to_transform", "megatron_core", "modules_to_save", "peft_type", "peft_version", "revision",
+    "runtime_config", "target_modules", "task_type"})
+"""Keys of adapter_config.json that PEFT is not given: the names of the tensors say which modules have adapters."""
+
+
+def check_source(source: Pretrained, cache: Path, tell: Progress) -> None:
+    """Compare the logits of a folder's model with those of transformers, unless that has been done; `tell` takes a line
+    about it. CheckpointError where they differ."""
+    _once(source, None, cache, tell, lambda: compare_source(source))
+
+
+def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Transformer, head: str, cache: Path,
+                   tell: Progress) -> None:
+    """Likewise, of adapters on a base model, with PEFT. config, head: of the run's model."""
+    if base is None:
+        tell(f"adapters {adapters.folder}: not compared with PEFT, since model.pretrained names no base model")
+    else:
+        _once(base, adapters, cache, tell, lambda: compare_adapters(base, adapters, config, head))
+
+
+def check_equal(comparison: logits.Comparison, folder: Path) -> None:
+    """CheckpointError where what we compute of a folder is something else. folder: for the error."""
+    if not comparison.is_equal:
+        raise CheckpointError(f"has other logits in Ranvier than in transformers or PEFT: {comparison}",
+                              code="source-computes-otherwise", where=str(folder), value=comparison.largest,
+                              remedy="Please report this, with its config.json or adapter_config.json. `pip install -U "
+                                     "transformers peft` may help, if they are older than the folder.")
+
+
+def compare_source(source: Pretrained) -> logits.Comparison | str:
+    """The comparison of a folder's model with transformers', in part where it is large; or why there is none."""
+    try:
+        import transformers
+    except ImportError:
+        return "transformers is not installed"
+    part = _part(source)
+    return part if isinstance(part, str) else _compared(
+        transformers, part, partial(value_of, part), f"transformers {transformers.__version__}", "it")
+
+
+def _compared(transformers: Any, part: Pretrained, read: logits.Read, peer: str, what: str,
+              change: Callable[[Any], Any] = lambda model: model) -> logits.Comparison | str:
+    """The comparison of our parameters with transformers' model of `part`, which `change` changes; or why there is
+    none. what: `peer` loads."""
+    try:
+        theirs = logits.source_logits(transformers, part, part.head, partial(value_of, part), change)
+    except RanvierError:  # of a folder
+        raise
+    except Exception as error:  # whatever the packages raise for settings of another version
+        return f"{peer} does not load {what} ({logits.in_one_line(error)})"
+    ours = logits.logits(part.config, read, logits.inputs_of(part.config), part.head)
+    if not any(torch.isfinite(one).all() for one in (ours, theirs)):  # the error for the parameters says more
+        return "logits are NaN or infinite on both sides"
+    return logits.comparison_of(part.config, part.head, ours, theirs, peer)
+
+
+def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transformer, head: str
+                     ) -> logits.Comparison | str:
+    """The comparison of adapters on a base model with PEFT's, likewise. config, head: of the run's model."""
+    try:
+        import peft
+        import transformers
+    except ImportError as error:
+        return f"{error.name} is not installed"
+    part = _part(base)
+    if isinstance(part, str) or base.form.write is None:
+        return part if isinstance(part, str) else f"a {base.form.title} with adapters has no form there"
+    places, _ = adapters.places(config, head)
+    inside = {ours: place for ours, place in places.items() if place[0].weight in part.places}
+    if not inside:
+        return f"the first {part.config.num_layers} layers, which fit into memory, have no adapters"
+    merged = adapters_of(adapters, config, head, part.read).merged
+    return _compared(transformers, part, lambda name: merged(name, value_of(part, name)), f"peft {peft.__version__}",
+                     "them", lambda model: _peft_model(peft, model, adapters, inside))
+
+
+def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
+    """PEFT's model with the adapters of these places."""
+    known = {field.name for field in fields(peft.LoraConfig)} - _NAMES_AND_PLACES
+    settings = {key: value for key, value in adapters.document.items() if key in known and value is not None}
+    config = peft.LoraConfig(**settings, target_modules=sorted({module.name for module, _, _ in places.values()}))
+    found = peft.get_peft_model(model, config)
+    result = peft.set_peft_model_state_dict(found, {there: adapters.read(there) for _, _, there in places.values()})
+    if result.unexpected_keys:
+        raise ValueError(f"no place for {result.unexpected_keys[0]}")
+    return found
+
+
+def value_of(source: Pretrained, name: str) -> Tensor:
+    """A parameter of ours; one that the folder does not have is initialised from the seed 0."""
+    if name not in source.missing:
+        return source.read(name)
+    config, head = source.config, source.head
+    values = torch.empty(form_of(config).places(config, head)[name].shape)
+    initial = family_named(config.family).model(config, head, dtype=torch.float32).initial
+    assert initial is not None, "families that can be imported say how each parameter is initialised"
+    initialise(values, name, initial(name), seed=0)
+    return values
+
+
+def _part(source: Pretrained) -> Pretrained | str:
+    """The model, or as many of its first layers as fit into memory with a few tokens; or why not one does."""
+    most = min(MOST_BYTES, available_memory_bytes() // 2)
+
+    def needed(part: Pretrained) -> int:
+        return logits.needed_bytes(place.shape for place in part.places.values())
+
+    if needed(source) <= most:
+        return source
+    tokens = min(source.config.vocab, FEW_TOKENS)
+    counts = range(source.config.num_layers, 0, -1)
+    part = next((part for part in (source.part(layers, tokens) for layers in counts) if needed(part) <= most), None)
+    return part or (f"the first layer needs {needed(source.part(1, tokens)) / 2**30:.1f} GiB of memory, and "
+                    f"{most / 2**30:.1f} are used for that at most")
+
+
+# --- once ------------------------------------------------------------------------------------------------------------
+
+
+def _once(source: Pretrained, adapters: AdapterFolder | None, cache: Path, tell: Progress,
+          compare: Callable[[], logits.Comparison | str]) -> None:
+    """Compare unless the cache says that it was done; one process does it, and the others wait for it."""
+    folder = source.folder if adapters is None else adapters.folder
+    path = cache / "compared" / _key([source.folder, *([adapters.folder] if adapters else [])])
+    if _exists(path):
+        return
+    with ExitStack() as lock:
+        writable = True
+        try:
+            lock.enter_context(one_writer(path, tell))
+        except DataError:  # a cache that cannot be written: compared each time
+            writable = False
+        if _exists(path):
+            return
+        comparison = compare()
+        if isinstance(comparison, str):
+            tell(f"{folder}: not compared with {'PEFT' if adapters else 'transformers'}: {comparison}")
+            return
+        check_equal(comparison, folder)
+        tell(str(comparison))
+        if writable:
+            with published(path) as file:
+                file.write(f"{comparison}\n".encode())
+
+
+def _exists(path: Path) -> bool:
+    """Whether a file is there that nobody else can have written."""
+    try:
+        open_regular_file(path, unshared=True).close()
+    except OSError:
+        return False
+    return True
+
+
+def _key(folders: list[Path]) -> str:
+    """Key of the comparison of these folders: their files and the packages."""
+    found = hashlib.blake2b(digest_size=16)
+    versions = [__version__]
+    for package in ("transformers", "peft", "torch"):
+        try:
+            versions.append(metadata.version(package))
+        except metadata.PackageNotFoundError:
+            versions.append("none")
+    found.update(repr(versions).encode())
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".safetensors", ".bin") and path.is_file():
+                found.update(repr(_content(path)).encode())
+    return found.hexdigest()
+
+
+def _content(path: Path) -> tuple[object, ...]:
+    with open_regular_file(path) as file:
+        size, changed = (seen := path.stat()).st_size, seen.st_mtime_ns
+        if size > _HASHED_BYTES:
+            return path.name, size, changed
+        return path.name, hashlib.blake2b(file.read(_HASHED_BYTES)).hexdigest()
