@@ -86,22 +86,23 @@ def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, p
         found = {"y": (product.forward(x, gather(), bias, None), right[0])}
         dx, dw = product.gradients(dy, x, gather(), shape, gathered=None, into=None, reuse=False)
         found |= {"dx": (dx, right[1]), "dW": (dw.wait().clone(), right[2])}
-        found["dx alone"] = product.input_gradient(dy, like_x, gather()), right[1]
-        found["dW alone"] = product.weight_gradient(dy, x, shape).wait().clone(), right[2]
+        found["dx alone"] = product.gradients(dy, like_x, gather(), None)[0], right[1]
+        found["dW alone"] = product.gradients(dy, x, None, shape)[1].wait().clone(), right[2]
         gathered_x, gathered_dy = product.gather_x(x), product.gather_dy(dy)
         if gathered_x is not None:
             found["y of gathered"] = product.forward(x, gather(), bias, gathered_x), right[0]
-            dw = product.weight_gradient(dy, like_x, shape, gathered=gathered_x)
+            dw = product.gradients(dy, like_x, None, shape, gathered=gathered_x)[1]
             found["dW of gathered x"] = dw.wait().clone(), right[2]
             dx, dw = product.gradients(dy, like_x, gather(), shape, gathered=gathered_x, into=None, reuse=False)
             found |= {"dx beside gathered x": (dx, right[1]), "dW beside it": (dw.wait().clone(), right[2])}
         if gathered_dy is not None:
-            found["dx of gathered dy"] = product.input_gradient(dy, like_x, gather(), gathered_dy), right[1]
-            dw = product.weight_gradient(like_dy, x, shape, gathered=gathered_dy)
+            dx, _ = product.gradients(dy, like_x, gather(), None, gathered=gathered_dy)
+            found["dx of gathered dy"] = dx, right[1]
+            dw = product.gradients(like_dy, x, None, shape, gathered=gathered_dy)[1]
             found["dW of gathered dy"] = dw.wait().clone(), right[2]
         if rows == 1:
             into = torch.ones_like(weight)
-            added = product.weight_gradient(dy, x, shape, into=into)
+            added = product.gradients(dy, x, None, shape, into=into)[1]
             found["dW added"] = into if added is None else into + added.wait(), right[2] + 1
         return {name: relative_error(value.double(), right) if value.shape == right.shape else value.shape
                 for name, (value, right) in found.items()}
@@ -232,9 +233,9 @@ def test_on_a_square_mesh_summas_roots_send_from_where_operands_are(side, kind):
         block = column_weight(mesh, product, weight)
         product.forward(x, block, bias, None)
         assert mesh.over_rows.sent == [of_weight]
-        product.input_gradient(dy, x, block)
+        product.gradients(dy, x, block, None)
         assert mesh.over_rows.sent == [of_weight] * 2
-        product.weight_gradient(dy, x, weight.shape)
+        product.gradients(dy, x, None, weight.shape)
         assert mesh.over_rows.sent == [of_weight] * 2
         assert mesh.over_cols.sent == ([of_x] * 2 if kind == "output" else [of_dy] * 2)
 

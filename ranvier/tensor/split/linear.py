@@ -241,7 +241,7 @@ class SplitLinear(SplitLayer):
         weight's gradient is not wanted. slabs: the column's weight, where it was saved.
         """
         self.begins(_PASSES[wants_input, wants_weight])
-        product, gradients = self._product, self.weight_gradients
+        gradients = self.weight_gradients
         if gradients is not None and not gradients.in_pass():
             gradients, self.may_wait = None, False
         elif gradients is not None and any(one._backward_hooks for one in self.weights):
@@ -252,21 +252,14 @@ class SplitLinear(SplitLayer):
         if wants_weight and gradients is not None and gradients.defers and self.may_wait:
             assert x is not None  # saved: only layers that are recomputed save panels, and those never wait
             return self._defer(gradients, dy, like, x, weight), None
-        gathered = None if x is not None else [self._resumed(panel) for panel in panels]
+        gathered = [self._resumed(panel) for panel in panels] or None
         into = self._into(dy.dtype) if gradients is not None else None
         # The only product of a batch has nothing to be added up with.
         summed = gradients is None or not self._adds_up or (
             gradients.last and self._unreduced is None and not self._waiting)
-        dx, dw = None, None
-        if weight is not None and wants_weight:
-            dx, dw = product.gradients(dy, like if x is None else x, weight, self.weight_shape, gathered=gathered,
-                                       into=into, reuse=self._reuse_input and x is not None and x.is_contiguous(),
-                                       summed=summed)
-        elif weight is not None:
-            dx = product.input_gradient(dy, like, weight)
-        elif wants_weight:
-            dw = product.weight_gradient(dy, like if x is None else x, self.weight_shape, gathered=gathered,
-                                         into=into, summed=summed)
+        dx, dw = (None, None) if not (wants_input or wants_weight) else self._product.gradients(
+            dy, like if x is None else x, weight, self.weight_shape if wants_weight else None, gathered=gathered,
+            into=into, reuse=self._reuse_input and x is not None and x.is_contiguous(), summed=summed)
         for one in self._coming.values():  # saved, and not wanted
             one.wait()
         self._coming.clear()
@@ -284,7 +277,7 @@ class SplitLinear(SplitLayer):
         """Queue dW; returns dx where `weight` is given."""
         self._waiting += 1
         gathered = self._product.gather_dy(dy)
-        dx = None if weight is None else self._product.input_gradient(dy, like, weight, gathered)
+        dx = None if weight is None else self._product.gradients(dy, like, weight, None, gathered=gathered)[0]
         if gathered is None:
             operands = [x, dy]
         else:
@@ -322,8 +315,8 @@ class SplitLinear(SplitLayer):
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
-        dw = self._product.weight_gradient(dy, x, self.weight_shape, gathered=gathered, into=self._into(x.dtype),
-                                           summed=summed)
+        _, dw = self._product.gradients(dy, x, None, self.weight_shape, gathered=gathered, into=self._into(x.dtype),
+                                        summed=summed)
         if dw is not None:
             self._take(dw, summed)
         self._sum_over_rows()

@@ -51,24 +51,18 @@ class Product(ABC):
         """y. gathered: x, on its way already."""
 
     @abstractmethod
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
-        """dx, in the shape of `like`. gathered: dy, on its way already."""
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
+                  gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
+                  summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
+        """(dx, dW); of both, dx is on its way while dW is computed.
 
-    @abstractmethod
-    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
-                        into: Tensor | None = None, summed: bool = True) -> Arriving | None:
-        """dW [shape], in fp32 where operands are in half precision; it may lie in the workspace.
-
-        gathered: what `gather_x` or `gather_dy` has returned; only the shape of that operand is used then. into: a
-        gradient in the format of dW, to which that is added where no sum over ranks is needed (None is returned then).
-        summed: False for this row's part of the sum over rows, [rows, *shape]; stationary products only.
+        weight: None where dx is not wanted. shape: of dW, None where that is not wanted; without dW only the shape of x
+        is used. dW is in fp32 where operands are in half precision, and may lie in the workspace. gathered: what
+        `gather_x` or `gather_dy` has returned; only the shape of that operand is used then. into: a gradient in the
+        format of dW, to which that is added where no sum over ranks is needed (None is returned then). reuse: dx may
+        take the place of x in memory. summed: False for this row's part of dW's sum over rows, [rows, *shape];
+        stationary products only.
         """
-
-    @abstractmethod
-    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
-        """(dx, dW), as the two above, with dx on its way while dW is computed. gathered: x, on its way already.
-        reuse: dx may take the place of x in memory."""
 
 
 def flat(tensor: Tensor) -> Tensor:

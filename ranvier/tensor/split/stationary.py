@@ -134,7 +134,7 @@ def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
 
 def _summed_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor, into: Tensor | None, summed: bool, *, is_empty: bool
                    ) -> Arriving | None:
-    """What `Product.weight_gradient` returns of partial sums [rows, ...]: this row's shard of their sum over a column,
+    """dW as `Product.gradients` returns it, of partial sums [rows, ...]: this row's shard of their sum over a column,
     on its way into `out` where there are several rows.
 
     is_empty: nothing has been written into `slabs`, because there were no tokens.
@@ -172,21 +172,16 @@ class OutputStationary(Product):
             multiply_rows(self._mesh.activations.rows(y, x, panel), tokens.unsqueeze(0), matrix, bias)
         return y.view(shape)
 
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
-        return self._input_gradient(flat(dy), like, weight).wait()
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
+                  gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
+                  summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
+        panels: Iterable[tuple[Panel, Tensor]] = () if shape is None else _panels_of(
+            self._mesh, x, gathered, exposed=weight is None)
+        dx = None if weight is None else self._input_gradient(flat(dy), x, weight, exposed=shape is None)
+        dw = None if shape is None else self._weight_gradient(flat(dy), x, panels, shape, into, summed)
+        return None if dx is None else dx.wait(), dw
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
-                        into: Tensor | None = None, summed: bool = True) -> Arriving | None:
-        return self._weight_gradient(flat(dy), x, _panels_of(self._mesh, x, gathered), shape, into, summed)
-
-    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
-        panels = _panels_of(self._mesh, x, gathered, exposed=False)
-        dx = self._input_gradient(flat(dy), x, weight, exposed=False)
-        dw = self._weight_gradient(flat(dy), x, panels, shape, into, summed)
-        return dx.wait(), dw
-
-    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, *, exposed: bool = True) -> Arriving:
+    def _input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, *, exposed: bool) -> Arriving:
         """dx of dy [tokens, out_j]. exposed: as of `scatter`."""
         matrix = _column_matrix(weight.wait())
 
@@ -234,25 +229,9 @@ class InputStationary(Product):
 
         return scatter(mesh, out, fill, bias=bias).wait()
 
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
-        dx, _ = self._gradients(dy, like, weight, None, gathered)
-        assert dx is not None
-        return dx
-
-    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
-                        into: Tensor | None = None, summed: bool = True) -> Arriving | None:
-        return self._gradients(dy, x, None, shape, gathered, into, summed=summed)[1]
-
-    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
-        dx, dw = self._gradients(dy, x, weight, shape, None, into, reuse=reuse, summed=summed)
-        assert dx is not None
-        return dx, dw
-
-    def _gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None,
-                   gathered: Gathered | None, into: Tensor | None = None, *, reuse: bool = False, summed: bool = True
-                   ) -> tuple[Tensor | None, Arriving | None]:
-        """dx, unless `weight` is None, and dW, unless its `shape` is None. gathered: dy, on its way already."""
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
+                  gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
+                  summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
         mesh, dy, tokens_x, whole = self._mesh, dy if gathered is not None else dy.contiguous(), flat(x), None
         dx = None if weight is None else tokens_x if reuse else dy.new_empty(tokens_x.shape)
         dw, total, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)

@@ -203,17 +203,20 @@ class _Summa(Product):
 
     gathers_weight = False
 
-    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving, shape: torch.Size, *, gathered: Gathered | None,
-                  into: Tensor | None, reuse: bool, summed: bool = True) -> tuple[Tensor, Arriving | None]:
-        dw = self.weight_gradient(dy, x, shape)
-        return self._input_gradient(dy, x, weight.tensor[0], out=flat(x) if reuse else None), dw
-
-    def input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, gathered: Gathered | None = None) -> Tensor:
-        return self._input_gradient(dy, like, weight.tensor[0], out=None)
+    def gradients(self, dy: Tensor, x: Tensor, weight: Arriving | None, shape: torch.Size | None, *,
+                  gathered: Gathered | None = None, into: Tensor | None = None, reuse: bool = False,
+                  summed: bool = True) -> tuple[Tensor | None, Arriving | None]:
+        dw = None if shape is None else Arriving(self._weight_gradient(dy, x))
+        dx = None if weight is None else self._input_gradient(dy, x, weight.tensor[0], flat(x) if reuse else None)
+        return dx, dw
 
     @abstractmethod
     def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         """dx in the shape of `like`; out: memory for it."""
+
+    @abstractmethod
+    def _weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        """dW."""
 
 
 class SummaProduct(_Summa):
@@ -230,9 +233,8 @@ class SummaProduct(_Summa):
     def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         return abt(self._mesh, flat(dy), weight.t(), self._width(like), flip=True, out=out).view(like.shape)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
-                        into: Tensor | None = None, summed: bool = True) -> Arriving:
-        return Arriving(atb(self._mesh, flat(x), flat(dy), self._width(x), flip=True).t())
+    def _weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return atb(self._mesh, flat(x), flat(dy), self._width(x), flip=True).t()
 
     def _width(self, x: Tensor) -> int:
         return x.shape[-1] * self._mesh.num_cols
@@ -257,6 +259,5 @@ class SummaVocabulary(_Summa):
     def _input_gradient(self, dy: Tensor, like: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         return ab(self._mesh, flat(dy), weight, self._vocab, flip=False).view(like.shape)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, shape: torch.Size, *, gathered: Gathered | None = None,
-                        into: Tensor | None = None, summed: bool = True) -> Arriving:
-        return Arriving(atb(self._mesh, flat(dy), flat(x), self._vocab, flip=False))
+    def _weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return atb(self._mesh, flat(dy), flat(x), self._vocab, flip=False)
