@@ -35,18 +35,15 @@ class OverFeatures(Layer):
 
     units: int | None = None
 
-    @property
-    def num_features(self) -> int:
-        """Features of the whole last dim."""
-        raise NotImplementedError
-
-    def _set_over(self, over: Over) -> None:
+    def _set_over(self, over: Over, num_features: int) -> None:
+        """num_features: of the whole last dim."""
         if over not in ("stream", "inner", "heads"):
             raise ModelError("must be stream, inner or heads", code="layer-over",
                              where=f"over of {type(self).__name__}", value=over,
                              remedy="Say what the layer is over: the residual stream, activations between two Linears, "
                                     "or the features of a head.")
         self.over = self.takes = self.gives = over
+        self._num_features = num_features
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
         """Each parameter's first dim is sharded as the features are."""
@@ -60,7 +57,7 @@ class OverFeatures(Layer):
         if self._is_sharded(mesh):
             if self.units is not None:
                 yield "units", self.units, "col", mesh.num_cols
-            yield "features", self.num_features, "col", mesh.num_cols
+            yield "features", self._num_features, "col", mesh.num_cols
 
     def _is_sharded(self, mesh: TensorMesh) -> bool:
         """Whether the features are sharded over columns."""
@@ -76,14 +73,8 @@ class Scale(OverFeatures):
     def __init__(self, features: int, value: float = 1.0, *, over: Over = "stream",
                  dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self._features = features
         self.weight = nn.Parameter(torch.full((features,), value, dtype=dtype))
-        self._set_over(over)
-
-    @property
-    def num_features(self) -> int:
-        """Features of the whole last dim."""
-        return self._features
+        self._set_over(over, features)
 
     def forward(self, x: Tensor) -> Tensor:
         """x of any shape [..., features]."""
@@ -134,7 +125,7 @@ class DepthwiseConv1d(OverFeatures):
     def __init__(self, features: int, kernel_size: int, bias: bool = True, *, causal: bool = True,
                  over: Literal["inner", "stream"] = "inner", dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self._features, self.kernel_size, self.causal = features, kernel_size, causal
+        self.kernel_size, self.causal = kernel_size, causal
         self.weight = nn.Parameter(torch.empty(features, 1, kernel_size, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(features, dtype=dtype)) if bias else None)
         bound = kernel_size ** -0.5
@@ -143,12 +134,7 @@ class DepthwiseConv1d(OverFeatures):
         if over not in ("inner", "stream"):
             raise ModelError("must be inner or stream", code="convolution-over", where="over of DepthwiseConv1d",
                              value=over, remedy="Flatten the heads first: the features of all heads are inner.")
-        self._set_over(over)
-
-    @property
-    def num_features(self) -> int:
-        """Features of the whole last dim."""
-        return self._features
+        self._set_over(over, features)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """The same layer with this column's features; a `SplitStreamConv1d` where columns share the tokens."""
@@ -164,7 +150,7 @@ class DepthwiseConv1d(OverFeatures):
         """Columns divide the features."""
         yield from super().divisibility_constraints(mesh)
         if self._shares_tokens(mesh):
-            yield "features", self.num_features, "col", mesh.num_cols
+            yield "features", self._num_features, "col", mesh.num_cols
 
     def _shares_tokens(self, mesh: TensorMesh) -> bool:
         return self.over == "stream" and mesh.activations.name == "sequence" and mesh.num_cols > 1

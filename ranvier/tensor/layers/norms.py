@@ -16,31 +16,20 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.splittable import Layer, SplitLayer
 
 
-class _Norm(OverFeatures):
-    """Base of norms over the last dim."""
-
-    normalized_shape: tuple[int, ...]
-
-    @property
-    def num_features(self) -> int:
-        """Features of the whole last dim."""
-        return self.normalized_shape[-1]
-
-
-class LayerNorm(_Norm, nn.LayerNorm):
+class LayerNorm(OverFeatures, nn.LayerNorm):
     """Layer norm over the last dim (Ba et al., 2016). over: see `Over`."""
 
     def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5, elementwise_affine: bool = True,
                  bias: bool = True, *, over: Over = "stream", dtype: torch.dtype | None = None) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, dtype=dtype)
-        self._set_over(over)
+        self._set_over(over, self.normalized_shape[-1])
 
     def split(self, mesh: TensorMesh) -> nn.Module:
         """A `SplitNorm` where the features are sharded, else the same layer."""
         return SplitNorm(self, mesh, self.eps, centred=True) if self._is_sharded(mesh) else super().split(mesh)
 
 
-class RMSNorm(_Norm, nn.RMSNorm):
+class RMSNorm(OverFeatures, nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) over the last dim, times a weight (Zhang and Sennrich, 2019).
 
     over: see `Over`. A norm of queries and keys is over "inner" where it is over all heads together, over "heads" where
@@ -52,7 +41,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
                  over: Over = "stream", offset: float = 0.0, units: int | None = None,
                  dtype: torch.dtype | None = None) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, dtype=dtype)
-        self._set_over(over)
+        self._set_over(over, self.normalized_shape[-1])
         self.offset, self.units = offset, units
 
     def forward(self, x: Tensor) -> Tensor:
