@@ -69,13 +69,13 @@ def variables_of(values: Iterable[object]) -> Reads:
     values = list(values)
     for value in values:
         known |= dict.fromkeys(_functions_of(value, ()))
-    names = {name for function in known for code in _codes(function.__code__) for name in code.co_names}
+    names = {name for function in known for code in codes_in(function.__code__) for name in code.co_names}
     for value in values:
         known |= dict.fromkeys(_functions_of(value, names))
     waiting = list(known)
     while waiting:
         function = waiting.pop()
-        codes, reader = list(_codes(function.__code__)), function.__qualname__
+        codes, reader = list(codes_in(function.__code__)), function.__qualname__
         own: Reads = {f"variable {one.argval} of {reader}": partial(function.__globals__.get, one.argval, _MISSING)
                       for code in codes for one in dis.get_instructions(code)
                       if one.opname == "LOAD_GLOBAL" and one.argval in function.__globals__}
@@ -109,12 +109,12 @@ def _functions_of(value: object, names: Collection[str]) -> Iterator[FunctionTyp
                 yield from _functions_of(vars(one)[name], ())
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """That of a function, and of functions inside it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _codes(inner)
+            yield from codes_in(inner)
 
 
 def _cell_value(cell: Any) -> object:

@@ -20,6 +20,8 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any, NamedTuple
 
+from ranvier.originals.read_attributes import codes_in
+
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard"})
 """Methods of lists, dicts, sets and deques that return nothing."""
@@ -33,7 +35,7 @@ def source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
     """Functions, lambdas and classes in the source of a function, by name and first line: its own lines, or the whole
     file for a lambda, which may stand in the midst of anything."""
     lines, first = linecache.getlines(code.co_filename), code.co_firstlineno - 1
-    codes = list(_codes_in(code))
+    codes = list(codes_in(code))
     here = "".join(lines[first:max(line or 0 for one in codes for _, line, _, _ in one.co_positions())])
     names = {name[name.find("__", 1):] if "__" in name[1:] else name for one in codes for name in one.co_names}
     if not all(part in here or part.startswith(("@", "__")) for name in names for part in name.split(".")):
@@ -42,13 +44,6 @@ def source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
         return _functions_in("".join(lines))
     is_inside = here[:1].isspace() and first > 0
     return _functions_in("\n" * (first - is_inside) + "if 1:\n" * is_inside + here)
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _codes_in(one)
 
 
 @lru_cache(maxsize=1 << 6)

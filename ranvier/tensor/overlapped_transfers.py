@@ -135,7 +135,7 @@ class WeightGathers:
         last, elements = 0, 0
         for place, use in enumerate(uses):
             size = prod(use.layer.weight_shape) if self._limit and not use.kept else self._limit + 1
-            if place and elements + size <= self._limit and _dtype(use) is _dtype(uses[last]):
+            if place and elements + size <= self._limit and use.layer.weight_dtype is uses[last].layer.weight_dtype:
                 found[last].append(use)
                 elements += size
             else:
@@ -170,10 +170,6 @@ def gather_together(workspace: Workspace, rows: Group, layers: Sequence[Gatherin
     bundle = Arriving(whole, rows.all_gather(whole, own))
     return [Arriving(share.view(num_rows, *layer.weight_shape), bundle)
             for layer, share in zip(layers, whole.split(sizes, 1), strict=True)]
-
-
-def _dtype(use: WeightUse) -> torch.dtype:
-    return use.layer.weight_dtype
 
 
 class _Bundle:

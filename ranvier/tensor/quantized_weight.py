@@ -207,15 +207,10 @@ def _dequantize(codes: Tensor, scales: Tensor, weight_format: str) -> Tensor:
         return values.mul_(scales.reshape(-1, 1)).to(dtype).view(rows, -1)
     functions = _bitsandbytes()
     shape = torch.Size((rows, codes.shape[1] * 2))
-    state = functions.QuantState(absmax=scales.reshape(-1).float(), shape=shape, code=_levels(codes.device),
-                                 blocksize=BLOCK, quant_type="nf4", dtype=dtype)
+    state = functions.QuantState(absmax=scales.reshape(-1).float(), shape=shape, blocksize=BLOCK, quant_type="nf4",
+                                 code=functions.get_4bit_type("nf4", device=codes.device), dtype=dtype)
     found: Tensor = functions.dequantize_4bit(codes.reshape(-1, 1), state)
     return found
-
-
-def _levels(device: torch.device) -> Tensor:
-    levels: Tensor = _bitsandbytes().get_4bit_type("nf4", device=device)
-    return levels
 
 
 def check_available(weight_format: str) -> None:
