@@ -66,6 +66,7 @@ OTHER = {
     ("train/saving.py", "written = self.checkpoints.wait()"): "no collective: the thread that writes checkpoints",
     ("optim/step.py", "self.gradients.wait()"): _CALL, ("pipeline/engine.py", "self._updater.wait()"): _CALL,
     ("pipeline/shared_values.py", "self._updater.wait()"): _CALL,
+    ("pipeline/shared_values.py", "self.wait()"): _CALL, ("pipeline/engine.py", "self._values.wait()"): _CALL,
     ("optim/reduction.py", 'group.all_reduce(self._touched, "max").wait()'): _TABLE,
     ("optim/reduction.py", "gathering.work.wait()"): _TABLE,
     ("pipeline/statistics.py", "self.work.wait()"): "the weight of all batches has been waited for",
