@@ -11,6 +11,7 @@ its Trainer has it with bf16; the yardstick is the same loop in fp32.
 from __future__ import annotations
 
 import argparse
+import ast
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from benchmarks.record import results_file, write_results
 from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.config import read
 from ranvier.config.run import Run
+from ranvier.data import tokenizer
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare
 from ranvier.data.sampler import Sampler
@@ -36,11 +38,13 @@ YARDSTICK = "transformers, fp32"
 
 
 def save_model(folder: Path) -> Path:
-    """transformers' Llama with its own initial weights."""
+    """transformers' Llama with its own initial weights, and a tokenizer of Python's standard library."""
     import transformers
 
     transformers.set_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL)).save_pretrained(folder)
+    texts = (path.read_text() for path in sorted(Path(ast.__file__).parent.glob("a*.py")))
+    tokenizer.train(texts, MODEL["vocab_size"]).save(folder / "tokenizer.json")
     return folder
 
 
