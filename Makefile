@@ -21,11 +21,11 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-all test-versions mutations lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
+.PHONY: help train test test-slow test-all test-versions mutations lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
-	@echo "make test               lint and the tests; test-all adds the slow ones, and other versions of Python and torch"
+	@echo "make test               lint and the tests; test-slow: one case of each slow one; test-all: all cases, and other versions of Python and torch (hours)"
 	@echo "make mutations          a hundred one-line faults in the code, and those that no test notices (hours)"
 	@echo "make docs               build the site into site/; make wheel builds dist/"
 	@echo "make bench-pipeline     compare with other pipelines; bench-transports, bench-meshes, bench-memory, bench-tensor, bench-checkpoint, bench-elastic, bench-finetune likewise"
@@ -44,6 +44,10 @@ test-all: lint
 	-@$(MAKE) --no-print-directory $(VENV)/docs
 	$(PYTEST) -rs -m "not gpu" --hypothesis-profile random
 	$(MAKE) test-versions
+
+# What `make test` leaves out, without its many cases: half an hour of two cores.
+test-slow: $(VENV)/test
+	$(PYTEST) -m "slow and not gpu" --one-case -o timeout=900
 
 test-versions:
 	@for version in $(VERSIONS); do \

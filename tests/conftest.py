@@ -11,8 +11,10 @@ import signal
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: threads that wait leave their core
 
 from collections import Counter
+from datetime import date
 from functools import cache, partial
 from pathlib import Path
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -88,6 +90,10 @@ rest follows by the number of tests. `make test` says --no-loadscope-reorder: py
 single long test last."""
 
 
+def pytest_addoption(parser):
+    parser.addoption("--one-case", action="store_true", help="of each test function one case, each day another one")
+
+
 def pytest_configure(config):
     """Each worker reads the files from another place on: rewriting the asserts of all files takes 40 CPU seconds, and a
     worker loads what another has written. The process that starts the workers loads no torch: they wait for it."""
@@ -107,7 +113,14 @@ def pytest_configure(config):
         config.args[:] = files[start:] + files[:start]
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # when markers have chosen
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("one_case"):
+        cases = {}
+        for item in sorted(items, key=lambda item: crc32(f"{date.today()} {item.nodeid}".encode())):
+            cases.setdefault(item.nodeid.partition("[")[0], item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in cases.values()])
+        items[:] = cases.values()
     order = {name: place for place, name in enumerate(LONGEST)}
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (order.get(item.path.name, len(order)), -counts[item.path], item.path))
