@@ -24,7 +24,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 engine = ranvier.Engine(model, world, loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()),
                         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
-checkpoints = ranvier.Checkpoints(engine, "checkpoints", keep=2)
+checkpoints = ranvier.Checkpoints(engine, "runs/own-checkpoints", keep=2)
 loaded = checkpoints.load()
 if world.rank == 0:
     print(f"goes on after step {loaded.step}" if loaded else "from the start")

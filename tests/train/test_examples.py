@@ -74,7 +74,7 @@ def test_own_checkpoints_go_on_from_two_replicas_on_three_stages(tmp_path):
     said = first.stdout + again.stdout
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", said, re.MULTILINE)]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2, said
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-100", "step-75"]
+    assert sorted(path.name for path in (tmp_path / "runs/own-checkpoints").glob("step-*")) == ["step-100", "step-75"]
 
 
 @pytest.mark.slow
