@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate, islice, pairwise
-from operator import index
+from operator import index, length_hint
 from typing import Any
 from zlib import crc32
 
@@ -86,7 +86,7 @@ class ShardedLoader:
         generator = torch.default_generator if old.generator is None else old.generator
         seeds = generator.clone_state()
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the workers' seed, before the sampler's draws
-        sampler = iter(old.batch_sampler or () if self._world.rank == 0 else ())
+        sampler = iter(old.batch_sampler if self._world.rank == 0 else ())  # type: ignore[arg-type]  # not None
         with self._call_of_all_ranks():
             self._check_data()
         is_last = False
@@ -103,9 +103,9 @@ class ShardedLoader:
         """DataError where ranks have other data sets, as far as their size shows it, or of those of the package
         `datasets` the first and the last row as they are stored."""
         data: Any = self._loader.dataset
-        size = len(data) if hasattr(data, "__len__") else None
+        size = length_hint(data, -1)
         found = [size]
-        if size and hasattr(data, "_fingerprint"):
+        if size > 0 and hasattr(data, "_fingerprint"):
             found += [crc32(repr(data.with_format("arrow")[[0, size - 1]].to_pydict()).encode())]
         if any(other != found for other in self._world.gather_objects(found)):
             raise DataError("is not the same on all ranks, and the numbers of rank 0's samples would be of others",

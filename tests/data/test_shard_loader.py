@@ -4,7 +4,15 @@ from itertools import chain, count, islice
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+)
 
 import ranvier
 from ranvier.config.run import Pipeline
@@ -138,13 +146,30 @@ def test_one_rank_draws_the_random_numbers_of_the_loader_itself(own):
     assert torch.equal(found, drawn(lambda loader: loader))
 
 
-def test_an_endless_sampler(monkeypatch):
+class Endless(Sampler):
+    def __iter__(self):
+        return (number // 2 % 13 + number % 2 for number in count())
+
+
+class WithoutLength(Dataset):
+    """Of a class whose objects mostly have one."""
+
+    def __getitem__(self, number):
+        return DATA[number]
+
+    def __len__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize("loader", [
+    lambda: DataLoader(DATA, batch_sampler=([number % 13, (number + 1) % 13] for number in count())),
+    lambda: DataLoader(WithoutLength(), sampler=Endless(), batch_size=2)])
+def test_an_endless_sampler(monkeypatch, loader):
     """Batches are drawn and sent some at a time; a loop may end anywhere, on all ranks alike."""
     monkeypatch.setattr(shard_loader, "_BATCHES_AT_ONCE", 3)
 
     def rank(world):
-        loader = DataLoader(DATA, batch_sampler=([number % 13, (number + 1) % 13] for number in count()))
-        batches = islice(ranvier.shard_loader(loader, world, microbatch_size=1, mesh=Mesh(data=2)), 8)
+        batches = islice(ranvier.shard_loader(loader(), world, microbatch_size=1, mesh=Mesh(data=2)), 8)
         return [one.samples.item() for batch in batches for one in batch]
 
     assert run_ranks(rank, 2) == [[0, 1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7, 8]]
