@@ -313,7 +313,14 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
     for module, buffers in before:
         module._buffers.update({name: None if buffer is None else copies[id(buffer)]
                                 for name, buffer in buffers.items()})
-    held = tree_leaves([vars(module) for module in modules if not isinstance(module, _NormBase)])
+    seen: set[int] = set()
+
+    def again(one: Any) -> bool:  # a container that contains itself
+        known = id(one) in seen
+        seen.add(id(one))
+        return known
+
+    held = tree_leaves([vars(module) for module in modules if not isinstance(module, _NormBase)], is_leaf=again)
     versions = [(one, one._version) for one in held if isinstance(one, Tensor)]
     try:
         yield
@@ -323,7 +330,8 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
         then.give_back()
     if any(one._version != version for one, version in versions):
-        raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place")
+        raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place, and not "
+                                                "assigned anew")
 
 
 def _kind_of(module: nn.Module) -> object:

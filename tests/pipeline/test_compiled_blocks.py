@@ -336,6 +336,8 @@ class Collects(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.means, self.sums = nn.Linear(4, 4), [], {"all": torch.ones((), dtype=torch.float64)}
+        self.parts = {"of": self.means}
+        self.parts["self"] = self.parts
 
     def forward(self, x):
         self.means.append(x.detach().mean())
