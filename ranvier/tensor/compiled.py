@@ -270,11 +270,20 @@ class CompiledBlocks:
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
         with self._installed(module, partial(_recorded, record) if has_products else None), \
                 _unchanged(module), mode, torch.set_grad_enabled(has_products):
+            before = _tensors(module)
             module(tree_map(mode.from_tensor, state))
+            found = _Shapes(tuple(products), scope.calls)
+            after = _tensors(module)
+            if after.keys() - before.keys():  # which a second forward may change in place
+                module(tree_map(mode.from_tensor, state))
         mode.allow_non_fake_inputs = False  # one that the block has left somewhere must not pass for real
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
-        return _Shapes(tuple(products), scope.calls)
+        # Torch up to 2.13 may compute gradients of what reads the old value with the new one.
+        if any(one._version != version for held in (before, after) for one, version in held.items()):
+            raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place, and not "
+                                                "assigned anew")
+        return found
 
 
 @contextmanager
@@ -302,26 +311,13 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
 @contextmanager
 def _unchanged(block: nn.Module) -> Iterator[None]:
     """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
-    what it writes into buffers (operations without fake tensors are real ones) goes to copies.
-
-    Unsupported where it changes a tensor in place: torch up to 2.13 may compute gradients of what reads the old value
-    with the new one. Statistics of norms have none.
-    """
+    what it writes into buffers (operations without fake tensors are real ones) goes to copies."""
     modules = list(block.modules())
     then, before = Remembered(modules), [(module, dict(module._buffers)) for module in modules]
     copies = {id(buffer): buffer.clone() for _, buffers in before for buffer in buffers.values() if buffer is not None}
     for module, buffers in before:
         module._buffers.update({name: None if buffer is None else copies[id(buffer)]
                                 for name, buffer in buffers.items()})
-    seen: set[int] = set()
-
-    def again(one: Any) -> bool:  # a container that contains itself
-        known = id(one) in seen
-        seen.add(id(one))
-        return known
-
-    held = tree_leaves([vars(module) for module in modules if not isinstance(module, _NormBase)], is_leaf=again)
-    versions = [(one, one._version) for one in held if isinstance(one, Tensor)]
     try:
         yield
     finally:
@@ -329,9 +325,20 @@ def _unchanged(block: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         then.give_back()
-    if any(one._version != version for one, version in versions):
-        raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place, and not "
-                                                "assigned anew")
+
+
+def _tensors(block: nn.Module) -> dict[Tensor, int]:
+    """The tensors that a block has, and their versions, without the statistics of norms, which have no gradients."""
+    seen: set[int] = set()
+
+    def again(one: Any) -> bool:  # a container that contains itself
+        known = id(one) in seen
+        seen.add(id(one))
+        return known
+
+    held = tree_leaves([vars(module) for module in block.modules() if not isinstance(module, _NormBase)],
+                       is_leaf=again)
+    return {one: one._version for one in held if isinstance(one, Tensor) and not one.is_inference()}
 
 
 def _kind_of(module: nn.Module) -> object:
