@@ -266,23 +266,28 @@ class CompiledBlocks:
             seen.append((x, x._version))
 
         mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-        has_products = torch.is_grad_enabled() and any(map(is_deferrable, self._forwards.layers_of(module)))
+        trains = torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+        has_products = trains and any(map(is_deferrable, self._forwards.layers_of(module)))
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
         with self._installed(module, partial(_recorded, record) if has_products else None), \
                 _unchanged(module), mode, torch.set_grad_enabled(has_products):
+            inputs = tree_map(mode.from_tensor, state)
             before = _tensors(module)
-            module(tree_map(mode.from_tensor, state))
+            if trains:
+                before |= {one: one._version for one in named(inputs, "the carried state").values()
+                           if not one.requires_grad}
+            module(inputs)
             found = _Shapes(tuple(products), scope.calls)
             after = _tensors(module)
             if after.keys() - before.keys():  # which a second forward may change in place
-                module(tree_map(mode.from_tensor, state))
+                module(inputs)
         mode.allow_non_fake_inputs = False  # one that the block has left somewhere must not pass for real
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
         # Torch up to 2.13 may compute gradients of what reads the old value with the new one.
         if any(one._version != version for held in (before, after) for one, version in held.items()):
-            raise torch._dynamo.exc.Unsupported("a buffer or another tensor of the block is changed in place, and not "
-                                                "assigned anew")
+            raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
+                                                "changed in place, and not assigned anew")
         return found
 
 

@@ -378,6 +378,20 @@ def test_a_tensor_that_changes_in_place_is_named(block):
                       compile=True)
 
 
+def test_an_input_that_changes_in_place():
+    """The same holds where only parameters of the block have gradients; others may change where autograd lets them."""
+    class Halves(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x) * x.exp()
+            return y + x.mul_(0.5)
+
+    with raises("block-not-compilable", "b0", "changed in place"):
+        on_mesh(lambda: chain(partial(Halves, 4, 4), linear), Mesh(),
+                lambda engine: engine.forward_backward(points([[2]])[0]), compile=True)
+    on_mesh(lambda: chain(partial(nn.ReLU, inplace=True), linear, partial(nn.ReLU, inplace=True)), Mesh(),
+            lambda engine: engine.forward_backward(points([[2]])[0]), compile=True)
+
+
 def test_more_blocks_that_differ_in_a_number_than_graphs_may_share_their_code(monkeypatch):
     class Scaled(nn.Linear):
         def __init__(self, number):
