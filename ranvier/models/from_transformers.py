@@ -16,7 +16,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -495,9 +495,11 @@ def _sample(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The configuration of the language model in it; its own where it has one alone."""
+    """The configuration of the language model in it; its own where it has none or several inside."""
     config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    with suppress(ValueError):  # of several
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config
 
 
 def _output(found: Any) -> State:

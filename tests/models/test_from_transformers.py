@@ -212,6 +212,14 @@ def test_a_parameter_that_training_alone_reads_in_two_blocks():
         head(state)
 
 
+def test_a_configuration_of_several_texts():
+    model = built("Llama")
+    model.config.text_encoder, model.config.decoder = transformers.LlamaConfig(), transformers.LlamaConfig()
+    with pytest.raises(ValueError, match="ambiguous"):
+        model.config.get_text_config()
+    assert len(from_transformers(model).blocks) == len(from_transformers(built("Llama")).blocks)
+
+
 class OwnHead(transformers.LlamaPreTrainedModel):
     """A user's model, whose forward cannot be told to keep no cache."""
 
