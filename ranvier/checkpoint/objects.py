@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.manifest import Saved
-from ranvier.checkpoint.state import OBJECT, Piece
+from ranvier.checkpoint.manifest import ITEM_BYTES, Saved
+from ranvier.checkpoint.state import OBJECT, Piece, dtype_name
 from ranvier.errors import CheckpointError
 from ranvier.mesh import Mesh
 
@@ -59,7 +59,11 @@ class SavedObjects:
         pieces: list[Piece] = []
         for name, found in self._objects.items():
             tensors: list[Tensor] = []
-            text = json.dumps(_encoded(found.state_dict(), tensors, f"objects[{name!r}]")).encode()
+            state, where = found.state_dict(), f"objects[{name!r}]"
+            try:
+                text = json.dumps(_encoded(state, tensors, where)).encode()
+            except RecursionError:
+                raise _refused(where, "something that contains itself") from None
             tensors.insert(0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
             pieces += [Piece.of_whole(OBJECT, json.dumps([name, self._mesh, self._rank, number]), tensor.detach())
                        for number, tensor in enumerate(tensors)]
@@ -106,6 +110,8 @@ def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta or dtype_name(value) not in ITEM_BYTES:
+            raise _refused(where, f"a tensor of {value.dtype}, {value.layout}, {value.device}")
         tensors.append(value)
         return ["tensor", len(tensors)]
     if type(value) in _LISTS.values() and isinstance(value, (list, tuple)):
@@ -113,9 +119,14 @@ def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
     if type(value) in _DICTS.values() and isinstance(value, dict):
         return [kind, *([_encoded(key, tensors, where), _encoded(one, tensors, f"{where}[{key!r}]")]
                         for key, one in value.items())]
-    raise CheckpointError("cannot be saved in a checkpoint, in which nothing is pickled", code="object-state-type",
-                          where=where, value=kind,
-                          remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict.")
+    raise _refused(where, kind)
+
+
+def _refused(where: str, value: str) -> CheckpointError:
+    return CheckpointError("cannot be saved in a checkpoint, in which nothing is pickled", code="object-state-type",
+                           where=where, value=value,
+                           remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict. Tensors "
+                                  f"are dense, of {', '.join(ITEM_BYTES)}.")
 
 
 def _decoded(value: Any, tensors: Sequence[Tensor]) -> Any:

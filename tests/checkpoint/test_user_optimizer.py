@@ -345,6 +345,16 @@ def test_what_is_no_object_is_refused(objects, tmp_path):
         run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects=objects), 1)
 
 
-def test_a_state_of_other_kinds_is_refused(tmp_path):
-    with raises("object-state-type", where="objects['it']['state'][0]", value="builtin_function_or_method"):
-        run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects={"it": Kept([len])}).save(), 1)
+itself: list[object] = []
+itself.append(itself)
+
+
+@pytest.mark.parametrize(("state", "place", "value"), [
+    (len, "['state'][0]", "builtin_function_or_method"), (itself, "", "something that contains itself"),
+    (torch.ones(2, dtype=torch.complex64), "['state'][0]", "a tensor of torch.complex64, torch.strided, cpu"),
+    (torch.eye(2).to_sparse(), "['state'][0]", "a tensor of torch.float32, torch.sparse_coo, cpu"),
+    (torch.ones(2, device="meta"), "['state'][0]", "a tensor of torch.float32, torch.strided, meta")],
+    ids=["function", "recursive", "complex", "sparse", "meta"])
+def test_a_state_of_other_kinds_is_refused(state, place, value, tmp_path):
+    with raises("object-state-type", where=f"objects['it']{place}", value=value):
+        run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects={"it": Kept([state])}).save(), 1)
