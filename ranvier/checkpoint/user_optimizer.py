@@ -78,9 +78,14 @@ def merged(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
 def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
                  where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
     """Each group of the optimizer with parameters that the checkpoint knows, and what it has of them. CheckpointError
-    where their settings differ there."""
+    where their settings differ there, and where it knows parameters of this rank that no group has."""
     of = {name: group for group in saved for name in group.parameters}
     found = []
+    for parameter in names.keys() - {one for group in optimizer.param_groups for one in group["params"]}:
+        if names[parameter] in of:
+            raise CheckpointError(f"has {names[parameter]} in a group of the optimizer, and this optimizer lacks it",
+                                  code="optimizer-lacks-parameter", where=where, value=type(optimizer).__name__,
+                                  remedy="Call add_param_group before load, as the program that wrote it did.")
     for number, group in enumerate(optimizer.param_groups):
         known = {id(of[name]): (of[name], name) for parameter in group["params"]
                  if (name := names.get(parameter)) in of and name is not None}

@@ -237,6 +237,30 @@ def test_other_groups_are_refused(tmp_path):
     assert parameters and not any(parameter.any() for parameter in parameters), "refused before anything is read"
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_a_group_that_is_added_later_is_added_before_the_load(mesh, tmp_path):
+    """Its settings and states had nowhere to go, and the next save failed."""
+    def rank(world, add, code=None):
+        engine = build(world, mesh, lambda parameters: torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9))
+        if add:
+            engine.optimizer.add_param_group({"params": engine.parameters()[1:], "lr": add})
+        checkpoints = Checkpoints(engine, tmp_path)
+        if code is None:
+            checkpoints.load()
+            train(engine, None, BATCHES[:1])
+            checkpoints.save()
+            assert not checkpoints.wait()[0].error
+            checkpoints.close()
+        else:
+            with raises(code):
+                checkpoints.load()
+        return [group["lr"] for group in engine.optimizer.param_groups]
+
+    run_ranks(lambda world: rank(world, 0.05), mesh.size)
+    assert run_ranks(lambda world: rank(world, 0.3), mesh.size) == [[0.1, 0.05]] * mesh.size
+    run_ranks(lambda world: rank(world, None, "optimizer-lacks-parameter"), mesh.size)
+
+
 class WithAFunction(torch.optim.SGD):
     def __init__(self, parameters):
         super().__init__([{"params": parameters, "hook": len}], lr=0.1)
