@@ -6,8 +6,8 @@ each of these.
         engine.train_batch(batch)
 
 Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler, sent to all ranks
-when an epoch begins, and again after many batches of a long one. A rank loads the samples that it computes alone, and
-none where its stage needs neither inputs nor targets.
+when an epoch begins, and again after many batches of a long one; of a sampler with a state_dict, batch by batch. A rank
+loads the samples that it computes alone, and none where its stage needs neither inputs nor targets.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class ShardedLoader:
             raise DataError("has no batches of numbered samples", code="loader-without-samples",
                             where="shard_loader(loader)", value=type(loader.dataset).__name__,
                             remedy="Give a DataLoader with a batch_size over a data set with __getitem__ and __len__.")
-        for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        samplers = loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+        for sampler in samplers:
             if getattr(sampler, "num_replicas", 1) != 1:
                 raise DataError("gives each process a part of the data, and rank 0's would be that of all ranks",
                                 code="sampler-of-a-part", where="the sampler of the DataLoader",
@@ -74,6 +75,8 @@ class ShardedLoader:
                               remedy="Give samples per microbatch.")
         mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
+        # A state that a program saves in the middle of an epoch must not be ahead of the batches that it has seen.
+        self._at_once = 1 if any(hasattr(sampler, "state_dict") for sampler in samplers) else _BATCHES_AT_ONCE
         at = mesh.coordinates(world.rank)
         self._share_index, self._part_index = at.batch_share, at.microbatch_part
         self._needs_samples = at.pipeline_rank in (0, mesh.pipeline_size - 1)  # of the first stage, and of the last
@@ -131,7 +134,7 @@ class ShardedLoader:
         """The sample numbers of the next batches of rank 0's sampler, and whether they are the last ones."""
         found: list[list[int]] = []
         wrong = None
-        for batch in islice(sampler, _BATCHES_AT_ONCE):
+        for batch in islice(sampler, self._at_once):
             entries = list(batch)
             try:
                 found.append([index(number) for number in entries])
@@ -145,7 +148,7 @@ class ShardedLoader:
         flat = [number for batch in found for number in batch] or [0] * sum(sizes)
         numbers = self._world.broadcast(torch.tensor(flat, dtype=torch.int64)).tolist()
         return ([numbers[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))],
-                len(sizes) < _BATCHES_AT_ONCE)
+                len(sizes) < self._at_once)
 
     def _share(self, batch: Sequence[int]) -> list[int]:
         """This replica's share of a batch: replicas' shares follow each other, and differ by one sample at most."""

@@ -187,6 +187,37 @@ def test_an_epoch_of_several_pieces(monkeypatch, size):
     assert run_ranks(rank, 1) == [[list(range(size))] * 2]
 
 
+class WithPlace(Sampler):
+    """Goes on where it was, as a checkpoint's objects do."""
+
+    def __init__(self, place=0):
+        self.place = place
+
+    def __iter__(self):
+        while self.place < len(DATA):
+            self.place += 1
+            yield self.place - 1
+
+    def state_dict(self):
+        return {"place": self.place}
+
+
+class BatchesWithPlace(WithPlace):
+    def __iter__(self):
+        return iter(BatchSampler(super().__iter__(), 4, drop_last=False))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4, "sampler": WithPlace}, {"batch_sampler": BatchesWithPlace}])
+def test_a_sampler_with_a_state_is_not_ahead_of_the_batches(options):
+    def rank(world):
+        made = {key: value() if isinstance(value, type) else value for key, value in options.items()}
+        loader = ranvier.shard_loader(DataLoader(DATA, **made), world, microbatch_size=2, mesh=Mesh(data=2))
+        sampler = made.get("sampler", made.get("batch_sampler"))
+        return [sampler.place for _ in loader]
+
+    assert run_ranks(rank, 2)[0] == [4, 8, 12, 13]
+
+
 class Doubled(DataLoader):
     def __iter__(self):
         return ((2 * inputs, targets) for inputs, targets in super().__iter__())
