@@ -208,12 +208,17 @@ class Checkpoints:
             self.claim()
         self._join()
         self._warn_of_failures()
-        groups = state.optimizer_groups(self.engine)
-        pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
-        if self._background:
-            copies = files.host_copies([piece.tensor for piece in pieces], self._room)
-            pieces = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
         self._count += 1
+        try:
+            groups = state.optimizer_groups(self.engine)
+            pieces = [*state.pieces_to_write(self.engine), *self._saved_objects().pieces()]
+            if self._background:
+                copies = files.host_copies([piece.tensor for piece in pieces], self._room)
+                pieces = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
+        except Exception as error:  # other ranks may have begun, and the program may go on
+            with _shared_store():
+                self._store.set(self._name(self._count, self._rank), json.dumps(self._not_written(error)))
+            raise
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
         job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
@@ -320,10 +325,14 @@ class Checkpoints:
                 file = asdict(files.write_part(temporary / files.part_name(self._rank), {
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
         except Exception as error:  # whatever it is: training continues, and the others must know
-            return {"error": f"{_said(error)} (rank {self._rank})"}
+            return self._not_written(error)
         return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen,
                 "missed_updates": job.missed_updates,
                 "optimizer_groups": [asdict(group) for group in job.optimizer_groups]}
+
+    def _not_written(self, error: Exception) -> dict[str, object]:
+        """In place of a part's entry: why there is none."""
+        return {"error": f"{_said(error)} (rank {self._rank})"}
 
     def _published(self, job: _Job, temporary: Path) -> Written | None:
         """Wait for all parts, and make a checkpoint of them; None where this is closed first."""

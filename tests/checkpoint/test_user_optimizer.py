@@ -382,3 +382,22 @@ itself.append(itself)
 def test_a_state_of_other_kinds_is_refused(state, place, value, tmp_path):
     with raises("object-state-type", where=f"objects['it']{place}", value=value):
         run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects={"it": Kept([state])}).save(), 1)
+
+
+def test_a_rank_that_cannot_save_keeps_no_other_waiting(tmp_path):
+    """Nor does its next part become one of the checkpoint that it has failed to write."""
+    def rank(world):
+        engine, kept = build(world, Mesh(data=2)), Kept(len if world.rank else 1)
+        checkpoints = Checkpoints(engine, tmp_path, objects={"it": kept})
+        if world.rank:
+            with raises("object-state-type"):
+                checkpoints.save()
+        else:
+            checkpoints.save()
+        kept.state = 1
+        train(engine, None, BATCHES[:1])
+        checkpoints.save()
+        return [(one.step, one.error) for one in checkpoints.wait()]
+
+    with pytest.warns(match="step 0 .*rank 1"):
+        assert run_ranks(rank, 2, timeout_seconds=10.0) == [[(1, None)]] * 2
