@@ -119,6 +119,13 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
         if was[key] != now[key]:
             raise CheckpointError(what.format(was=was[key], now=now[key]), code="state-dict-of-another-engine",
                                   where="load_state_dict", remedy=_CHECKPOINTS)
+    if engine.optimizer is not None:
+        mine = engine.optimizer.param_groups
+        sizes, own = ([len(group["params"]) for group in groups] for groups in (
+            state["optimizer"]["states"].get("param_groups", mine), mine))
+        if sizes != own:
+            raise CheckpointError(f"has groups of {sizes} parameters of the optimizer, and this engine of {own}",
+                                  code="state-dict-of-other-groups", where="load_state_dict", remedy=_CHECKPOINTS)
 
 
 def _optimizer_state(engine: Engine) -> StateDict | None:

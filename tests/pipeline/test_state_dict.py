@@ -175,6 +175,19 @@ def test_a_state_of_another_rank_or_of_something_else():
     run_ranks(rank, 2)
 
 
+def test_other_groups_of_torchs_optimizer():
+    """Torch refused them itself, after the parameters had been written."""
+    def rank(world):
+        engines = [Engine([torch.nn.Linear(2, 2)], world, mesh=Mesh(), loss=lambda y, t: (y.sum(), 1.0),
+                          optimizer=lambda parameters, count=count: ADAMW(parameters[:count])) for count in (1, 2)]
+        before = everything(engines[1])
+        with raises("state-dict-of-other-groups", where="load_state_dict"):
+            engines[1].load_state_dict(engines[0].state_dict())
+        assert same(engines[1].state_dict(), before)
+
+    run_ranks(rank, 1)
+
+
 def test_other_buffers(tmp_path):
     def rank(world):
         engines = []
