@@ -92,6 +92,17 @@ def test_there_and_back_to_the_bit(tmp_path, name):
     assert again.config.max_position_embeddings == model.config.max_position_embeddings
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_type_with_a_window_in_no_layer_is_exported(tmp_path, name):
+    """transformers makes a mask for its window, whatever layer_types says."""
+    model = published(name, tmp_path / "there", layer_types=["full_attention"] * SIZES["num_hidden_layers"])
+    import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
+    export(tmp_path / "run", tmp_path / "back", tell=lambda line: None)
+    again = type(model).from_pretrained(tmp_path / "back").eval()
+    ids = torch.arange(16)[None]
+    assert relative(again.double()(ids).logits, model(ids).logits) < 1e-6
+
+
 def test_another_family_is_refused_with_the_way_that_there_is(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with raises("unknown-model-type", "mamba", "ranvier.from_transformers"):

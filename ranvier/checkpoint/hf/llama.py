@@ -483,6 +483,8 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
         return found
     kinds = ["full_attention" if window_of(config, layer) is None else "sliding_attention"
              for layer in range(config.num_layers)]
+    if kind.model_type in _FULL_EVERY:  # transformers makes a mask for it also where no layer has it
+        found["sliding_window"] = config.window or kind.defaults["sliding_window"]
     found["layer_types"] = kinds
     if kind.model_type in _SWITCHED:
         found |= {"use_sliding_window": config.window is not None, "max_window_layers": next(
