@@ -149,7 +149,7 @@ def test_folders_that_cannot_be(tmp_path):
     (tmp_path / "generation_config.json").write_text("[1")
     (tmp_path / "out").mkdir()
     with raises("generation-config-not-json", where=str(tmp_path / "generation_config.json")):
-        tokenizer_files.export_files_beside(tmp_path / "out", tmp_path / "tokenizer.json", print)
+        tokenizer_files.export_files_beside(tmp_path / "out", tmp_path, print)
     (tmp_path / "tokenizer.json").write_text("{}")
     with raises("exported-tokenizer-unreadable", where=str(tmp_path / "tokenizer.json")):
         tokenizer_files.export_tokenizer(tmp_path / "out", tmp_path / "tokenizer.json", Transformer(family="bert"))

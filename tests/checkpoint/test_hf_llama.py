@@ -134,6 +134,16 @@ def test_ends_of_texts_without_a_generation_configuration(tmp_path):
     assert json.loads((tmp_path / "run/generation_config.json").read_text()) == {"bos_token_id": 3, "eos_token_id": 4}
 
 
+def test_ends_of_texts_of_a_model_whose_tokenizer_is_not_read(tmp_path):
+    published("llama2", tmp_path / "there")
+    (tmp_path / "there/tokenizer.json").unlink()
+    import_model(tmp_path / "there", tmp_path / "run", tell=lambda line: None)
+    export(tmp_path / "run", tmp_path / "back", tell=lambda line: None)
+    documents = [json.loads((tmp_path / folder / file).read_text()) for folder, file in (
+        ("there", "generation_config.json"), ("back", "generation_config.json"), ("back", "config.json"))]
+    assert [one["eos_token_id"] for one in documents] == [[281, 7]] * 3 and documents[0] == documents[1]
+
+
 def test_a_run_on_imported_weights(tmp_path):
     """It takes the model's tokenizer, on any mesh and both ways to start, and refuses another."""
     pytest.importorskip("transformers")

@@ -214,7 +214,7 @@ def _read_tokenizer(folder: Path) -> None:
     numbers_in(folder)
     (folder / "out").mkdir()
     import_files_beside(folder, folder / "out", quiet)
-    export_files_beside(folder / "out", folder / "tokenizer.json", quiet)
+    export_files_beside(folder / "out", folder, quiet)
 
 
 def _read_chat_tokenizer(folder: Path) -> None:

@@ -25,7 +25,7 @@ from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
-from ranvier.checkpoint.manifest import Saved, SavedTensor, find
+from ranvier.checkpoint.manifest import Saved, SavedTensor, find, run_folders
 from ranvier.config.named_object import is_object_name
 from ranvier.config.run import Lora, Run, Transformer
 from ranvier.data.cache import CacheOnly, NotInCache, Progress, user_cache_folder
@@ -69,9 +69,11 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             ends = {"bos_token_id": None, "eos_token_id": None, **named} if source.head == "tokens" else {}
             if source.config.family == "transformers" and found is None:
                 ends = {}  # config.json has them
-            if source.config.family not in ("bert", "vit") and found is not None:
-                ends |= tokenizer_files.export_files_beside(folder, found, tell) | (
-                    tokenizer_files.padding_of(folder) if source.head != "tokens" else {})
+            beside = found.parent if found else next((place for place in run_folders(run, saved.folder) if (
+                place / tokenizer_files.GENERATION).is_file()), None)
+            if source.config.family not in ("bert", "vit") and beside is not None:
+                ends |= tokenizer_files.export_files_beside(folder, beside, tell) | (
+                    tokenizer_files.padding_of(folder) if source.head != "tokens" and found else {})
             _write_config(folder, source, ends)
             files = write_model(folder, slots, source.tensors(), shard_bytes)
             comparison = logits.compare(source.config, source.value, folder, head=source.head)

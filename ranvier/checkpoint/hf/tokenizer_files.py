@@ -81,10 +81,10 @@ def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) 
             (folder / GENERATION).write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
 
 
-def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], None]) -> dict[str, object]:
-    """The inverse, from the folder of the tokenizer that is exported. Returns the ends of texts, for config.json.
+def export_files_beside(folder: Path, source: Path, tell: Callable[[str], None]) -> dict[str, object]:
+    """The inverse, from the folder `source` of the tokenizer or the run. Returns the ends of texts, for config.json.
     CheckpointError for a link that leads out of that folder."""
-    _copy_files_beside(tokenizer.parent, folder, tell)
+    _copy_files_beside(source, folder, tell)
     if not (folder / GENERATION).exists():
         return {}
     try:
@@ -92,7 +92,7 @@ def export_files_beside(folder: Path, tokenizer: Path, tell: Callable[[str], Non
         return {key: document[key] for key in _ENDS if key in document}
     except (ValueError, TypeError) as error:
         raise DataError("is not a JSON object", code="generation-config-not-json",
-                        where=str(tokenizer.parent / GENERATION), value=str(error),
+                        where=str(source / GENERATION), value=str(error),
                         remedy="Fetch it again from the model's source, or delete it.") from error
 
 
