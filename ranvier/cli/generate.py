@@ -74,6 +74,9 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     sampling = Sampling(temperature=options.pop("temperature"), top_k=options.pop("top_k"),
                         top_p=options.pop("top_p"), seed=options.pop("seed"))
     asked = _prompts(prompts, file)
+    if "" in stop:
+        raise ConfigError("is empty, and every text has it", code="stop-empty", where="stop", value="",
+                          remedy="Give a text, or leave it out.")
     found = open_model(model, tell_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
     world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice

@@ -138,6 +138,7 @@ def test_what_may_begin_a_stop_word_is_not_streamed_yet():
     (["--prompts", "lines.jsonl"], "prompt-not-json", "lines.jsonl, line 2: "),
     (["--prompts", "messages.jsonl"], "prompts-are-messages", "--chat"),
     (["--prompts", "latin.txt"], "prompts-unreadable", "latin.txt"),
+    (["--prompt", "a", "--stop", ""], "stop-empty", "leave it out"),
     (["BARE", "--prompt", "x"], "model-without-tokenizer", "--tokenizer"),
     (["BERT", "--prompt", "x"], "not-a-language-model", "span"),
     (["--prompt", "x", "--tokenizer", "gone.json"], None, "gone.json"),
