@@ -19,10 +19,11 @@ ranked by the whole run, with and without packing and the cache.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from math import inf
 from typing import Literal
 
@@ -112,26 +113,11 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     progress(f"searching {queue.added:,} combinations of mesh and microbatch size")
     fitting: list[Candidate] = []
     dropped: list[Candidate] = []
-    looked_at, is_proven, interrupted = 0, False, False
+    interrupted = False
     try:
-        while queue.waiting and not (is_proven and len(fitting) >= _WANTED):
-            known, found, is_first = queue.next()
-            looked_at += 1
-            if looked_at % _REPORTED == 0:
-                progress(f"{looked_at:,} looks at {queue.added:,} configurations, {len(fitting)} fit" + (
-                    f", the best takes {min(each.cost.seconds for each in fitting):.4g} s" if fitting else ""))
-            if known is _Known.SIMULATED:
-                is_proven = True  # what waits takes longer
-            if found is None or known is _Known.SIMULATED:
-                continue
-            if found.fits:
-                fitting.append(found)
-                continue
-            dropped.append(found)
-            if len(dropped) == _LOOKED_AT and not fitting and not candidates.any_fits(base, cluster, ranks, work):
-                break
-            for frugal in candidates.memory_saving_variants(found.run, cluster, searched) if is_first else ():
-                queue.add(frugal, _Known.COUNTED)
+        _explore(queue, fitting, dropped, progress,
+                 any_fits=partial(candidates.any_fits, base, cluster, ranks, work),
+                 memory_saving=lambda run: candidates.memory_saving_variants(run, cluster, searched))
         if fitting and "stages-per-rank" in searched:
             progress("trying several stages per rank")
             _add_more_stages(fitting, cluster, work)
@@ -144,6 +130,44 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     if not fitting:
         raise (candidates.does_not_fit(run, cluster, ranks, dropped, work) if dropped else
                candidates.no_mesh(base, cluster, ranks, searched))
+    best = _improved(fitting, cluster, work, searched)
+    slowest = max(found.cost.seconds for found in best)
+    dropped = [found for found in dropped if found.cost.seconds < slowest]
+    dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
+    dropped.sort(key=lambda found: found.cost.seconds)
+    dropped[:_COMPARED] = [candidates.with_memory(_simulated(found, cluster, work), cluster, work)
+                           for found in dropped[:_COMPARED]]
+    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
+                        dropped=tuple(dropped), interrupted=interrupted)
+
+
+def _explore(queue: _Queue, fitting: list[Candidate], dropped: list[Candidate], progress: Callable[[str], None],
+             any_fits: Callable[[], bool], memory_saving: Callable[[ResolvedRun], Iterable[ResolvedRun]]) -> None:
+    """Look at the queue, from the least time that something can take, until the best is proven: what fits, and what
+    does not, added to the two lists."""
+    looked_at, is_proven = 0, False
+    while queue.waiting and not (is_proven and len(fitting) >= _WANTED):
+        known, found, is_first = queue.next()
+        looked_at += 1
+        if looked_at % _REPORTED == 0:
+            progress(f"{looked_at:,} looks at {queue.added:,} configurations, {len(fitting)} fit" + (
+                f", the best takes {min(each.cost.seconds for each in fitting):.4g} s" if fitting else ""))
+        if known is _Known.SIMULATED:
+            is_proven = True  # what waits takes longer
+        elif found is not None and found.fits:
+            fitting.append(found)
+        elif found is not None:
+            dropped.append(found)
+            if len(dropped) == _LOOKED_AT and not fitting and not any_fits():
+                return
+            for frugal in memory_saving(found.run) if is_first else ():
+                queue.add(frugal, _Known.COUNTED)
+
+
+def _improved(fitting: Sequence[Candidate], cluster: Cluster, work: Work, searched: Sequence[Setting]
+              ) -> list[Candidate]:
+    """What fits, the chosen one first and then by time: the fastest with tuned limits, chunks and optimizer states, and
+    followed through a run whose layers freeze."""
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     least = inf
@@ -160,14 +184,7 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
         alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
         simplest = min(alike, key=lambda found: found.run.mesh.pipeline_size * found.run.mesh.stage_size)
         best.insert(0, best.pop(best.index(simplest)))
-    slowest = max(found.cost.seconds for found in best)
-    dropped = [found for found in dropped if found.cost.seconds < slowest]
-    dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
-    dropped.sort(key=lambda found: found.cost.seconds)
-    dropped[:_COMPARED] = [candidates.with_memory(_simulated(found, cluster, work), cluster, work)
-                           for found in dropped[:_COMPARED]]
-    return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
-                        dropped=tuple(dropped), interrupted=interrupted)
+    return best
 
 
 def check_precision(run: Run, cluster: Cluster) -> None:
