@@ -4,9 +4,12 @@ import os
 import sys
 from typing import NoReturn
 
+from ranvier.system.terminal import open_closed_streams
+
 
 def main() -> NoReturn:
     """Run the command line of this process, and exit. Ctrl-C during the imports ends it like any other."""
+    open_closed_streams()
     try:
         from ranvier.cli.main import main as command
     except KeyboardInterrupt:

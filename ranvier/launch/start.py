@@ -42,6 +42,7 @@ from ranvier.launch.shared_store import check_mpi, open_store
 from ranvier.mesh import Mesh, mesh_of
 from ranvier.system import child
 from ranvier.system.machine import address_towards, available_cores, interface_towards, threads_per_rank
+from ranvier.system.terminal import open_closed_streams
 from ranvier.world import JoinPoint, World
 
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
@@ -125,6 +126,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
         explain_stop: text to print when a second signal has ended ranks that save.
     """
     mesh.require_known_axes("the start of ranks")
+    open_closed_streams()
     interactive = _end_on_errors()
     started = detect(os.environ, launch.launcher)
     for setting, value in (("join-address", launch.join_address),

@@ -36,6 +36,17 @@ def tell(text: str) -> None:
         sys.stderr.flush()
 
 
+def open_closed_streams() -> None:
+    """Have standard input, output and error be /dev/null where the caller closed them (`>&-`): the next file that is
+    opened would take the number of one, and get what this process or a child of it prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
 class _OutputFile(io.FileIO):
     """Output that is discarded where nobody reads its pipe any more."""
 

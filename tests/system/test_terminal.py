@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 from contextlib import contextmanager, suppress
 
@@ -36,6 +37,21 @@ def test_output_that_nobody_reads_is_discarded(monkeypatch):
             assert stream is not file and stream.fileno() == file.fileno() and stream.line_buffering
             print("é" * 100_000, file=stream, flush=True)
             print("more", file=stream, flush=True)
+
+
+def test_no_file_takes_the_place_of_closed_streams(tmp_path):
+    """Else what is printed, by a child too, would be written into the first file that is opened."""
+    program = ("import subprocess, sys\n"
+               "from ranvier.__main__ import open_closed_streams\n"
+               "open_closed_streams()\n"
+               "with open('file', 'w') as file:\n"
+               "    print('printed', file=sys.stderr)\n"
+               "    print('printed', flush=True)\n"
+               "    subprocess.run([sys.executable, '-c', 'print(input())'])\n"
+               "    file.write('written')\n")
+    run = ["bash", "-c", f'exec "{sys.executable}" -c "$0" <&- >&- 2>&-', program]
+    subprocess.run(run, cwd=tmp_path, check=True, timeout=100)
+    assert (tmp_path / "file").read_text() == "written"
 
 
 def test_output_without_a_buffer_stays_so(monkeypatch):
