@@ -104,6 +104,7 @@ OTHER_OPENS = {**dict.fromkeys(("comm/gloo_transport.py", "comm/inprocess.py", "
                                "pipeline/parts.py"), "edges"),
                "inference/generate.py": "caches of keys", "models/forward_trace.py": "a line of the user's own code",
                "plan/function_tree.py": "the source of functions of the user's own code",
+               "system/terminal.py": "/dev/null",
                "checkpoint/hf/logits.py": "models of transformers, from folders that `Pretrained` has read"}
 
 

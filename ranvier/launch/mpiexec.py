@@ -117,15 +117,17 @@ class MpiexecOutput:
 
     def _relay(self, source: IO[bytes], destination: int) -> None:
         held = b""  # an empty line, which may be the first of the banner
-        for line in source:
-            if self._is_banner(line):
-                held = b""
-            elif line == b"\n" and not held:
-                held = line
-            else:
-                with suppress(OSError):  # our own output is closed, but a full pipe would block the ranks: keep reading
-                    os.write(destination, held + line)
-                held = b""
+        with source:
+            for line in source:
+                if self._is_banner(line):
+                    held = b""
+                elif line == b"\n" and not held:
+                    held = line
+                else:
+                    # Our own output may be closed, but a full pipe would block the ranks: keep reading.
+                    with suppress(OSError):
+                        os.write(destination, held + line)
+                    held = b""
 
     def _is_banner(self, line: bytes) -> bool:
         if match := re.match(rb"=   PID (\d+) RUNNING AT", line):

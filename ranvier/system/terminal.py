@@ -44,7 +44,7 @@ def open_closed_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 class _OutputFile(io.FileIO):
