@@ -206,6 +206,10 @@ class Checkpoints:
         self.engine.refuse_in_averages("Checkpoints.save")
         with self.engine.during("Checkpoints.save"):
             self.claim()
+        if (lost := self.engine.num_accumulated) and self._rank == 0:
+            warnings.warn(f"the checkpoint of step {self.engine.steps} is without the gradients of the last "
+                          f"{'batch' if lost == 1 else f'{lost} batches'}: checkpoints keep no gradients, and whoever "
+                          "resumes from it goes on without them. Save after engine.step(result)", stacklevel=2)
         self._join()
         self._warn_of_failures()
         self._count += 1

@@ -331,6 +331,11 @@ class Engine:
         return self._step
 
     @property
+    def num_accumulated(self) -> int:
+        """Batches of `forward_backward` whose gradients the next step applies; 0 for engines that never update."""
+        return self._statistics.num_accumulated if self._updater.updates and not self._updater.were_zeroed() else 0
+
+    @property
     def last_norm(self) -> float | None:
         """The gradient norm by which the next step is clipped, with `optim.clip_from` previous-step."""
         return self._updater.last_norm

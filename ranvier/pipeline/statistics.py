@@ -49,6 +49,8 @@ class BatchStatistics:
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._zeroed = self._training = self._updates = self._predicts = False
+        self.num_accumulated = 0
+        """Batches since the last step, whose gradients the next one applies."""
         self.num_updates = 0
         """Updates of this rank since the start, or since parameters were loaded."""
 
@@ -68,10 +70,12 @@ class BatchStatistics:
         self._updates = updates
         self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
         self._zeroed = self._earlier is not None and were_zeroed()
+        self.num_accumulated *= not self._zeroed
 
     def keep(self) -> None:
         """The batch has run, and its gradients stay for the next one of the same step."""
         self._accumulated, self._earlier = self.sums[:2].clone(), None
+        self.num_accumulated += 1
 
     def stepped(self, updated: bool) -> None:
         """A step has been taken, which has updated the parameters or left them."""
@@ -81,6 +85,7 @@ class BatchStatistics:
     def forget(self) -> None:
         """A step has been taken, or gradients are of no use: the next batch begins anew."""
         self._accumulated = self._earlier = None
+        self.num_accumulated = 0
 
     # ------------------------------------------------------------------ the batch at hand
 

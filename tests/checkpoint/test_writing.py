@@ -9,6 +9,8 @@ import stat
 import subprocess
 import threading
 import time
+import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +116,34 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
         assert [(one.step, one.error) for one in told] == [(1, None)]
     save_steps(tmp_path / "plain", 1, Mesh(data=2))
     assert_same(everything(tmp_path / "held up" / "step-1"), everything(tmp_path / "plain" / "step-1"))
+
+
+def test_gradients_that_no_step_has_applied_are_told_of(tmp_path):
+    """Files have none: a run that resumes between two batches of one step goes on without the first one's."""
+    def rank(world):
+        model, loss = torch.nn.Linear(2, 1), (lambda outputs, targets: (outputs.sum(), targets.numel()))
+        x, said = [(torch.ones(1, 2), torch.ones(1, 1))], []
+        for optimizer in (partial(torch.optim.SGD, lr=0.1), None):
+            engine = Engine([model], world, loss=loss, optimizer=optimizer)
+            checkpoints = Checkpoints(engine, tmp_path / str(bool(optimizer)))
+            for zeroes in (False, False, True):
+                result = engine.forward_backward(x)
+                if zeroes:
+                    for parameter in engine.parameters():
+                        parameter.grad = None
+                with warnings.catch_warnings(record=True) as found:
+                    checkpoints.save()
+                said += [str(one.message) for one in found]
+            if optimizer:
+                engine.forward_backward(x)
+                engine.step(result)
+                checkpoints.save()
+            checkpoints.close()
+            engine.close()
+        return said
+
+    first, second = run_ranks(rank, 1)[0]
+    assert "step 1 is without the gradients of the last batch" in first and "the last 2 batches" in second
 
 
 def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, monkeypatch):
