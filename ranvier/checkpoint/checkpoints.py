@@ -35,7 +35,17 @@ from torch import Tensor
 
 from ranvier.checkpoint import files, state
 from ranvier.checkpoint.files import acquire_folders
-from ranvier.checkpoint.manifest import File, Manifest, OptimizerGroup, Saved, SavedTensor, find, step_folder
+from ranvier.checkpoint.manifest import (
+    File,
+    Manifest,
+    OptimizerGroup,
+    Saved,
+    SavedTensor,
+    find,
+    step_folder,
+    step_of,
+)
+from ranvier.checkpoint.manifest import checkpoints as checkpoints_in
 from ranvier.checkpoint.objects import SavedObjects
 from ranvier.checkpoint.state import Piece
 from ranvier.checkpoint.user_optimizer import merged
@@ -139,7 +149,8 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.damaged: set[Path] = set()
-        """Checkpoints that `load` has passed over; only the writing of rank 0 asks."""
+        """Checkpoints that `load` has passed over; only rank 0 asks when it writes."""
+        self._is_beside_others = True  # whether the next save may be the first beside newer checkpoints
         self._untold: list[Written] = []
         self._asked = self._closed = False
         self._ended: list[Written] = []
@@ -210,6 +221,7 @@ class Checkpoints:
             warnings.warn(f"the checkpoint of step {self.engine.steps} is without the gradients of the last "
                           f"{'batch' if lost == 1 else f'{lost} batches'}: checkpoints keep no gradients, and whoever "
                           "resumes from it goes on without them. Save after engine.step(result)", stacklevel=2)
+        self._warn_of_newer()
         self._join()
         self._warn_of_failures()
         self._count += 1
@@ -289,6 +301,17 @@ class Checkpoints:
         for one in failed:
             self._ended.remove(one)
             warnings.warn(f"the checkpoint of step {one.step} is not written: {one.error}. {one.remedy}", stacklevel=3)
+
+    def _warn_of_newer(self) -> None:
+        """On rank 0, in the first save after the start or after `load`."""
+        if self._rank == 0 and self._is_beside_others:
+            newer = [path.name for path in checkpoints_in(self.folder) if path not in self.damaged
+                     and (step_of(path) or 0) > self.engine.steps]
+            if newer:
+                warnings.warn(f"step-{self.engine.steps} is saved beside newer checkpoints, from which the next load() "
+                              f"resumes: {', '.join(newer)} in {self.folder}. Remove them, or save in another folder",
+                              stacklevel=3)
+        self._is_beside_others = False
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -417,6 +440,7 @@ class Checkpoints:
             self.engine.check_usable("Checkpoints.load")
             self.engine.refuse_in_averages("Checkpoints.load")
         self._join()
+        self._is_beside_others = True
         where = self.folder if path is None else Path(path)
         with self.engine.during("Checkpoints.load"):
             if path is None:

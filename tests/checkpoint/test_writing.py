@@ -63,6 +63,26 @@ def test_the_newest_stay_and_those_of_some_steps(tmp_path, options, kept):
     assert names(tmp_path) == kept
 
 
+def test_newer_ones_of_another_beginning_are_told_of(tmp_path):
+    """After going back on purpose, or without a load, the next automatic resume would take what was there before."""
+    save_steps(tmp_path, 3)
+    (tmp_path / "step-3" / "part-00000.safetensors").unlink()
+
+    def work(engine, path):
+        checkpoints = Checkpoints(engine, tmp_path)
+        with warnings.catch_warnings(record=True) as found:
+            checkpoints.load(path)
+            for _ in range(2):
+                train(engine, 1)
+                checkpoints.save()
+                checkpoints.wait()
+        return [str(one.message) for one in found]
+
+    assert on(Mesh(), lambda engine: work(engine, None)) == [[]]  # a damaged one is passed over
+    (told,), = on(Mesh(), lambda engine: work(engine, tmp_path / "step-2"))
+    assert "step-3 is saved beside newer checkpoints" in told and ": step-4 in" in told
+
+
 def test_damaged_ones_do_not_count_as_kept(tmp_path, monkeypatch):
     """The run goes on from before them, and cannot write one of them again: what is whole must stay for that."""
     save_steps(tmp_path, 4, keep=4)
