@@ -134,12 +134,16 @@ class Gradients:
 
     def allocate(self) -> None:
         """Make the buffer, and the parameters' `.grad` views of it."""
+        self._make_buffer()
+        self.note_left()
+
+    def _make_buffer(self) -> None:
         self.flat = torch.zeros(self.length, dtype=self.dtype, device=self._device)
         """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
         setattr(self.flat.untyped_storage(), _MAKER, ref(self))
         self.reductions.flat = self.flat
         self._attach()
-        self.note_left()
+        self._usual_uses = _uses(self.flat)
 
     def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
@@ -169,12 +173,18 @@ class Gradients:
         for chunk in self.chunks[:self._next]:
             chunk.work.wait()  # a batch that failed may have left some under way
         self.reductions.begin(scatter=scatter)
+        for chunk in self.chunks:
+            chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
+            chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
+            chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
         self._leave_to_program(self._specs, attached=not keep)
+        self._attach()
+        if not keep and _uses(self.flat) > self._usual_uses:  # of views that the program keeps: they stay as they are
+            self._make_buffer()
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
         self.unapplied = False
-        self._attach()
         self._unreached, self._removed, self.unreached = {}, set(), set()
         frozen = {spec.name for spec in self._specs if not spec.parameter.requires_grad}
         self._frozen = self._frozen & frozen if keep else frozen
@@ -182,10 +192,6 @@ class Gradients:
         self._versions = self._versions_now()
         for table in self._tables.values():
             table.begin()
-        for chunk in self.chunks:
-            chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
-            chunk.blocks = set().union(*(spec.blocks for spec in chunk.specs))
-            chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
 
     def note_left(self) -> None:
         """A batch or a step is over: gradients are of no use, and whatever is added to them from here on is not of this
@@ -510,6 +516,11 @@ class Gradients:
     def owned(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
+
+
+def _uses(tensor: Tensor) -> int:
+    """Tensors in the memory of one, and its Python object."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _references(tensor: ref[Tensor]) -> int:

@@ -284,12 +284,31 @@ def test_gradients_that_a_program_keeps_stay(mesh, options, zero):
     assert_close(merge(found, mesh), {name: value.detach() for name, value in reference.parameters.items()})
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
+def test_views_of_gradients_that_a_program_keeps_stay(mesh):
+    """As above: `detach`, a row, what numpy shares, and the engine's own dict of them."""
+    def work(engine):
+        kept = []
+        for batch in batches(mesh) * 2:
+            engine.train_batch(share(engine, batch))
+            grads = [one.grad for one in engine.parameters()]
+            kept.append(([*(grad.detach() for grad in grads), grads[0].t()[0], torch.from_numpy(grads[-1].numpy()),
+                          *engine.gradients().values()],))
+            kept[-1] += ([one.clone() for one in kept[-1][0]],)
+            del grads
+        assert all(torch.equal(*pair) for both in kept for pair in zip(*both, strict=True))
+        assert len({both[0][0].data_ptr() for both in kept}) == len(kept)
+
+    on_mesh(make, mesh, work, optimizer=ADAMW)
+
+
 def test_gradients_that_nobody_keeps_have_one_memory():
     def work(engine):
         found = set()
         for batch in batches(Mesh()) * 2:
             engine.train_batch(share(engine, batch))
-            found.add(tuple((one.grad.data_ptr(), id(one.grad)) for one in engine.parameters()))
+            found.add(tuple((one.grad.view(-1).data_ptr(), id(one.grad)) for one in engine.parameters()))
+            engine.gradients()
         return len(found)
 
     assert on_mesh(make, Mesh(), work, optimizer=ADAMW) == [1]
