@@ -110,10 +110,10 @@ class _Job:
 class Checkpoints:
     """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
 
-    A torch optimizer is kept whole: its states, and the settings of its groups, such as learning rates. One engine at a
-    time writes to a folder, which its program holds (ranvier.system.lease): the first `load` without a path, or the
-    first `save`, takes it, and clears away what others have left half written. Within one process the last one that
-    takes it has it.
+    A torch optimizer is kept whole: its states, and the settings of its groups, such as learning rates. Gradients are
+    not kept, nor is `engine.learning_rate`, which a program sets before each step. One engine at a time writes to a
+    folder, which its program holds (ranvier.system.lease): the first `load` without a path, or the first `save`, takes
+    it, and clears away what others have left half written. Within one process the last one that takes it has it.
 
     Args:
         folder: where they are; all ranks must see the same files.
