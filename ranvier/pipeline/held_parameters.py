@@ -34,11 +34,11 @@ WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float
 class HeldParameters:
     """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
     container: the module that the user has given them in; it is not kept in memory. replicas: so many ranks compute the
-    same blocks for other samples, and update them together. others: names and parameters of other ranks. owners: name
-    of a parameter -> that of its tie's owner."""
+    same blocks for other samples, and update them together. others: the blocks of other ranks. owners: name of a
+    parameter -> that of its tie's owner."""
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None, *,
-                 replicas: int = 1, others: Sequence[tuple[str, ref[nn.Parameter]]] = (),
+                 replicas: int = 1, others: Sequence[tuple[str, ref[nn.Module]]] = (),
                  owners: Mapping[str, str] | None = None) -> None:
         self._blocks, self._replicas, self._others, self._owners = blocks, replicas, others, owners or {}
         self._container = None if container is None else ref(container)
@@ -125,8 +125,9 @@ class HeldParameters:
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
-        names = {one: f"{block}.{name}" for (block, name), one in reversed(self._held.items())}
-        names |= {one: name for name, other in self._others if (one := other()) is not None}
+        names = {one: f"{block}.{name}" for block, other in self._others if (module := other()) is not None
+                 for name, one in module.named_parameters()}  # new ones, too
+        names |= {one: f"{block}.{name}" for (block, name), one in reversed(self._held.items())}
         found = set()
         for block, name, parameter, module in list(self._in_blocks()):
             held = self._held.get((block, name))

@@ -83,7 +83,7 @@ class EngineParts:
                                           self.parameters.values(),
                                           splits=self.connections.tensor_mesh is not None)
         self.held = HeldParameters(
-            self.blocks, container, others=self.elsewhere.others,
+            self.blocks, container, others=self.elsewhere.blocks,
             owners={one.name: one.owner for one in layout.parameters},
             replicas=1 if plan.optim.update_in_backward else plan.mesh.count(samples_over))
 

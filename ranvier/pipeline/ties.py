@@ -174,15 +174,15 @@ class TieMessages:
     until they are asked for: a replica that has nothing to compute may be batches ahead."""
 
     def __init__(self) -> None:
-        self._arrived: dict[tuple[MessageKind, int, str], deque[tuple[Tensor, bool]]] = defaultdict(deque)
+        self._arrived: dict[tuple[MessageKind, int, str], deque[tuple[Tensor, int]]] = defaultdict(deque)
 
     def put(self, message: Message) -> None:
         """A gradient or a value has come, maybe before anyone has asked for it."""
         (end, tensor), = message.tensors.items()
-        self._arrived[message.kind, message.source, end].append((tensor, bool(message.microbatch)))
+        self._arrived[message.kind, message.source, end].append((tensor, message.microbatch))
 
-    def of(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, bool]]:
-        """Tensors that have arrived and wait to be taken, the oldest first, with the flag of each message."""
+    def of(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, int]]:
+        """Tensors that have arrived and wait to be taken, the oldest first, with the note of each message."""
         return self._arrived[kind, source, end]
 
 
@@ -192,8 +192,9 @@ class TiedParameters:
         owner   ... forwards, backwards, wait for all gradients, add, reduce, update, send the value
         end     wait for the value, forwards, backwards, send the gradient ...
 
-    A program that writes an end between batches, or freezes it, must do so at all ends. Whether it has frozen them goes
-    along with the gradients. Of what it has written each end makes a number (`number`), which the ranks sum up.
+    A program that writes an end between batches, freezes it or gives it a hook must do so at all ends. Whether it has
+    frozen them, and how many hooks they have, goes along with the gradients. Of what it has written each end makes a
+    number (`number`), which the ranks sum up.
 
     arrived: what others have sent. send: (destination, message), without blocking. wait: (what for, from whom), returns
     when a message has come. names: `tied_parameters`, of which other ranks may have ends.
@@ -209,15 +210,15 @@ class TiedParameters:
         self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
         """Of an owner when it has last sent its value, of an end when that was sent, or has come."""
 
-    def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor, *, flag: bool) -> None:
-        """Send `tensor` with `flag`, or hand it over where its destination is this rank."""
+    def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor, note: int) -> None:
+        """Send `tensor` with `note`, or hand it over where its destination is this rank."""
         if move.source == move.destination:
-            self._arrived.put(Message(kind, batch, int(flag), {move.parameter: tensor}, source=move.source))
+            self._arrived.put(Message(kind, batch, note, {move.parameter: tensor}, source=move.source))
         else:
-            self._send(move.destination, Message(kind, batch, int(flag), {move.parameter: tensor.contiguous()}))
+            self._send(move.destination, Message(kind, batch, note, {move.parameter: tensor.contiguous()}))
 
-    def _take(self, kind: MessageKind, what: str, move: Move) -> tuple[Tensor, bool]:
-        """The tensor of this move and its flag; waits until it has arrived."""
+    def _take(self, kind: MessageKind, what: str, move: Move) -> tuple[Tensor, int]:
+        """The tensor of this move and its note; waits until it has arrived."""
         arrived = self._arrived.of(kind, move.source, move.parameter)
         while not arrived:
             self._wait(what, move.source)
@@ -230,13 +231,13 @@ class TiedParameters:
                 self._sent[name] = batch
                 for move in tie.gradients:
                     self._pass(MessageKind.TIED_GRADIENT, batch, move, tie.part(tie.gradient, move),
-                               flag=tie.parameter.requires_grad)
+                               2 * _num_hooks(tie.parameter) + tie.parameter.requires_grad)
 
     @torch.no_grad()
     def add_gradients(self, batch: int) -> list[Tie]:
         """Every backward has run: wait for the gradients of all other ends and add them to the owner's; a tie for each
         end that is added. Ends here that have not sent theirs do so first: their turn in the order of reductions may
-        come after that of an owner, which waits. ModelError where only one of two ends is frozen."""
+        come after that of an owner, which waits. ModelError where only one of two ends is frozen or has a hook."""
         for tie in self.ties:
             if tie.trains and not tie.owns:
                 self.send_gradient(tie.name, batch)
@@ -245,12 +246,19 @@ class TiedParameters:
             if tie.trains and tie.owns:
                 for move in tie.gradients:
                     what = f"the gradient of tied parameter {tie.name}"
-                    gradient, trains = self._take(MessageKind.TIED_GRADIENT, what, move)
+                    gradient, note = self._take(MessageKind.TIED_GRADIENT, what, move)
+                    hooks, trains = divmod(note, 2)
                     if trains != tie.parameter.requires_grad:
                         raise ModelError(
                             "is frozen at one end of its tie, and trains at another",
-                            code="tied-end-frozen", where=tie.text, value=f"requires_grad={trains}",
+                            code="tied-end-frozen", where=tie.text, value=f"requires_grad={bool(trains)}",
                             remedy="Freeze it under all of its names, or let it train under all: all that "
+                                   "engine.named_parameters() returns, on all ranks.")
+                    if hooks != (own := _num_hooks(tie.parameter)):
+                        raise ModelError(
+                            f"has {own} gradient hooks at one end of its tie, and {hooks} at another, which has a part "
+                            "of its gradient", code="tied-end-hooked", where=tie.text,
+                            remedy="Register hooks before the engine is built, or on all that "
                                    "engine.named_parameters() returns, on all ranks.")
                     tie.part(tie.gradient, move).add_(gradient.to(tie.parameter.device))
                 added += [tie] * tie.ends
@@ -271,7 +279,7 @@ class TiedParameters:
                 continue
             for move in tie.values:
                 self._pass(MessageKind.TIED_VALUE, batch, move, tie.part(tie.parameter.detach(), move),
-                           flag=replaces and written)
+                           int(replaces and written))
             self._known[tie.name] = _memory_of(tie.parameter)
 
     @torch.no_grad()
@@ -311,6 +319,11 @@ class TiedParameters:
                              remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
                                     "forward. To update by engine.optimizer, call engine.step(result) in place of its "
                                     "step().")
+
+
+def _num_hooks(parameter: nn.Parameter) -> int:
+    """Hooks that see its gradient."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int, int]:

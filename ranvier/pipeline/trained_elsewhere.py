@@ -112,6 +112,7 @@ class TrainedElsewhere:
         the model, of which this rank needs a part only."""
         self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
                      for path, module in given[block].named_modules()]
+        self.blocks = [(block, ref(module)) for block, module in given.items() if block not in mine]
         self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
                         for name, one in given[block].named_parameters() if id(one) not in self._here]
         """Name and parameter of each that this rank does not hold."""

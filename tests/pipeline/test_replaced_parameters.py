@@ -225,7 +225,8 @@ def tie_by_a_new_one(model):
 
 
 @pytest.mark.parametrize(("change", "mesh", "first"), [
-    (tie, Mesh(), "0.weight"), (tie, Mesh(pipe=2), "0.weight"), (tie_by_a_new_one, Mesh(), "2.weight")], ids=label)
+    (tie, Mesh(), "0.weight"), (tie, Mesh(pipe=2), "0.weight"), (tie_by_a_new_one, Mesh(), "2.weight"),
+    (tie_by_a_new_one, Mesh(pipe=4), "2.weight")], ids=label)
 def test_parameters_that_are_tied_after_the_engine_was_built(change, mesh, first):
     """They have two gradients and two states. Those that were tied before may be tied again."""
     def rank(world, tied):
@@ -233,7 +234,7 @@ def test_parameters_that_are_tied_after_the_engine_was_built(change, mesh, first
         if tied:
             change(model)
         engine = Engine(model, world, mesh=mesh, loss=squared, dtype=torch.float64, optimizer=SGD,
-                        pipeline=Pipeline(stages_per_rank=2) if tied and mesh.pipe > 1 else None)
+                        pipeline=Pipeline(stages_per_rank=2) if tied and mesh.pipe == 2 else None)
         change(model)
         engine.train_batch(points([[2, 1]])[0])
         engine.close()

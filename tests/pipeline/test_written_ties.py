@@ -210,6 +210,24 @@ def test_an_end_has_no_gradient_beside_its_owners():
     assert [f"b{owner}.linear.weight" in names for owner, names in zip((0, 0), found, strict=True)] == [True, False]
 
 
+def twice(gradient):
+    return gradient * 2
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(stages_per_rank=2)], ids=["one stage", "two"])
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_one_end_is_refused(method, pipeline):
+    """A plain loop has one gradient, of which each end sees a part. `parameters` are those that a rank owns."""
+    def work(engine, all_ends):
+        for parameter in engine.named_parameters().values() if all_ends else engine.parameters():
+            getattr(parameter, method)(twice if method == "register_hook" else print)
+        engine.train_batch(batches_of(engine, BATCHES[0]))
+
+    on_mesh(partial(blocks, (0, 5)), Mesh(pipe=2), partial(work, all_ends=True), optimizer=SGD, pipeline=pipeline)
+    with raises("tied-end-hooked", "b0.linear.weight", "b5.linear.weight"):
+        on_mesh(partial(blocks, (0, 5)), Mesh(pipe=2), partial(work, all_ends=False), optimizer=SGD, pipeline=pipeline)
+
+
 @pytest.mark.parametrize("frozen", ["b0", "b5"])
 @pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(stages_per_rank=2)], ids=["one stage", "two"])
 def test_freezing_one_end_during_the_training_is_refused(frozen, pipeline):
