@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.distributed import Store
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.signed_store import SharedStore
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 
 
@@ -76,6 +76,10 @@ class World:
         self.members = self.members or tuple(map(str, range(self.size)))
         first = self.rank - self.local_rank
         self.local_ranks = self.local_ranks or tuple(range(first, min(first + self.local_size, self.size)))
+
+    def __reduce__(self) -> NoReturn:
+        raise RanvierError("is connected to running ranks, and can be neither copied nor saved", code="world-copied",
+                           where="world", remedy="Copy or save world.rank and world.size.")
 
     @property
     def rank(self) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier.block import State
+from ranvier.comm.collectives import CompletedWork
 from ranvier.comm.protocol import Work
 from ranvier.errors import ModelError
-from ranvier.optim.step import GradientStatus
+from ranvier.optim.step import GradientStatus, Judged
 from ranvier.tensor.columns import gather_whole
 
 
@@ -64,6 +68,16 @@ class BatchResult:
                  kept: LastOutputs | None = None) -> None:
         self._stats, self._stats_work = stats, stats_work
         self.status, self._kept = status, kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Values, for copies and pickle; waits for them."""
+        self._stats_work.wait()
+        status = self.status
+        if status is not None:
+            status.work.wait()
+            status = replace(status, work=CompletedWork(), is_undecided=False,
+                             verdict=partial(Judged, bad=status.bad, overflow=status.overflow))
+        return {**vars(self), "_stats_work": CompletedWork(), "status": status}
 
     @property
     def outputs(self) -> list[State] | None:

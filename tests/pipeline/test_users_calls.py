@@ -40,14 +40,27 @@ def test_packages_that_programs_name_need_no_import_of_their_own():
 
 
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_engine_is_not_copied(take):
+def test_an_engine_and_its_world_are_not_copied(take):
     def work(world):
         engine = Engine([nn.Linear(4, 4)], world, loss=squared, optimizer=SGD)
-        with raises("engine-copied"):
-            take({"engine": engine} if take is copy.deepcopy else engine)
+        for one, code in ((engine, "engine-copied"), (world, "world-copied")):
+            with raises(code):
+                take({"engine": one} if take is copy.deepcopy else one)
         engine.close()
 
     run_ranks(work, 1)
+
+
+def test_results_are_pickled_as_values():
+    def work(engine):
+        batch = share(engine, tokens([[2], [1]]))
+        results = [engine.train_batch(batch, keep_outputs=True), engine.forward_backward(batch), engine.evaluate(batch)]
+        for one, copied in zip(results, pickle.loads(pickle.dumps(results)), strict=True):
+            for name in ("loss", "losses", "weight", "grad_norm", "stepped", "bad", "overflow"):
+                assert getattr(copied, name) == getattr(one, name)
+            assert (copied.outputs is None) == (one.outputs is None)
+
+    on_mesh(small_gpt, Mesh(data=2), work, optimizer=SGD)
 
 
 # ---------------------------------------------------------------------- outputs
