@@ -26,6 +26,8 @@ from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
+
 from ranvier.errors import LaunchError
 from ranvier.launch.start import start
 from ranvier.mesh import Mesh, mesh_of
@@ -45,7 +47,8 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
 
     Args:
         function: may be defined in a cell, and use what other cells define. Each rank has copies of that and of `args`;
-            what it changes there stays there, so return what is wanted.
+            what it changes there stays there, so return what is wanted. It begins with the default dtype of torch and
+            the state of its generator that are set here (`torch.set_default_dtype`, `torch.manual_seed`).
         mesh, data, pipe, row, col, transport, threads, device, timeout_seconds: as for `ranvier.start`.
 
     LaunchError, with the rank and its error, if a rank fails; ConfigError for a mesh that cannot be.
@@ -56,7 +59,7 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
     with tempfile.TemporaryDirectory(prefix="ranvier-run-") as name:
         folder = Path(name)
         try:
-            (folder / "job").write_bytes(pickler.dumps((settings, function, args)))
+            (folder / "job").write_bytes(pickler.dumps((settings, _torchs_state(), function, args)))
         except Exception as error:  # whatever an object's own pickling raises
             raise LaunchError(f"cannot be sent to the ranks: {type(error).__name__}: {error}",
                               code="function-not-picklable", where="ranvier.run",
@@ -79,6 +82,11 @@ def cloudpickle_module() -> ModuleType:
                           remedy="Install it with pip install 'ranvier[notebook]'.") from error
     module: ModuleType = cloudpickle
     return module
+
+
+def _torchs_state() -> tuple[torch.dtype, int, torch.Tensor]:
+    """What a program sets for all that follows: the default dtype, and the generator's seed and state."""
+    return torch.get_default_dtype(), torch.initial_seed(), torch.get_rng_state()
 
 
 def rank_command(folder: Path) -> list[str]:
@@ -132,12 +140,15 @@ def run_as_rank(name: str) -> None:
     folder = Path(name)
     where = "ranvier.run"
     try:
-        settings, function, args = pickle.loads((folder / "job").read_bytes())
+        settings, (dtype, seed, generator), function, args = pickle.loads((folder / "job").read_bytes())
         world = start(**settings, rerun=rank_command(folder))
         where = f"rank {world.rank} of {world.size}"
         if world.rank:
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(seed)  # on all devices
+        torch.set_rng_state(generator)
         found = function(world, *args)
         try:
             result = cloudpickle_module().dumps(found)

@@ -36,11 +36,18 @@ def test_results_and_output_of_ranks(capsys):
         print("hello from", world.rank, flush=True)
         total = torch.full((1,), float(samples + world.rank))
         world.backend.group("all", [range(world.size)]).all_reduce(total).wait()
-        return Found(torch.tensor([world.rank * factor])), float(total), str(world.mesh)
+        return Found(torch.tensor([world.rank * factor])), float(total), str(world.mesh), torch.rand(1).tolist()
 
-    results = ranvier.run(work, 4, pipe=2, transport="torch")
+    torch.manual_seed(5)
+    torch.rand(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = ranvier.run(work, 4, pipe=2, transport="torch")
+        drawn = torch.rand(1).tolist()  # as the function would have here
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert [int(found.values) for found, *_ in results] == [0, 3] and isinstance(results[0][0], Found)
-    assert [told for _, *told in results] == [[9.0, "data 1 x pipe 2 x row 1 x col 1"]] * 2
+    assert [told for _, *told in results] == [[9.0, "data 1 x pipe 2 x row 1 x col 1", drawn]] * 2
     shown = capsys.readouterr().out
     assert "hello from 0" in shown and "hello from 1" not in shown
 
@@ -88,7 +95,8 @@ def test_what_is_refused_before_ranks_start(monkeypatch):
 
 def test_a_result_that_cannot_be_pickled(tmp_path, monkeypatch):
     monkeypatch.setattr(run_function, "start", lambda **_: Mock(rank=0, size=2))
-    (tmp_path / "job").write_bytes(cloudpickle.dumps(({}, lambda world: threading.Lock(), ())))
+    job = {}, run_function._torchs_state(), lambda world: threading.Lock(), ()
+    (tmp_path / "job").write_bytes(cloudpickle.dumps(job))
     with raises("result-not-picklable", value="lock"):
         run_function.run_as_rank(str(tmp_path))
     assert next(tmp_path.glob("*.error")).read_text().startswith("rank 0 of 2\nLaunchError: ranvier.run: ")
