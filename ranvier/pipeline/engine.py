@@ -144,6 +144,7 @@ class Engine:
         self.world, self.flags = world, flags
         refuse_default_device()
         if plan is not None:
+            check_arguments(policy, optimizer, plan=(plan, Plan))
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim

@@ -46,7 +46,7 @@ from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import split_model
 from ranvier.plan.formats import check_formats, told
 from ranvier.plan.plan import Plan, make
-from ranvier.precision import is_half
+from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.schedule import Policy, check_policy_object
 from ranvier.system.machine import has_triton
 from ranvier.tensor.deferred_linear import lookup_tables
@@ -262,6 +262,9 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
     modules = ready_made(model).values()
     if dtype is None:
         dtype = torch.float32 if autocast or float8 else _format_of(modules, world)
+    if dtype not in DTYPES.values():
+        raise ConfigError("is no number format to train in", code="dtype-not-trained", where="Engine(dtype=...)",
+                          value=dtype, remedy="Give torch.float32, torch.bfloat16, torch.float16 or torch.float64.")
     check_autocast(autocast, dtype=dtype, float8=float8)
     names, in_evaluation = names_in_whole(model), bool(modules) and not some_train(modules)
     if keep_fp32:

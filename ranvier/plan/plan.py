@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,16 +61,21 @@ class Plan:
     """Number format of parameters and activations."""
 
     def check(self, model: Model, num_ranks: int, dtype: torch.dtype, *, has_optimizer: bool) -> None:
-        """ConfigError where the plan is for another number of ranks, number format or kind of optimizer, ModelError
-        where it is for another model."""
+        """ConfigError where the plan is for another number of ranks, number format or kind of optimizer, or has been
+        edited so that its parts contradict each other; ModelError where it is for another model."""
+        for name, what in _contradictions(self, len(model.blocks)):
+            raise ConfigError(what, code="plan-contradicts-itself", where=f"Engine(plan=...), plan.{name}",
+                              remedy="Make the plan with other settings (ranvier.plan.plan.make), or change its limits "
+                                     "by plan.with_limits.")
         for what, own, other in (("ranks", self.mesh.size, num_ranks), ("dtype", self.dtype, dtype),
                                  ("own_optimizer", self.own_optimizer, self.own_optimizer and not has_optimizer)):
             if own != other:
                 raise ConfigError(f"is made for {what} {own}, and this engine has {other}",
                                   code="plan-for-other-engine", where="Engine(plan=...)", value=other,
                                   remedy="Make the plan with the same settings as the engine.")
-        parts, planned = ({each.name: (each.shape, each.trainable, each.owner) for each in several} for several in (
-            global_parameters(model, build_on_meta(model)), self.layout.parameters))
+        parts = {each.name: each for each in global_parameters(model, build_on_meta(model))}
+        planned = {each.name: replace(each, summed=()) if self.mesh.stage_size > 1 else each
+                   for each in self.layout.parameters}
         if parts != planned:
             name = next(name for name in {**parts, **planned} if parts.get(name) != planned.get(name))
             raise ModelError("is for a model with other parameters", code="plan-of-other-model",
@@ -84,7 +89,12 @@ class Plan:
         return self.layout.chunking
 
     def with_limits(self, limits: Limits) -> Plan:
-        """The same with other limits, which measured times have led to: the second decision, and the last."""
+        """The same with other limits, which measured times have led to: the second decision, and the last. ConfigError
+        for what are none of this pipeline."""
+        if not _are_limits(limits, self.mesh.pipeline_size):
+            raise ConfigError(f"needs ranvier.Limits, of counts above 0, and of deferred microbatches {_ONE_EACH}",
+                              code="limits-of-other-pipeline", where="Plan.with_limits", value=limits,
+                              remedy="Change plan.limits: dataclasses.replace(plan.limits, in_flight=4).")
         return replace(self, limits=limits, pipeline=replace(
             self.pipeline, in_flight=limits.in_flight, deferred=limits.deferred, defer_last=limits.last))
 
@@ -103,6 +113,58 @@ class Plan:
             lines.append(f"optimizer  {self.optim.algorithm}, {self.optim.bucket_size:,} parameters at once, "
                          f"reductions of {self.chunking.chunk_size:,}" + (", sharded" if self.optim.shard else ""))
         return "\n".join(lines)
+
+
+def _contradictions(plan: Plan, num_blocks: int) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong with it) where parts of a plan do not fit each other, or the model's number of blocks."""
+    for name, kind in _KINDS.items():
+        if not isinstance(value := getattr(plan, name), kind):
+            yield name, f"is a {type(value).__name__}, and no {kind.__name__}"
+            return
+    layout, stages, pipeline = plan.layout, plan.stages, plan.pipeline
+    if layout.mesh != plan.mesh:
+        yield "mesh", f"is {plan.mesh}, and the layout's is {layout.mesh}"
+        return
+    for name, count in (("layout", layout.num_blocks), ("stages", len(stages.costs or range(num_blocks)))):
+        if count != num_blocks:
+            yield name, f"is of {count} blocks, and the model has {num_blocks}"
+            return
+    placement = stage_placement(plan.mesh.pipeline_size, pipeline)
+    if not placement == layout.stages == stages.placement:
+        yield "pipeline", "places stages in another way than the layout"
+        return
+    if stages.boundaries != layout.boundaries or pipeline.boundaries not in (None, layout.boundaries):
+        yield "stages", f"is cut otherwise than the layout, whose boundaries are {layout.boundaries}"
+    if not _are_limits(plan.limits, placement.num_ranks):
+        yield "limits", f"needs counts above 0, and of deferred microbatches {_ONE_EACH}"
+    if len(plan.recomputed) != placement.num_stages or not all(
+            _are_apart(runs, len(layout.blocks(stage))) for stage, runs in enumerate(plan.recomputed)):
+        yield "recomputed", "needs for each stage ranges of places of its blocks, which do not overlap"
+    elif (chunking := layout.chunking) is None or chunking.chunk_size < 1 or chunking != replace(
+            _chunking(plan.optim, layout, plan.recomputed, "cpu", own=plan.own_optimizer),
+            chunk_size=chunking.chunk_size):
+        yield "layout", "cuts gradients otherwise than plan.optim needs"
+
+
+def _are_limits(limits: object, num_ranks: int) -> bool:
+    """Whether these are limits of a pipeline of so many ranks."""
+    return isinstance(limits, Limits) and isinstance(limits.deferred, (tuple, list)) and (
+        len(limits.deferred) == num_ranks) and all(type(count) is int and count >= least for least, count in (
+            (1, limits.in_flight), (1, 1 if limits.last is None else limits.last),
+            *((0, count) for count in limits.deferred)))
+
+
+def _are_apart(runs: object, num_blocks: int) -> bool:
+    """Whether these are ranges of consecutive places below `num_blocks`, no place in two of them."""
+    if not isinstance(runs, tuple) or not all(isinstance(run, range) and run.step == 1 for run in runs):
+        return False
+    places = [place for run in runs for place in run]
+    return len({*places}) == len(places) and all(0 <= place < num_blocks for place in places)
+
+
+_ONE_EACH = "one for each rank of the pipeline"
+_KINDS = {"mesh": Mesh, "stages": StageTable, "layout": Layout, "recomputed": tuple, "limits": Limits, "policy": str,
+          "pipeline": Pipeline, "tensor": TensorParallel, "memory": Memory, "optim": Optim, "own_optimizer": bool}
 
 
 def refuse_settings_beside(**settings: object) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 import ranvier
 from ranvier import Engine, Memory, Mesh, Optim, Pipeline
+from ranvier.block import as_model
 from ranvier.plan.plan import make
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
@@ -75,6 +76,42 @@ def test_what_does_not_belong_to_it_is_refused():
                         ("plan-for-other-engine", {"optimizer": torch.optim.SGD})):
         with raises(code, where="Engine(plan=...)"):
             engine(plan=plan, **given)
+
+
+def edit(plan, path, value):
+    """The plan with another value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return replace(plan, **{name: edit(getattr(plan, name), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    *((name, None) for name in ("mesh", "stages", "layout", "recomputed", "limits", "policy", "pipeline", "tensor",
+                                "memory", "optim", "own_optimizer", "layout.chunking")),
+    ("mesh", Mesh(data=4)), ("layout.mesh", Mesh(col=4)), ("layout.num_blocks", 5), ("stages.costs", (None,)),
+    ("pipeline.stages_per_rank", 2), ("pipeline.boundaries", (1,)), ("stages.boundaries", (1,)),
+    ("layout.boundaries", (1,)), ("limits.in_flight", 0), ("limits.in_flight", "auto"), ("limits.deferred", (1,)),
+    ("limits.deferred", (1, -1)), ("limits.last", 0), ("recomputed", ()), ("recomputed", ((range(9),), ())),
+    ("recomputed", ((range(2), range(1, 2)), ())), ("recomputed", ((0, 1), ())), ("recomputed", ((range(-1, 1),), ())),
+    ("layout.chunking.chunk_size", 0), ("layout.chunking.whole", frozenset({"b0.weight"})), ("optim.shard", True),
+    ("optim.algorithm", "muon")])
+def test_parts_that_contradict_each_other_are_refused(path, value):
+    plan = edit(planned(), path, value)
+    with raises("plan-contradicts-itself"):
+        plan.check(as_model(model(), None), 4, torch.float64, has_optimizer=False)
+
+
+def test_what_is_no_plan_and_no_limits_is_refused():
+    plan = planned()
+    for limits in (Pipeline(), replace(plan.limits, deferred=(1, 1, 1))):
+        with raises("limits-of-other-pipeline"):
+            plan.with_limits(limits)
+    with raises("argument-of-other-type", where="Engine(plan=...)"):
+        engine(plan=vars(plan))
+    with raises("dtype-not-trained", torch.int64):
+        engine(dtype=torch.int64)
+    moved = replace(plan.layout.parameters[0], block=3)
+    with raises("plan-of-other-model"):
+        engine(plan=edit(plan, "layout.parameters", (moved, *plan.layout.parameters[1:])))
 
 
 def test_measured_limits_are_the_second_decision():
