@@ -41,12 +41,20 @@ from ranvier.pipeline.examine import Cause, examine
 from ranvier.pipeline.held_parameters import RankParameters
 from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
-from ranvier.pipeline.parts import EngineParts, check_arguments, make_plan, prepare
+from ranvier.pipeline.parts import (
+    EngineParts,
+    check_arguments,
+    check_learning_rate,
+    check_values,
+    make_plan,
+    prepare,
+)
 from ranvier.pipeline.rank_stages import some_train
 from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
 from ranvier.pipeline.shared_values import BufferSync
 from ranvier.pipeline.state_dict import StateDict, gather_full_state, load_state, take_state
+from ranvier.plan.cut import Sample
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.schedule import Policy
@@ -61,6 +69,7 @@ if TYPE_CHECKING:
     from ranvier.pipeline.engine_timeline import Curve
 
 _OUTSIDE = "code outside the engine"
+_LEARNING_RATE = 1e-3
 
 
 class Engine:
@@ -96,7 +105,8 @@ class Engine:
         guard: decides when a step is bad and must not be applied (`BatchResult.bad`); stop, skip and rollback
             have the same effect here, and none applies every step. Without a guard, a NaN or infinite loss
             (in fp16: a NaN loss) is an error that names the block and microbatch of its origin, and nothing is updated.
-        sample: a microbatch of the usual shape; on several rows a row's share of one. Its values do not matter.
+        sample: a microbatch of the usual shape, or its (inputs, targets); on several rows a row's share of one. Its
+            values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
             from the user's, other replicas and rows from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
@@ -132,9 +142,9 @@ class Engine:
     def __init__(self, /, model: Model | Modules, world: World, *,
                  mesh: Mesh | None = None, plan: Plan | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
-                 optim: Optim | None = None, learning_rate: float = 1e-3, pipeline: Pipeline | None = None,
+                 optim: Optim | None = None, learning_rate: float = _LEARNING_RATE, pipeline: Pipeline | None = None,
                  policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
-                 guard: Guard | None = None, sample: Microbatch | None = None, seed: int = 0,
+                 guard: Guard | None = None, sample: Sample | Microbatch | None = None, seed: int = 0,
                  dtype: torch.dtype | None = None, keep_fp32: str | Sequence[str] = (),
                  autocast: torch.dtype | None = None,
                  nominal_weight: float | Literal["auto"] = "auto",
@@ -151,6 +161,7 @@ class Engine:
         check_arguments(policy, optimizer, mesh=(mesh, Mesh), optim=(optim, Optim), pipeline=(pipeline, Pipeline),
                         tensor=(tensor, TensorParallel), memory=(memory, Memory), guard=(guard, Guard),
                         dtype=(dtype, torch.dtype))
+        check_values(nominal_weight, compile)
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
@@ -179,7 +190,10 @@ class Engine:
         self._parameters, self._statistics, self._updater = parts.parameters, parts.statistics, parts.updater
         self._stages, self._runner = parts.stages, parts.runner
         self._values, self._users_changes = parts.values, parts.users_changes
-        self._updater.learning_rate = learning_rate
+        self._updater.learning_rate = check_learning_rate(learning_rate)
+        if learning_rate != _LEARNING_RATE and not plan.own_optimizer and world.rank == 0:
+            warnings.warn("Engine(learning_rate=...) has no effect: it is that of Ranvier's own optimizers (optim= "
+                          "without optimizer=)", stacklevel=3)
         self._looks_at_shift = isinstance(parts.model.loss, NextTokenLoss)
 
     def __reduce__(self) -> NoReturn:
@@ -236,7 +250,7 @@ class Engine:
                               code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
                               remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
                                      "of torch.optim.lr_scheduler.")
-        self._updater.learning_rate = value
+        self._updater.learning_rate = check_learning_rate(value)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:

@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
+from numbers import Real
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ranvier.block import Loss, LossBlock, Model, Modules, as_model, freeze, frozen_prefix, names_in_whole, ready_made
 from ranvier.comm.protocol import Group
@@ -32,7 +34,7 @@ from ranvier.pipeline.connections import Connections, share_start_values
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.held_parameters import HeldParameters, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
-from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.microbatch import Microbatch, as_microbatches
 from ranvier.pipeline.rank_stages import RankStages, some_train
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
 from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
@@ -43,7 +45,7 @@ from ranvier.pipeline.ties import TiedParameters, TieMessages, gradient_specs, t
 from ranvier.pipeline.trained_elsewhere import OthersParameters, TrainedElsewhere
 from ranvier.pipeline.users_changes import SharedBufferChanges, UsersChanges
 from ranvier.plan.block_costs import build_on_meta
-from ranvier.plan.cut import split_model
+from ranvier.plan.cut import Sample, split_model
 from ranvier.plan.formats import check_formats, told
 from ranvier.plan.plan import Plan, make
 from ranvier.precision import DTYPES, is_half
@@ -281,7 +283,7 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
                          names_in_whole=names, in_evaluation=in_evaluation)
 
 
-def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Microbatch | None, *,
+def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Sample | Microbatch | None, *,
               policy: Policy | None, pipeline: Pipeline | None, tensor: TensorParallel | None, memory: Memory | None,
               optim: Optim | None, own_optimizer: bool) -> Plan:
     """The plan of an engine that is given none. ConfigError for a mesh of another size, and as of `plan.make`."""
@@ -298,7 +300,8 @@ def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Mic
             idle := rules.idle_beside_torch_optimizer(optim)):
         warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
                       "is Ranvier's own optimizer's", stacklevel=4)
-    shape = None if sample is None or sample.inputs is None else (sample.inputs, sample.targets)
+    one = None if sample is None else as_microbatches([sample])[0]
+    shape = None if one is None or one.inputs is None else (one.inputs, one.targets)
     return make(given.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
                 memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=given.dtype,
                 device=world.device.type)
@@ -322,6 +325,25 @@ def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,
         raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
                           where="optimizer", value=type(optimizer).__name__,
                           remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
+
+
+def check_values(nominal_weight: float | Literal["auto"], compile: bool | Literal["auto"]) -> None:
+    """ConfigError for values of the engine's arguments that mean nothing."""
+    if nominal_weight != "auto" and not (isinstance(nominal_weight, (Real, Tensor)) and 0 < nominal_weight < inf):
+        raise ConfigError("is not a finite number above 0", code="nominal-weight-range",
+                          where="Engine(nominal_weight=...)", value=nominal_weight,
+                          remedy="Give the usual number of valid targets in a global batch, or leave it out.")
+    if not isinstance(compile, bool) and compile != "auto":
+        raise ConfigError("must be True, False or auto", code="compile-choice", where="Engine(compile=...)",
+                          value=repr(compile), remedy="Leave it out for auto, which compiles on CUDA devices.")
+
+
+def check_learning_rate(rate: float) -> float:
+    """`rate`. ConfigError for one that would lose the parameters, or is none."""
+    if not isinstance(rate, (Real, Tensor)) or not 0 <= rate < inf:
+        raise ConfigError("is not a finite number of at least 0", code="learning-rate-range", where="learning_rate",
+                          value=repr(rate), remedy="Look at the schedule that it comes from.")
+    return rate
 
 
 def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:

@@ -41,7 +41,7 @@ def test_an_engine_builds_a_plan_as_it_builds_settings():
     plan = planned()
     assert plan.limits.in_flight == plan.pipeline.in_flight == 3 and any(plan.recomputed)
     assert isinstance(plan, ranvier.Plan) and plan.optim.bucket_size == 262_144 and plan.pipeline.boundaries
-    sample = ranvier.Microbatch(torch.zeros(2, 4), torch.zeros(2, 4))
+    sample = torch.zeros(2, 4), torch.zeros(2, 4)
     for (one, own), (other, given) in zip(
             run_ranks(lambda world: trained(world, mesh=MESH, sample=sample, dtype=torch.float64,
                                                **SETTINGS), 4),

@@ -1,6 +1,7 @@
 """What programs written for other libraries look for: outputs, whole states, metrics over ranks, named parameters."""
 
 import copy
+import math
 import pickle
 from functools import partial
 
@@ -32,6 +33,31 @@ def test_an_argument_of_another_type_is_named(argument, value):
     with raises("argument-of-other-type") as found:
         run_ranks(lambda world: Engine([nn.Linear(4, 4)], world, loss=squared, **{argument: value}), 1)
     assert found.value.where == f"Engine({argument}=...)"
+
+
+@pytest.mark.parametrize(("code", "options"), [
+    *(("learning-rate-range", {"learning_rate": value}) for value in (math.nan, math.inf, -0.1, "0.1", None)),
+    *(("nominal-weight-range", {"nominal_weight": value}) for value in (0, -1.0, math.nan, math.inf, "all", None)),
+    *(("compile-choice", {"compile": value}) for value in ("true", 1, None))], ids=str)
+def test_a_value_that_means_nothing_is_named(code, options):
+    """Parameters would become NaN, or a choice would be without effect."""
+    with raises(code):
+        run_ranks(lambda world: Engine([nn.Linear(4, 4)], world, loss=squared, optim=Optim(), **options), 1)
+
+
+def test_learning_rates_of_an_engine():
+    def work(world):
+        engine = Engine([nn.Linear(4, 4)], world, loss=squared, optim=Optim())
+        for rate in (math.nan, -1.0):
+            with raises("learning-rate-range"):
+                engine.learning_rate = rate
+        engine.learning_rate = torch.tensor(0.5)
+        assert engine.learning_rate == 0.5
+        engine.close()
+        with pytest.warns(UserWarning, match="learning_rate=.* has no effect"):
+            Engine([nn.Linear(4, 4)], world, loss=squared, optimizer=SGD, learning_rate=0.5).close()
+
+    run_ranks(work, 1)
 
 
 def test_packages_that_programs_name_need_no_import_of_their_own():
