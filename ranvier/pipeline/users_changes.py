@@ -8,6 +8,7 @@ Each is refused by name, or warned of.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -32,6 +33,9 @@ class UsersChanges:
         self._elsewhere, self._buffers = elsewhere, buffers
         self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
+        self._parts = [(name, one) for name, one in parameters.items()
+                       if layout.split_axes(name) or layout.summed(name)]
+        """Those of which, or of whose gradient, each row or column has a part, until one is known to have a hook."""
 
     def refuse_gradients(self, *, applied: bool) -> None:
         """Of `refuse_others`, for the parameters that this rank owns."""
@@ -51,6 +55,11 @@ class UsersChanges:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  code="parameter-unfrozen", where=f"parameter {self._name(name)}",
                                  remedy="Build a new engine to train more parameters.")
+        if hooked := next((name for name, one in self._parts if one._backward_hooks), None):
+            self._parts.clear()
+            warnings.warn(f"a gradient hook of parameter {self._name(hooked)} sees one rank's part of the gradient, "
+                          "which rows and columns share: it may scale or mask elements, but what it computes of "
+                          "several, such as a norm, is of that part", stacklevel=5)
         self._buffers.begin()
         self._elsewhere.begin()
         self._held.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -66,3 +67,19 @@ def test_the_error_is_that_of_one_rank(rows, cols, scheme):
     alone, found = errors(Mesh()), errors(Mesh(row=rows, col=cols), scheme)
     assert set(found) == {"0.norm.weight", "0.norm.bias", "0.head.weight", "0.head.bias"}
     assert all(error <= 1.1 * alone[name] for name, error in found.items())
+
+
+def test_a_hook_that_sees_a_part_of_a_gradient_is_told_of_once():
+    """Each rank would divide by a norm of its own."""
+    def rank(world):
+        engine = Engine([Scores()], world, mesh=Mesh(col=2), loss=loss)
+        for _ in range(3):
+            engine.forward_backward([(torch.zeros(2, LENGTH, HIDDEN), torch.zeros(2, LENGTH, CLASSES))])
+            engine.named_parameters()["0.norm.weight"].register_hook(lambda gradient: gradient / gradient.norm())
+        engine.close()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run_ranks(rank, 2)
+    told = [str(one.message) for one in found if "gradient hook" in str(one.message)]
+    assert len(told) == 2 and all("parameter 0.norm.weight sees one rank's part" in text for text in told)
