@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
@@ -276,19 +277,51 @@ class CompiledBlocks:
             if trains:
                 before |= {one: one._version for one in named(inputs, "the carried state").values()
                            if not one.requires_grad}
-            module(inputs)
+            reads = _Reads(named(inputs, "the carried state").values())
+            with reads:
+                module(inputs)
             found = _Shapes(tuple(products), scope.calls)
             after = _tensors(module)
             if after.keys() - before.keys():  # which a second forward may change in place
-                module(inputs)
+                with reads:
+                    module(inputs)
         mode.allow_non_fake_inputs = False  # one that the block has left somewhere must not pass for real
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
-        # Torch up to 2.13 may compute gradients of what reads the old value with the new one.
-        if any(one._version != version for held in (before, after) for one, version in held.items()):
+        # Torch up to 2.13 may compute gradients of what reads the old value with the new one; a counter is not read.
+        if any(one._version != version and (one.requires_grad or one not in before or reads.has(one))
+               for held in (before, after) for one, version in held.items()):
             raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
                                                 "changed in place, and not assigned anew")
         return found
+
+
+class _Reads(TorchDispatchMode):
+    """Inside, notes the tensors that operations take other than to write into them. known: such as are read anyway."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        TorchDispatchMode.__init__(self)
+        self._memory = {*map(_memory_of, known)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        read = [given.get(one.name) for one in func._schema.arguments
+                if one.alias_info is None or not one.alias_info.is_write]
+        self._memory |= {_memory_of(leaf) for leaf in tree_leaves(read) if isinstance(leaf, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether one of them lies in the memory of `tensor`."""
+        return _memory_of(tensor) in self._memory
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Its storage; of a sparse one itself."""
+    try:
+        number: int = tensor.untyped_storage()._cdata
+    except RuntimeError:
+        return id(tensor)
+    return number
 
 
 @contextmanager

@@ -378,6 +378,33 @@ def test_a_tensor_that_changes_in_place_is_named(block):
                       compile=True)
 
 
+class Counter(nn.Module):
+    """Counts its forwards. reads: computes with the count, before or after it grows."""
+
+    def __init__(self, reads=None):
+        super().__init__()
+        self.linear, self.reads = nn.Linear(4, 4), reads
+        self.register_buffer("count", torch.tensor(1))
+
+    def forward(self, x):
+        y = self.linear(x) * self.count if self.reads == "before" else self.linear(x)
+        self.count += 1
+        return y * self.count.view(()) if self.reads == "after" else y
+
+
+@pytest.mark.parametrize("memory", [None, Memory(recompute=1)], ids=["once", "recomputed"])
+def test_a_counter_that_nothing_reads_may_change_in_place(memory):
+    make, batch = partial(model_with_buffers, Counter, linear), points([[2, 3]])
+    assert_parity(make, batch, Mesh(), compile=True, memory=memory)
+    (buffers,) = on_mesh(make, Mesh(), lambda engine: (engine.train_batch(share(engine, batch)),
+                         engine.named_buffers())[1], compile=True, memory=memory, optimizer=torch.optim.SGD)
+    assert int(buffers["b0.count"]) == 3
+    for reads in ("before", "after"):
+        with raises("block-not-compilable", "b0", "changed in place"):
+            on_mesh(partial(model_with_buffers, partial(Counter, reads)), Mesh(),
+                    lambda engine: engine.forward_backward(share(engine, batch)), compile=True)
+
+
 def test_an_input_that_changes_in_place():
     """The same holds where only parameters of the block have gradients; others may change where autograd lets them."""
     class Halves(nn.Linear):
