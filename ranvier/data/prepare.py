@@ -11,6 +11,7 @@ from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
 from ranvier.data.cache import CacheOnly, NotInCache, Progress
+from ranvier.data.class_numbers import with_labels
 from ranvier.data.corpus import HUB, on_hub
 from ranvier.data.named_files import is_data_set
 from ranvier.data.task import EvalSet, Prepared, Task, eval_set_runs
@@ -82,16 +83,18 @@ def cached(run: Run) -> Prepared | None:
         return None
 
 
-def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
-    """The samples of this run, made unless they are in the cache.
+def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str, ...] = ()) -> Prepared:
+    """The samples of this run, made unless they are in the cache. labels: names of classes, whose numbers the data
+    gets where it has no others.
 
     Safe to call on every rank at once: one of those that share a cache does the work and the others wait. `progress`
     takes lines about what is going on. DataError when something is missing, damaged, or too small.
     """
     for problem in problems(run):
         raise problem
-    prepared = _prepared(run, progress)
-    sets = {name: _eval_set(name, prepared, _prepared(other, progress)) for name, other in eval_set_runs(run).items()}
+    prepared = _prepared(run, progress, labels)
+    sets = {name: _eval_set(name, prepared, _prepared(other, progress, labels))
+            for name, other in eval_set_runs(run).items()}
     count, size = prepared.epoch_samples, run.batch.global_size
     unit = "packed sequences" if run.data.packing else "samples"
     few = () if count >= size else (DataError(
@@ -101,13 +104,13 @@ def prepare(run: Run, progress: Progress = lambda line: None) -> Prepared:
     return replace(prepared, eval_sets=sets, warnings=(*prepared.warnings, *few))
 
 
-def _prepared(run: Run, progress: Progress) -> Prepared:
+def _prepared(run: Run, progress: Progress, labels: tuple[str, ...]) -> Prepared:
     with blamed(run.data.task, "data.task", "`prepare`"):
         prepared = task_of(run).prepare(run, progress)
     if not isinstance(prepared, Prepared):
         raise ConfigError(f"has a `prepare` that returns a {type(prepared).__name__}", code="task-prepare-result",
                           where="data.task", value=run.data.task, remedy="Return a ranvier.data.task.Prepared.")
-    return prepared
+    return (with_labels(prepared, labels) if prepared.class_names else None) or prepared
 
 
 def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
-from ranvier.checkpoint.manifest import BEST, Manifest, damaged, read_manifest, step_folder, step_of
+from ranvier.checkpoint.manifest import BEST, Manifest, damaged, find, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
@@ -107,6 +108,18 @@ def checkpoint_folder(run: ResolvedRun) -> Path:
         return run.checkpoint.dir
     assert run.run_dir is not None
     return run.run_dir / "checkpoint"
+
+
+def labels_before(run: ResolvedRun) -> tuple[str, ...]:
+    """The names of classes, by number, of the checkpoint that the run resumes from; none where it has none."""
+    places = [Path(run.resume)] if run.resume not in ("none", "auto") else []
+    if run.resume == "auto" and run.run_dir is not None:
+        places = [checkpoint_folder(run), Path(read.origin(run.run_dir))]
+    for folder in (folder for place in places for folder in find(place)):
+        with suppress(CheckpointError):  # the next one may be whole
+            labels = read_manifest(folder).about.get("labels")
+            return tuple(map(str, labels)) if isinstance(labels, list) else ()
+    return ()
 
 
 class Saving:

@@ -38,6 +38,7 @@ from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.policies import policy_named
 from ranvier.system.atomic_file import write_atomically
 from ranvier.train.logs import writing
+from ranvier.train.saving import labels_before
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
@@ -67,7 +68,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     if run.lora.adapters is not None:
         check_adapters(pretrained, AdapterFolder(Path(os.path.expanduser(run.lora.adapters))), families.config_of(run),
                        families.head_of(run), cache_folder(run), tell)
-    data = prepare(run, tell)
+    data = prepare(run, tell, labels_before(run))
     return resolve(run, Facts(num_classes=data.num_classes, num_samples=data.epoch_samples)), data, pretrained
 
 

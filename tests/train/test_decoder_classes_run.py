@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from ranvier.checkpoint.hf.from_pretrained import settled
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
+from ranvier.checkpoint.manifest import Saved, step_folder
 from ranvier.cli.main import run_command
 from ranvier.config.run import Data, Lora, Train, Transformer
 from ranvier.data.classification import CLASSIFICATION
@@ -165,6 +166,22 @@ def test_a_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys,
     assert run_command(["import", str(theirs), str(tmp_path / "in")]) == 0
     assert_scores(evaluated(capsys, str(tmp_path / "in"), "--data", str(tmp_path / "rows.jsonl"), "--data.train",
                             str(tmp_path / "rows.jsonl")), logits, NAMES)
+
+
+def test_an_imported_classifier_keeps_the_numbers_of_its_classes(theirs, tmp_path, capsys):
+    """In training from its checkpoint, also on rows of some classes, and when that run goes on."""
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    assert run_command(["import", str(theirs), str(tmp_path / "in")]) == 0
+    for steps, labels, resume in ((1, NAMES, tmp_path / "in"), (2, ("neutral", "bad", "bad"), "auto")):
+        written(rows, rows_of(40, labels))
+        assert run_command(["train", str(tmp_path / "in/run.toml"), "--resume", str(resume), "--data.train", str(rows),
+                            "--data.eval", str(rows), "--train.steps", str(steps), "--train.learning-rate", "1e-30",
+                            "--run-dir", str(run), "--batch.global-size", "4", "--batch.microbatch-size", "4"]) == 0
+        assert Saved(step_folder(run / "checkpoint", steps)).manifest.about["labels"] == list(NAMES)
+    written(rows, rows_of(40))
+    capsys.readouterr()
+    logits, _ = logits_of(theirs)
+    assert_scores(evaluated(capsys, str(run)), logits, NAMES)
 
 
 def test_some_classes_of_a_classifier_and_others(theirs, tmp_path):
