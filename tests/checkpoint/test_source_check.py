@@ -172,17 +172,19 @@ def test_without_transformers_or_a_cache_a_line_says_so(folder, tmp_path, monkey
     assert len(told) == 2 and told[1].startswith("logits of 32 tokens")
 
 
-@pytest.fixture(params=["LlamaForCausalLM", "GPT2LMHeadModel", "BertForSequenceClassification"])
+@pytest.fixture(params=["LlamaForCausalLM", "LlamaForSequenceClassification", "GPT2LMHeadModel",
+                        "BertForSequenceClassification"])
 def adapters(request, tmp_path):
     """A base model, and adapters of PEFT on it whose layers have scales of their own."""
     there = pytest.importorskip("peft")
     kind = request.param
-    base = hf_peers.peer(kind, torch.float32, **KINDS[kind])
+    like = kind.replace("LlamaForSequenceClassification", "LlamaForCausalLM")
+    base = hf_peers.peer(kind, torch.float32, **KINDS[like])
     hf_peers.saved(base, tmp_path / "base")
     model = there.get_peft_model(base, there.LoraConfig(
-        r=3, lora_alpha=5, target_modules=TARGETS[kind], use_dora=kind.startswith("Llama"), use_rslora=True,
-        alpha_pattern={TARGETS[kind][0]: 40}, fan_in_fan_out=kind.startswith("GPT2"),
-        task_type="SEQ_CLS" if kind.startswith("Bert") else "CAUSAL_LM"))
+        r=3, lora_alpha=5, target_modules=TARGETS[like], use_dora=kind.startswith("Llama"), use_rslora=True,
+        alpha_pattern={TARGETS[like][0]: 40}, fan_in_fan_out=kind.startswith("GPT2"),
+        task_type="SEQ_CLS" if kind.endswith("Classification") else "CAUSAL_LM"))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -220,7 +222,7 @@ def test_a_key_of_adapters_that_is_left_out_is_found(adapters, cache, monkeypatc
 
 def test_adapters_of_a_run_are_compared_on_its_base_model(adapters, folder, tmp_path, monkeypatch):
     base, there = adapters
-    if base.config.family != "llama":
+    if base.config.family != "llama" or base.head != "tokens":
         pytest.skip("one kind is enough")
     without_key(there, "alpha_pattern")
     seen = []

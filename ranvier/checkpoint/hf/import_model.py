@@ -278,7 +278,7 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
 
 
 def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
-    """PEFT's model with the adapters of these places."""
+    """transformers' model with PEFT's adapters of these places."""
     known = {field.name for field in fields(peft.LoraConfig)} - _NAMES_AND_PLACES
     settings = {key: value for key, value in adapters.document.items() if key in known and value is not None}
     config = peft.LoraConfig(**settings, target_modules=sorted({module.name for module, _, _ in places.values()}))
@@ -286,7 +286,7 @@ def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str
     result = peft.set_peft_model_state_dict(found, {there: adapters.read(there) for _, _, there in places.values()})
     if result.unexpected_keys:
         raise ValueError(f"no place for {result.unexpected_keys[0]}")
-    return found
+    return found.base_model.model
 
 
 def value_of(source: Pretrained, name: str) -> Tensor:
