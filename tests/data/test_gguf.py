@@ -149,6 +149,21 @@ def test_words_are_split_as_the_file_says(tmp_path, pre, words):
     assert json.loads(inner.to_str())["model"]["ignore_merges"] is (pre == "llama-bpe")
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2"])
+def test_a_text_begins_as_llama_cpp_begins_it_where_the_file_does_not_say(tmp_path, monkeypatch, pre):
+    """Llama 3's files often do not say that they have a BOS. Ends of turns are ends of texts."""
+    opened = gguf_file._File
+
+    def changed(*, path, values, tensors):
+        values = {key: value for key, value in values.items() if key != "tokenizer.ggml.add_bos_token"}
+        return opened(path=path, values=values | {"tokenizer.ggml.eot_token_id": 7}, tensors=tensors)
+
+    monkeypatch.setattr(gguf_file, "_File", changed)
+    folder = converted(tmp_path, model_of(), tokenizer=lambda writer, out: byte_level(writer, out, pre=pre))
+    own = own_tokenizers.load(folder / "tokenizer.json")
+    assert own.start == ((280,) if pre == "llama-bpe" else ()) and own.ends == {7, 281}
+
+
 def test_sentence_piece_tokens_are_the_models_own(tmp_path):
     there, tokenizer = sentence_piece_of([TEXT])
     found = transformers.AutoTokenizer.from_pretrained(converted(tmp_path, model_of(), tokenizer=tokenizer))
@@ -177,6 +192,7 @@ def test_gemmas_tokens_begin_without_a_space(tmp_path):
     ({"general.architecture": "phi3"}, ("gguf-architecture", "llama", "gemma2", "phi3")),
     ({"split.count": 3}, ("gguf-of-several-files", 3, "llama-gguf-split")),
     ({"llama.expert_count": 8}, ("gguf-setting-not-supported", "llama.expert_count")),
+    ({"llama.attention.causal": False}, ("gguf-setting-not-supported", "llama.attention.causal")),
     ({"llama.rope.scaling.type": "longrope"}, ("gguf-rope-scaling", "longrope")),
     ({"llama.rope.dimension_count": 4}, ("gguf-head-width", "llama.rope.dimension_count", 16)),
     ({"llama.attention.head_count": 0}, ("gguf-size-missing", "llama.attention.head_count")),
@@ -296,6 +312,14 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path):
     assert depths == [2, 1]
     with raises("unknown-pretrained-model"):
         folder_of(str(Path(tmp_path / "gone.gguf")), cache, told.append)
+
+
+def test_the_first_files_of_gemma_2_do_not_name_its_caps(tmp_path, monkeypatch):
+    opened = gguf_file._File
+    monkeypatch.setattr(gguf_file, "_File", lambda *, path, values, tensors: opened(path=path, tensors=tensors, values={
+        key: value for key, value in values.items() if not key.endswith("softcapping")}))
+    config = json.loads((converted(tmp_path, model_of("gemma2")) / "config.json").read_text())
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
 
 
 def test_numbers_are_those_that_were_meant(tmp_path):

@@ -54,8 +54,8 @@ _SIZES = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers",
 _READ = {*_SIZES, "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length",
          "attention.value_length", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
          "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-"""Soft caps of Gemma 2, under the same names in both formats."""
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Soft caps of Gemma 2, under the same names in both formats, with what llama.cpp takes where a file names none."""
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 _REMEDY = "Name the model's folder in Hugging Face's format instead."
 
@@ -144,7 +144,7 @@ def _config(file: _File) -> dict[str, Any]:
     own = file.own()
     for key, value in own.items():
         known = _READ | _WITHOUT_EFFECT | (set(_CAPS) if file.architecture == "gemma2" else set())
-        if key not in known and value not in (0, False):
+        if key not in known and value not in ((True,) if key == "attention.causal" else (0, False)):
             raise file.wrong("gguf-setting-not-supported",
                              f"has a setting {file.architecture}.{key} that is not supported", str(value)[:80])
     for key in ("attention.head_count", "block_count", "embedding_length", "feed_forward_length", "context_length",
@@ -189,7 +189,7 @@ def _gemma(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object]
     if file.architecture == "gemma2":
         is_27b = own["block_count"] == _LAYERS_OF_27B
         config["query_pre_attn_scalar"] = own["embedding_length"] // own["attention.head_count"] if is_27b else width
-        config |= {cap: _shortest(own[cap]) if own.get(cap) else None for cap in _CAPS}
+        config |= {cap: _shortest(value) if (value := own.get(cap, usual)) else None for cap, usual in _CAPS.items()}
     return config
 
 

@@ -61,7 +61,10 @@ def write_tokenizer(values: Values, folder: Path, where: str, *, max_length: int
     template = values.get("tokenizer.chat_template")
     if isinstance(template, str):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    ends = {"bos_token_id": named["bos_token"], "eos_token_id": named["eos_token"], "pad_token_id": named["pad_token"]}
+    stops = [named["eos_token"], *(_number(values, key, len(tokens)) for key in ("eot_token_id", "eom_token_id"))]
+    numbers = list(dict.fromkeys(number for number in stops if number is not None))
+    ends = {"bos_token_id": named["bos_token"], "pad_token_id": named["pad_token"],
+            "eos_token_id": numbers if len(numbers) > 1 else next(iter(numbers), None)}
     return {key: number for key, number in ends.items() if number is not None}
 
 
@@ -148,7 +151,8 @@ def _add_tokens(inner: tokenizers.Tokenizer, values: Values, tokens: Sequence[st
     inner.add_special_tokens([AddedToken(tokens[number], special=True, normalized=False) for number in sorted(special)])
     inner.add_tokens([AddedToken(token, special=False, normalized=False) for token, kind in zip(
         tokens, kinds, strict=True) if kind == _USER_DEFINED])
-    begins = values.get("tokenizer.ggml.add_bos_token", values.get("tokenizer.ggml.model") == "llama")
+    usually = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    begins = values.get("tokenizer.ggml.add_bos_token", usually)  # what llama.cpp does where a file does not say it
     if begins and (start := named["bos_token"]) is not None:
         inner.post_processor = processors.TemplateProcessing(
             single=f"{tokens[start]} $A", pair=f"{tokens[start]} $A $B", special_tokens=[(tokens[start], start)])
