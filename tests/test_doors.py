@@ -84,7 +84,7 @@ OPENS_FILES = {
     "checkpoint/hf/peft.py": "tensors of `member`; a new configuration",
     "checkpoint/manifest.py": "parts of a manifest",
     "checkpoint/files.py": "a folder, for fsync", "checkpoint/hf/pretrained.py": "tensors of `member`",
-    "checkpoint/hf/tokenizer_files.py": "files of `member`",
+    "checkpoint/hf/tokenizer_files.py": "files of `member`", "checkpoint/hf/image_files.py": "files of `member`",
     "models/any_transformers.py": "files of `member`, tensors alone", "data/arrays.py": "maps what the door has opened",
     "data/offline/fetch.py": "packages, by sha256",
     "data/chat_template.py": "files that transformers has read", "data/tokenizer.py": "vocabularies, checked",

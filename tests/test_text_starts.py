@@ -27,7 +27,8 @@ ALLOWED = {
     "data/wordpiece.py": ("post_processor", "add_special_tokens"),  # BERT's [CLS] and [SEP], which stand around pairs
     "data/text_samples.py": ("add_special_tokens",),  # switched off until a text is cut
     "data/chat_template.py": ("add_special_tokens",),  # switched off: a template writes all of them
-    "data/offline/gguf_tokenizer.py": ("bos_token", "post_processor", "add_special_tokens"),  # writes tokenizer.json
+    "data/offline/gguf_tokenizer.py": (  # writes tokenizer.json and the ends of texts
+        "bos_token", "post_processor", "add_special_tokens", "eot_token_id"),
     "checkpoint/hf/tokenizer_files.py": ("bos_token",),  # writes tokenizer_config.json
     "checkpoint/hf/export_model.py": ("bos_token",),
     "inference/lm_eval_model.py": ("prefix_token", "add_special_tokens", "eot_token_id")}  # the package's names

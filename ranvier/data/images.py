@@ -102,9 +102,14 @@ def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     if max(width, height) > _LONGEST * min(width, height):
         image = _middle(image, min(width, _LONGEST * height), min(height, _LONGEST * width))
         width, height = image.size
-    short = max(size, round(size * 256 / 224))
+    short = short_side(size)
     new = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
     return np.asarray(_middle(image.resize(new, Image.Resampling.BICUBIC), size, size))
+
+
+def short_side(size: int) -> int:
+    """The short side of an image before its centre of this size is cropped."""
+    return max(size, round(size * 256 / 224))
 
 
 def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
@@ -269,7 +274,8 @@ FORM = "cifar10, cifar100, imagenet, or a folder with one folder of images for e
 MOST_CACHED_BYTES = 16 << 30
 """Decoded images that are kept in the cache; larger datasets are decoded each time they are read."""
 _PIECE = 64
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels, by channel."""
 
 
 class FlipCrop:
@@ -322,7 +328,7 @@ def pixels(images: np.ndarray, size: int) -> Tensor:
     found = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).float().div_(255)
     if found.shape[-2:] != (size, size):
         found = functional.interpolate(found.contiguous(), (size, size), mode="bicubic", antialias=True).clamp_(0, 1)
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     return found.sub_(mean).div_(std).contiguous()
 
 
@@ -343,10 +349,10 @@ class ImageClassification(Task):
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
-        is_cifar = run.data.train in _CIFAR
+        is_cifar = run.data.train in CIFAR
         train, held, classes, same = _cifar(run, progress) if is_cifar else _files(run, progress)
         augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
-        transform = fingerprint("pixels", run.model.image_size, "bicubic", _MEAN, _STD, augment,
+        transform = fingerprint("pixels", run.model.image_size, "bicubic", MEAN, STD, augment,
                                 None if augment == "none" else (run.seed, repeats))
         found = Prepared(
             train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
@@ -367,7 +373,7 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 """Training part, held-out part, names of classes, fingerprint."""
 
 
-_CIFAR = {"cifar10": ("cifar10", CIFAR10.sha256), "cifar100": ("hub", _CIFAR100)}
+CIFAR = {"cifar10": ("cifar10", CIFAR10.sha256), "cifar100": ("hub", _CIFAR100)}
 """Name -> facts that tell its content apart, known without reading it."""
 
 
@@ -383,7 +389,7 @@ def _cifar(run: Run, progress: Progress) -> Parts:
         for part, (images, labels) in (("eval", held), ("train", train)):
             write_arrays(folder / part, {"images": images, "labels": labels}, {"classes": list(classes)})
 
-    folder = cache / "images" / fingerprint(*_CIFAR[name])
+    folder = cache / "images" / fingerprint(*CIFAR[name])
     train, held = made_once(folder, make, progress)
     used = taken(run, [_stored(train, run, _augment(run)), _stored(held, run, None)])
     return used[0], used[1], tuple(train.names("classes")), (train.digest, held.digest)

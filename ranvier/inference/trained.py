@@ -20,6 +20,7 @@ from ranvier.block import Initial
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf.export_model import TrainedSource, averages_in, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
+from ranvier.checkpoint.hf.image_files import check_pixels
 from ranvier.checkpoint.hf.import_model import check_source
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, tokenizer_beside
@@ -131,6 +132,9 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     values = {name: value for name, value in settings.items() if name.startswith(KEPT) or name in PLACES}
     values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
+    if not saved.manifest.step:  # an import
+        for place in run_folders(path, saved.folder):
+            check_pixels(place)
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
@@ -169,6 +173,7 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     task = "images" if config.family == "vit" else _TASK_OF[found.head]
     values: dict[str, object] = {"model.pretrained": str(path), "data.task": task, "model.family": config.family}
     if config.family == "vit":
+        check_pixels(path)
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hf_folders import edit_manifest
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ranvier.checkpoint.hf import logits
+from ranvier.checkpoint.hf import image_files, logits
 from ranvier.checkpoint.hf.export_model import export
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.manifest import Saved, step_folder
 from ranvier.cli.main import run_command
+from ranvier.data.images import fitted, pixels
+from ranvier.inference.trained import open_trained
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
 
@@ -227,6 +232,37 @@ def test_a_word_piece_tokenizer_goes_along(model_of, tmp_path, capsys):
     (tmp_path / "run/tokenizer.json").write_text("{}")
     assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "not")]) == 2
     assert "tokenizer.json: is not a tokenizer" in capsys.readouterr().err
+
+
+def test_an_exported_model_has_its_processor_of_images(model_of, tmp_path):
+    """With which transformers makes the same pixels of an image."""
+    transformers = pytest.importorskip("transformers")
+    import_model(model_of("ViTForImageClassification")[1], tmp_path / "run", tell=lambda line: None)
+    export(tmp_path / "run", tmp_path / "there", tell=lambda line: None)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "there")
+    for shape in ((20, 20, 3), (17, 31, 3), (70, 100, 3)):
+        image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        expected = pixels(fitted(Image.fromarray(image), 12)[None], 12)
+        assert torch.equal(processor(Image.fromarray(image), return_tensors="pt")["pixel_values"], expected)
+
+
+@pytest.mark.parametrize(("changed", "note", "is_refused"), [
+    ({}, None, False), ({"size": {"shortest_edge": 20}}, 'size {"shortest_edge": 20}', False),
+    ({"size": {"height": 12, "width": 12}, "do_center_crop": False}, None, False),
+    ({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}, "image_std [0.5, 0.5, 0.5]", True),
+    ({"do_rescale": False}, "do_rescale false", True)])
+def test_other_pixels_than_those_of_its_training(model_of, tmp_path, capsys, changed, note, is_refused):
+    _, folder = model_of("ViTForImageClassification")
+    document = json.dumps(image_files.processor(12) | changed)
+    (folder / "preprocessor_config.json").write_text(document)
+    assert run_command(["import", str(folder), str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert note in out if note else "preprocessor_config" not in out
+    for place in (folder, tmp_path / "run"):
+        with raises("image-processor-differs") if is_refused else nullcontext():
+            open_trained(place, print)
+    assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 0
+    assert (tmp_path / "there/preprocessor_config.json").read_text() == document
 
 
 @pytest.mark.parametrize(("kind", "name"), [

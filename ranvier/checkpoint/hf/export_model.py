@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
-from ranvier.checkpoint.hf import logits, tokenizer_files
+from ranvier.checkpoint.hf import image_files, logits, tokenizer_files
 from ranvier.checkpoint.hf.forms import check_head, form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Adapters, modules_of
 from ranvier.checkpoint.hf.peft import write as write_adapters
@@ -74,6 +74,8 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
             if source.config.family not in ("bert", "vit") and beside is not None:
                 ends |= tokenizer_files.export_files_beside(folder, beside, tell) | (
                     tokenizer_files.padding_of(folder) if source.head != "tokens" and found else {})
+            if source.config.family == "vit":
+                image_files.export_processor(folder, source.run, saved.manifest.step, run_folders(run, saved.folder))
             _write_config(folder, source, ends)
             files = write_model(folder, slots, source.tensors(), shard_bytes)
             comparison = logits.compare(source.config, source.value, folder, head=source.head)

@@ -22,6 +22,7 @@ from ranvier import keyed_random
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.forms import check_head
+from ranvier.checkpoint.hf.image_files import notes_on_images
 from ranvier.checkpoint.hf.peft import with_adapter_settings
 from ranvier.checkpoint.hf.pretrained import Pretrained, PretrainedConfig, without_weights
 from ranvier.config.named_object import is_object_name
@@ -169,6 +170,8 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
     unused = [name for name in pretrained.places if name not in shapes]
     if unused or pretrained.left_out:
         notes.append(f"left out of {pretrained.folder}: {', '.join([*unused, *pretrained.left_out])}")
+    if pretrained.config.family == "vit":
+        notes += notes_on_images(pretrained.folder)
     dtype = next(iter(engine.named_parameters().values())).dtype if engine.named_parameters() else torch.float32
 
     def value(name: str) -> Tensor | None:

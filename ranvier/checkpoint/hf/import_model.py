@@ -31,7 +31,7 @@ from ranvier.block import initialise
 from ranvier.checkpoint import files
 from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
-from ranvier.checkpoint.hf import logits
+from ranvier.checkpoint.hf import image_files, logits
 from ranvier.checkpoint.hf.forms import form_of
 from ranvier.checkpoint.hf.peft import AdapterFolder, Module, adapters_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
@@ -76,7 +76,9 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     slots = _slots(source, DTYPES[precision])
     with new_folder(out, sum(slot.size_bytes for slot in slots.values())) as folder:
         tokenizer = import_tokenizer(model, folder / TOKENIZER, source.config, tell)
-        if source.config.family not in ("bert", "vit"):
+        if source.config.family == "vit":
+            image_files.import_processor(model, folder)
+        elif source.config.family != "bert":
             import_files_beside(model, folder, tell)
         recipe = _recipe(source, precision, out.absolute() / TOKENIZER, has_tokenizer=(folder / TOKENIZER).exists())
         (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
@@ -167,7 +169,7 @@ def _report(tell: Progress, source: Pretrained, slots: dict[tuple[str, str], Slo
          + (", and its tokenizer" if tokenizer.exists() else ""))
     for note in source.notes:
         tell(f"config.json: {note}")
-    for note in source.notes_on_tensors():
+    for note in (*source.notes_on_tensors(), *image_files.notes_on_images(source.folder)):
         tell(note)
     if not tokenizer.exists() and source.config.family != "vit":
         tell("no tokenizer of the model was found: " + (

@@ -182,7 +182,7 @@ def _converted(path: Path, cache: Path, progress: Progress) -> Path:
     return folder
 
 
-_FORM_OF_GGUF = 1
+_FORM_OF_GGUF = 2
 """Number of the form in which folders of GGUF files are written: another one is another folder."""
 
 

@@ -1,0 +1,73 @@
+"""preprocessor_config.json, which says how images become pixels: written for an image model, and compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from ranvier.checkpoint.hf.pretrained import own_file
+from ranvier.config.run import Run
+from ranvier.data.images import CIFAR, MEAN, STD, short_side
+from ranvier.errors import CheckpointError
+from ranvier.system.untrusted_file import json_object
+
+PREPROCESSOR = "preprocessor_config.json"
+_MOST_BYTES = 1 << 20
+_PIXELS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+"""Keys that change each pixel; the others resize and crop."""
+
+
+def processor(size: int, *, crops: bool = True) -> dict[str, object]:
+    """The content of the file for images as the task `images` reads them: those of files, or of CIFAR, which are not
+    cropped."""
+    return {"image_processor_type": "BitImageProcessor", "do_convert_rgb": True, "do_resize": True,
+            "size": {"shortest_edge": short_side(size)} if crops else {"height": size, "width": size}, "resample": 3,
+            "do_center_crop": crops, "crop_size": {"height": size, "width": size}, "do_rescale": True,
+            "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": list(MEAN), "image_std": list(STD)}
+
+
+def import_processor(model: Path, folder: Path) -> None:
+    """Copy the file of the folder `model`, where it has one, for an export of the imported model."""
+    if (model / PREPROCESSOR).exists():
+        shutil.copyfile(own_file(model, PREPROCESSOR), folder / PREPROCESSOR)
+
+
+def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> None:
+    """Write the file for a model of `run`. places: folders that may have that of an import, which holds until the model
+    is trained."""
+    own = next((place for place in places if (place / PREPROCESSOR).is_file()), None) if not step else None
+    if own is not None:
+        shutil.copyfile(own_file(own, PREPROCESSOR), folder / PREPROCESSOR)
+        return
+    document = processor(run.model.image_size, crops=run.data.train not in CIFAR)
+    (folder / PREPROCESSOR).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _differences(folder: Path) -> dict[str, object]:
+    """What the file of a folder says otherwise than `processor` of its size; nothing where none can be read."""
+    there = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    sizes = [there.get(key) for key in ("crop_size", "size")]
+    size = next((one["height"] for one in sizes if isinstance(one, dict) and isinstance(one.get("height"), int)), 224)
+    found = [{key: there[key] for key, value in processor(size, crops=crops).items()
+              if key in there and key != "image_processor_type" and there[key] != value} for crops in (True, False)]
+    return min(found, key=len)
+
+
+def notes_on_images(folder: Path) -> list[str]:
+    """A note for the user where images become other pixels here than the file of a folder says."""
+    found = _differences(folder)
+    listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in found.items())
+    return [f"{folder / PREPROCESSOR} has {listed}: here images are resized (bicubic), cropped and normalised as for "
+            "ImageNet, to which training adapts the model"] if found else []
+
+
+def check_pixels(folder: Path) -> None:
+    """CheckpointError where a model that is not trained further would see other pixels than those of its training."""
+    for key, value in _differences(folder).items():
+        if key in _PIXELS:
+            raise CheckpointError(f"has {key} of its own: images are normalised otherwise here, so scores would be "
+                                  "wrong", code="image-processor-differs", where=str(folder / PREPROCESSOR),
+                                  value=value,
+                                  remedy="Train the model first (`ranvier train --model.pretrained`), which adapts it, "
+                                         "or evaluate it with transformers.")
