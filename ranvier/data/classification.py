@@ -98,7 +98,7 @@ class Classification(Task):
             run, lambda: (text for one in read_sentences(train, held).train for text in (one.text, one.pair)
                           if text is not None), source, progress)
         folder = cache / "classification" / fingerprint(
-            source, tokenizer.fingerprint, tokenizer.pad, run.model.sequence, "special tokens")
+            source, tokenizer.fingerprint, tokenizer.pad, run.model.sequence, tokenizer.cuts_beginnings, "longer")
 
         def make() -> None:
             progress(f"tokenising {data.train}")

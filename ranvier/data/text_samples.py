@@ -12,13 +12,17 @@ from ranvier.data.cache import published
 
 
 class TextTokenizer:
-    """Base of tokenizers of texts, around a tokenizer of the package `tokenizers`, `_inner`."""
+    """Base of tokenizers of texts, around a tokenizer of the package `tokenizers`, `_inner`.
+
+    cuts_beginnings: whether of a text that is too long the beginning is left out (truncation_side).
+    """
 
     _inner: Tokenizer
+    cuts_beginnings = False
 
     def encode_samples(self, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
         """See `encode`."""
-        return encode(self._inner, texts, longest)
+        return encode(self._inner, texts, longest, cuts_beginnings=self.cuts_beginnings)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these tokens, special ones included. Of byte-level tokens bytes that are not UTF-8 become the
@@ -49,9 +53,10 @@ class Sample(NamedTuple):
     is_cut: bool
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str | None]], longest: int) -> list[Sample]:
+def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str | None]], longest: int, *, cuts_beginnings: bool
+           ) -> list[Sample]:
     """A sample of at most `longest` tokens of each text, or pair of texts, with the special tokens that the tokenizer
-    puts around them. Of a pair the longer text is cut.
+    puts around them. Of a pair the longer text is cut, and it keeps one token more where both are.
 
     `Encoding.truncate` and `post_process` would put those around each combination of the parts that are cut off, too.
     """
@@ -64,11 +69,14 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str | None]], longes
         first, second = encoding.ids, [] if text is None else next(seconds).ids
         begin, middle, *end = alone if text is None else paired
         room = longest - sum(map(len, (begin, middle, *end)))
-        kept = min(len(first), max(room - len(second), -(-room // 2)))
-        ids = [*begin, *first[:kept], *middle]
+        is_cut = len(first) + len(second) > room
+        if is_cut:
+            kept = min(len(first), max(room - len(second), (room + (len(first) > len(second))) // 2))
+            first, second = (part[len(part) - size:] if cuts_beginnings else part[:size]
+                             for part, size in ((first, kept), (second, room - kept)))
+        ids = [*begin, *first, *middle]
         second_from = None if text is None else len(ids)
-        ids += sum(end, second[:room - kept])
-        found.append(Sample(ids=ids, is_cut=len(first) + len(second) > room, second_from=second_from))
+        found.append(Sample(ids=ids + sum(end, second), is_cut=is_cut, second_from=second_from))
     return found
 
 

@@ -28,7 +28,7 @@ from ranvier.data.cache import Progress
 from ranvier.data.offline.fetch import GPT2_TOKENIZER, Command, fetch, run_command
 from ranvier.data.text_samples import TextTokenizer
 from ranvier.errors import DataError
-from ranvier.system.untrusted_file import json_object, member, read_bytes, read_json
+from ranvier.system.untrusted_file import json_object, member, parse_json, read_bytes, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
@@ -67,6 +67,9 @@ class Tokenizer(TextTokenizer):
                  beside: Mapping[str, str] = MappingProxyType({})) -> None:
         inner.encode_special_tokens = True
         self._inner, self._cuts, self._begin, self._beside, self.pad = inner, cuts, begin, beside, pad
+        with suppress(ValueError):
+            settings: Any = parse_json(beside.get("tokenizer_config.json", "{}"))
+            self.cuts_beginnings = isinstance(settings, dict) and settings.get("truncation_side") == "left"
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]

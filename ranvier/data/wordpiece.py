@@ -106,9 +106,10 @@ def from_folder(folder: Path) -> WordPiece:
         raise DataError("has neither tokenizer.json nor vocab.txt", code="wordpiece-missing", where=str(folder),
                         remedy="Put the model's own there, or choose another `--model.pretrained`.")
     settings = _json(config) if config.exists() else {}
-    return _checked(path, _text(path).removesuffix("\n").split("\n"), {
-        "lowercase": settings.get("do_lower_case", True), "strip_accents": settings.get("strip_accents"),
-        "chinese": settings.get("tokenize_chinese_chars", True)})
+    found = {"lowercase": settings.get("do_lower_case", True), "strip_accents": settings.get("strip_accents"),
+             "chinese": settings.get("tokenize_chinese_chars", True)}
+    _check_beside(path, found)
+    return _checked(path, _text(path).removesuffix("\n").split("\n"), found)
 
 
 def load(path: Path) -> WordPiece:
@@ -145,7 +146,7 @@ def _check_unused(path: Path, document: dict[str, Any]) -> None:
 
 def _check_beside(path: Path, settings: dict[str, Any]) -> None:
     """DataError where tokenizer_config.json says otherwise: of transformers some classes take the one, some the
-    other."""
+    other. And where it cuts texts at their beginning."""
     config = path.with_name("tokenizer_config.json")
     told = _json(config) if config.is_file() else {}
     beside = {"lowercase": told.get("do_lower_case"), "chinese": told.get("tokenize_chinese_chars"),
@@ -154,6 +155,8 @@ def _check_beside(path: Path, settings: dict[str, Any]) -> None:
         here = settings["lowercase"] if settings[name] is None else settings[name]
         if isinstance(value, bool) and value != here:
             raise _damaged(path, f"{name} is {here}, and {value} in {config.name}")
+    if told.get("truncation_side") == "left":
+        raise _damaged(config, "it cuts long texts at their beginning (truncation_side)")
 
 
 def _checked(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiece:

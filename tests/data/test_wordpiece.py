@@ -58,6 +58,7 @@ def test_a_tokenizer_is_read_back_as_it_was_written(tmp_path):
     ({}, dict(do_lower_case=False), "lowercase is True, and False in tokenizer_config.json"),
     ({}, dict(strip_accents=False), "strip_accents is True, and False in tokenizer_config.json"),
     ({}, dict(tokenize_chinese_chars=False), "chinese is True, and False in tokenizer_config.json"),
+    ({}, dict(truncation_side="left"), "it cuts long texts at their beginning (truncation_side)"),
     ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, {}, "its pre_tokenizer is WhitespaceSplit"),
     ({"added_tokens": [{"id": 10, "content": "movie", "special": False}]}, {}, "its token movie is added beside "
      "WordPiece")])
@@ -120,4 +121,9 @@ def test_the_same_tokens_as_transformers(tmp_path):
     folder = model_folder(tmp_path / "model", [*wordpiece.SPECIAL, *words])
     theirs = transformers.BertTokenizer.from_pretrained(folder)
     texts = ["Films, fine FILMING!", "naïve 中中 unable", "x\ty\u2028xy \ufeff \x07", "  ", "x'y" * 40, "🙂 fine"]
-    assert wordpiece.from_folder(folder).encode(texts) == theirs(texts, add_special_tokens=False)["input_ids"]
+    ours = wordpiece.from_folder(folder)
+    assert ours.encode(texts) == theirs(texts, add_special_tokens=False)["input_ids"]
+    pairs = [("film " * first, "fine " * second) for first in range(1, 9) for second in range(1, 9)]
+    for longest in range(5, 13):
+        assert [sample.ids for sample in ours.encode_samples(pairs, longest)] == [
+            theirs(*pair, truncation=True, max_length=longest)["input_ids"] for pair in pairs]

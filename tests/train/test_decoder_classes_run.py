@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -98,8 +99,11 @@ def evaluated(capsys, *words):
     return {"eval_count": found["sentences"]} | {f"eval_{name}": found[name] for name in found}
 
 
-@pytest.mark.parametrize("pair_column", [None, "other"])
-def test_samples_have_the_tokens_of_transformers(folder, base, tmp_path, pair_column):
+@pytest.mark.parametrize(("pair_column", "side"), [(None, "right"), ("other", "right"), ("other", "left")])
+def test_samples_have_the_tokens_of_transformers(folder, base, tmp_path, pair_column, side):
+    base = shutil.copytree(base, tmp_path / "base")
+    document = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(document | {"truncation_side": side}))
     rows = [row | {"other": "so so, " * (number % 7 + 1) + "!"} for number, row in enumerate(rows_of(12))]
     written(tmp_path / "rows.jsonl", rows)
     run = classes_run(tmp_path, tmp_path / "run", base)
