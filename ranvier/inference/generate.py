@@ -45,7 +45,7 @@ class StopWords:
 
     def are_in(self, written: Sequence[int]) -> bool:
         """Whether the newest tokens hold one."""
-        return any(word in self.decode(written[-_STOP_TOKENS:]) for word in self.words)
+        return any(word in self.decode(written[-_STOP_TOKENS - len(word.encode()):]) for word in self.words)
 
     def answer(self, text: Text) -> str:
         """The generated text, up to the first stop word."""
@@ -53,8 +53,8 @@ class StopWords:
         return answer[:min((place for place in map(answer.find, self.words) if place >= 0), default=None)]
 
 
-_STOP_TOKENS = 32
-"""The last tokens of a text, in which a stop word is looked for."""
+_STOP_TOKENS = 16
+"""Tokens in which a stop word is looked for, beside one for each of its bytes."""
 
 
 def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int,

@@ -117,6 +117,13 @@ def test_a_stop_word_is_left_out(folder, capsys):
     assert (found["answer"], found["reason"]) == (whole[:whole.index(whole[4:6])], "stop")
 
 
+def test_a_stop_word_may_have_a_token_for_each_byte():
+    word = "ä long end of an answer, of which no two bytes are one token"
+    stops = StopWords(words=[word], decode=lambda written: bytes(written).decode(errors="replace"))
+    written = f"Here is {word}".encode()
+    assert stops.are_in(written) and not stops.are_in(written[:-1])
+
+
 def test_what_may_begin_a_stop_word_is_not_streamed_yet():
     """Tokens are characters here; "e" may begin the stop word "end", and so may the "e" of "ex", until the "x"."""
     stops = StopWords(words=["end"], decode="".join)
