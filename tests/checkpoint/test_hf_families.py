@@ -27,7 +27,8 @@ from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
 
 SETTINGS = {"Bert": BERT, "ViT": VIT, "Dinov2": DINOV2}
 KINDS = ["BertModel", "BertForSequenceClassification", "BertForQuestionAnswering", "BertForMaskedLM",
-         "ViTForImageClassification", "ViTModel", "Dinov2Model", "Dinov2ForImageClassification"]
+         "BertForTokenClassification", "ViTForImageClassification", "ViTModel", "Dinov2Model",
+         "Dinov2ForImageClassification"]
 POOLER, CLASSIFIER = [[f"head.{layer}.{kind}" for kind in ("weight", "bias")] for layer in ("pooler", "classifier")]
 
 
@@ -57,6 +58,8 @@ def edited(folder, **settings):
     ("BertModel", "classes", CLASSIFIER, []), ("BertForSequenceClassification", "classes", [], []),
     ("BertForQuestionAnswering", "span", [], []),
     ("BertForMaskedLM", "classes", POOLER + CLASSIFIER, ["cls.predictions.bias"]),
+    ("BertForTokenClassification", "classes", POOLER + CLASSIFIER, ["classifier.bias", "classifier.weight"]),
+    ("BertForMultipleChoice", "classes", CLASSIFIER, ["classifier.bias", "classifier.weight"]),
     ("ViTForImageClassification", "classes", [], []), ("ViTModel", "classes", CLASSIFIER, []),
     ("Dinov2Model", "classes", CLASSIFIER, []),
     ("Dinov2ForImageClassification", "classes", CLASSIFIER, ["classifier.bias", "classifier.weight"])])

@@ -32,6 +32,8 @@ _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 1 << 27
 _FORMATS = {name: dtype for dtype, name in STORED.items()}
 _ROWS_BYTES = 1 << 24
+_OTHER_CLASSIFIERS = ("ForTokenClassification", "ForMultipleChoice")
+"""Ends of names of classes whose classifier has the name of one of whole texts."""
 _SHARED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
 """Tied tensors, which old files list a second time without values of their own."""
 
@@ -81,8 +83,11 @@ class Pretrained(PretrainedConfig):
         if self.form.per_layer * self.config.num_layers > len(heads):
             raise self._wrong("pretrained-too-few-tensors",
                               f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
+        is_other = any(name.endswith(_OTHER_CLASSIFIERS) for name in _named(self.document))
+        others = ("head.classifier.",) if is_other else ()
         self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
-                       if not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix)}
+                       if not ours.startswith(others)
+                       and (not self.form.any_head or _is_needed(ours, place, heads, self.form.prefix))}
         self._called = self._names_of_files(heads)
         self._rows: dict[str, int] = {}
         self._check(heads)
@@ -193,10 +198,15 @@ class Pretrained(PretrainedConfig):
         return _wrong(code, self.folder, what, value)
 
 
+def _named(document: Mapping[str, object]) -> list[str]:
+    """The classes of transformers that config.json names."""
+    named = document.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
 def _head(form: hf.Form, document: Mapping[str, object]) -> str:
     """The head that config.json names, or the form's first."""
-    named = document.get("architectures")
-    named = named if isinstance(named, list) else []
+    named = _named(document)
     found = [head for head, kind in form.class_of.items() if kind in named] or [next(iter(form.class_of))]
     if len(found) > 1:  # a decoder's "classes" and "score" are one class there
         return found[hf.num_labels(document) == 1]
