@@ -38,6 +38,8 @@ from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
 from ranvier.checkpoint.manifest import File, Manifest, Saved, SavedTensor, step_folder
 from ranvier.config import read
+from ranvier.config.effects import warnings
+from ranvier.config.resolve import resolve
 from ranvier.config.run import Data, Transformer
 from ranvier.data.cache import Progress, one_writer, published
 from ranvier.data.class_numbers import named_labels_in
@@ -135,8 +137,8 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
 
 def _recipe(source: Pretrained, precision: str, tokenizer: Path, *, has_tokenizer: bool) -> dict[str, object]:
-    """The settings for the model, nested like a recipe. A model of text is trained with its own tokenizer, at this
-    path, and with no other: a new one would give its tokens other meanings."""
+    """The settings for the model, nested like a recipe, without defaults that have no effect. A model of text is
+    trained with its own tokenizer, at this path, and with no other: a new one would give its tokens other meanings."""
     model = {name: value for name, value in asdict(source.config).items() if value is not None}
     data: dict[str, object] = {"tokenizer": str(tokenizer)}
     if source.head == "tokens":
@@ -147,7 +149,11 @@ def _recipe(source: Pretrained, precision: str, tokenizer: Path, *, has_tokenize
         data = {"task": "images"}
     else:
         data["task"] = {"span": "qa", "score": "reward"}.get(source.head, "classification")
-    return {"precision": precision, "model": model, "data": data, "train": {"learning_rate": LEARNING_RATE}}
+    recipe = {"precision": precision, "model": model, "data": data, "train": {"learning_rate": LEARNING_RATE}}
+    run = resolve(read.merge([read.from_dict(recipe, "run.toml")]).run)
+    idle = {warning.where for warning in warnings(run, [f"model.{name}" for name in model])}
+    return recipe | {"model": {name: value for name, value in model.items()
+                               if read.flag(f"model.{name}") not in idle or value != getattr(Transformer, name)}}
 
 
 def _is_gpt2(source: Pretrained) -> bool:
