@@ -31,7 +31,7 @@ from ranvier.config.run import Run, TensorParallel, Transformer
 from ranvier.config.task_form import form_of
 from ranvier.data import tokenizer as tokenizers
 from ranvier.data.cache import user_cache_folder
-from ranvier.data.class_numbers import named_labels_in, with_labels
+from ranvier.data.class_numbers import labels_in, with_labels
 from ranvier.data.offline.pretrained_models import local_path
 from ranvier.data.prepare import prepare
 from ranvier.data.task import Prepared
@@ -43,6 +43,7 @@ from ranvier.inference.lm_eval_tasks import HarnessTasks
 from ranvier.mesh import Mesh
 from ranvier.models import families
 from ranvier.models.families import family_named
+from ranvier.models.family import num_classes
 from ranvier.optim.rules import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -101,11 +102,10 @@ class Trained:
                             "tokens", code="other-tokenizer-than-trained", where="data.tokenizer",
                             remedy="Set `--data.tokenizer` to the run's tokenizer.json.")
         found = with_labels(data, self.labels) if self.labels and data.class_names else data
-        count = None if self.pretrained is None or not data.class_names else self.pretrained.config.num_classes
-        if found is None or count not in (None, found.num_classes):  # a head of another size would be an untrained one
+        if found is None:
             raise DataError("has other classes than the model was trained on", code="other-classes-than-trained",
                             where="data.eval", value=list(data.class_names[:20]),
-                            remedy=f"Give data with its classes: {list(self.labels[:20]) or count}.")
+                            remedy=f"Give data with its classes, or their numbers: {list(self.labels[:20])}.")
         return found
 
 
@@ -177,8 +177,9 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)
+    unnamed = tuple(f"LABEL_{number}" for number in range(num_classes(config))) if found.head == "classes" else ()
     return Trained(settings=values, fill=lambda engine: load_pretrained(engine, found), origin=path, pretrained=found,
-                   labels=named_labels_in(path))
+                   labels=labels_in(path) or unnamed)
 
 
 def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:

@@ -211,7 +211,7 @@ def test_the_harness_that_is_missing(monkeypatch):
     (["BARE", "--lm-eval", "x"], "evaluation-tokenizer-missing", "data.tokenizer: "),
     (["BARE", "--data", "TINY"], "tokenizer-missing", "data.tokenizer: "),
     (["HEADLESS", "--data", "THIRD"], "untrained-head", "head."),
-    (["OFTHREE", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "with its classes: 3"),
+    (["UNNAMED", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "numbers: ['LABEL_0',"),
     pytest.param(["FOLDER", "--lm-eval", "gone"], "unknown-lm-eval-task", "lm-eval: ", marks=HARNESS),
     (["gone"], "folder-without-checkpoint", "gone")])
 def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path):
@@ -221,15 +221,15 @@ def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path)
     places = {"FOLDER": folder, "LM": runs / "lm", "CLASSIFICATION": runs / "classification",
               "OTHER": folder / "tokenizer.json", "THIRD": tmp_path / "third.tsv", "TINY": tmp_path / "tiny.txt",
               "BARE": tmp_path / "bare", "HEADLESS": tmp_path / "BertModel",
-              "OFTHREE": tmp_path / "BertForSequenceClassification"}
+              "UNNAMED": tmp_path / "BertForSequenceClassification"}
     (tmp_path / "tiny.txt").write_text("a day\n")
     if "BARE" in args:
         shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
-    if args[0] in ("HEADLESS", "OFTHREE"):
+    if args[0] in ("HEADLESS", "UNNAMED"):
         transformers = pytest.importorskip("transformers")
         getattr(transformers, places[args[0]].name)(transformers.BertConfig(
             vocab_size=90, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=16, num_labels=3)).save_pretrained(places[args[0]])
+            max_position_embeddings=16)).save_pretrained(places[args[0]])
         wordpiece.train(["a good day"], 90).save(places[args[0]] / "tokenizer.json")
     with reports(code) if code else nullcontext():
         assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
