@@ -112,7 +112,7 @@ def _checked(question: Question) -> Question:
         raise DataError("has no answer; unanswerable questions, as in SQuAD 2.0, are not supported",
                         code="question-without-answer", where=question.place, remedy="Remove such questions.")
     for text, start in question.answers:
-        if not text or start < 0 or question.context[start:start + len(text)] != text:
+        if not text.strip() or start < 0 or question.context[start:start + len(text)] != text:
             raise DataError("has an answer that is not at its place in the context", code="answer-not-in-context",
                             where=question.place, value=(text[:80], start),
                             remedy="Let answer_start count characters, from 0.")

@@ -313,6 +313,7 @@ NEGATIVE = CONTEXT.index("w4") - len(CONTEXT)
     (changed(*ANSWER, "answer_start", value=NEGATIVE), ("answer-not-in-context",)),
     (changed(*ANSWER, "answer_start", value=10**30), ("answer-not-in-context",)),
     (changed(*ANSWER, "text", value=""), ("answer-not-in-context",)),
+    (changed(*ANSWER, value={"text": " ", "answer_start": CONTEXT.index(" ")}), ("answer-not-in-context",)),
     (changed(*QAS, 0, "question", value="\ud800"), ("question-not-unicode",))])
 def test_faults_of_files_are_told_with_their_place(data, error):
     with raises(*error):
