@@ -64,7 +64,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     elif run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
         run = resolve(with_model(run, pretrained))
-        check_source(pretrained, cache_folder(run), tell)
+        check_source(pretrained, cache_folder(run), tell, run.lora.adapters)
     if run.lora.adapters is not None:
         check_adapters(pretrained, AdapterFolder(Path(os.path.expanduser(run.lora.adapters))), families.config_of(run),
                        families.head_of(run), cache_folder(run), tell)

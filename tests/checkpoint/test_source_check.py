@@ -87,6 +87,15 @@ def test_a_setting_that_is_left_out_is_found_at_every_way_in(folder, tmp_path, m
     ENTRANCES[entrance](folder, tmp_path)
 
 
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_adapters_beside_the_weights_are_refused_at_every_way_in(folder, tmp_path, entrance):
+    """transformers loads them with the model. A run that names them takes them."""
+    (folder / "adapter_config.json").write_text("{}")
+    with raises("pretrained-with-adapters", where=f"model {folder}"):
+        ENTRANCES[entrance](folder, tmp_path)
+    hf_import.check_source(Pretrained(folder), tmp_path / "cache", print, adapters=folder)
+
+
 def test_a_key_that_is_not_known_here_reaches_transformers(folder, monkeypatch):
     """As one of a later version would, that is no key of ours today."""
     import transformers

@@ -33,6 +33,7 @@ from ranvier.checkpoint.files import check_free, new_folder
 from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf import image_files, logits
 from ranvier.checkpoint.hf.forms import form_of
+from ranvier.checkpoint.hf.peft import CONFIG as ADAPTERS
 from ranvier.checkpoint.hf.peft import AdapterFolder, Module, adapters_of
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.hf.tokenizer_files import TOKENIZER, import_files_beside, import_tokenizer
@@ -72,6 +73,7 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
     """
     check_free(out)
     source = Pretrained(model)
+    _check_without_adapters(model)
     if precision is None:
         found = next(iter(source.dtypes)) if len(source.dtypes) == 1 else torch.float32
         precision = next(name for name, dtype in DTYPES.items() if dtype is found)
@@ -214,10 +216,19 @@ _NAMES_AND_PLACES = frozenset({
 """Keys of adapter_config.json that PEFT is not given: the names of the tensors say which modules have adapters."""
 
 
-def check_source(source: Pretrained, cache: Path, tell: Progress) -> None:
+def check_source(source: Pretrained, cache: Path, tell: Progress, adapters: Path | None = None) -> None:
     """Compare the logits of a folder's model with those of transformers, unless that has been done; `tell` takes a line
-    about it. CheckpointError where they differ."""
+    about it. CheckpointError where they differ, and for a folder with adapters that are not those of the run."""
+    if adapters is None or adapters.expanduser().resolve() != source.folder.resolve():
+        _check_without_adapters(source.folder)
     _once(source, None, cache, tell, lambda: compare_source(source))
+
+
+def _check_without_adapters(folder: Path) -> None:
+    if (folder / ADAPTERS).exists():
+        raise CheckpointError(f"has adapters ({ADAPTERS}) beside the weights of its model, with which transformers "
+                              "loads it", code="pretrained-with-adapters", where=f"model {folder}",
+                              remedy="Move them into a folder of their own, or train them with `--lora.adapters`.")
 
 
 def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Transformer, head: str, cache: Path,
