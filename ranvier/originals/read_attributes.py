@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from ranvier.errors import ModelError
+from ranvier.originals.object_contents import OF_EVERY_MODULE
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that a graph has as they are at each call: parameters, buffers, submodules; and the mode."""
 _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum
 _MOST_ENTRIES, _MOST_DEPTH = 64, 3
 """Limits beyond which values are not compared: entries, and levels of nesting."""
@@ -43,7 +42,7 @@ def reads_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Reads]:
 
     def noting(self: nn.Module, name: str) -> Any:
         if id(self) in names and threading.get_ident() == thread and not name.startswith("__") and (
-                name not in _OF_EVERY_MODULE):
+                name not in OF_EVERY_MODULE):  # which a graph has as they are at each call
             where = f"attribute {names[id(self)]}.{name}".replace(" .", " ")
             found[where] = partial(_attribute, ref(self), name)
         return object.__getattribute__(self, name)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ranvier.errors import ModelError
 from ranvier.mesh import Coordinates, StagePlacement
+from ranvier.originals import object_contents as objects
 from ranvier.pipeline.same_on_ranks import NUMBER_BITS
-from ranvier.plan import object_contents as objects
 from ranvier.plan.code_uses import is_key
 from ranvier.plan.reached_objects import CodeReach
 from ranvier.plan.shared_places import ANY_NAME, Element, Entry, SharedPlace

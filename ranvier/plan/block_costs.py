@@ -26,6 +26,7 @@ from ranvier.block import Model, State, meta_device, named, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.optim.optimizer import storage_bytes
+from ranvier.originals.object_contents import OF_EVERY_MODULE
 from ranvier.plan import kernel_count as kernels
 from ranvier.plan.formats import BlockFormats
 from ranvier.system.compilation import without_compiler
@@ -363,7 +364,6 @@ def _kind(value: object) -> str:
 # that cannot change. Any other code may build something else each time.
 
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
 Found = TypeVar("Found")
 
 
@@ -422,7 +422,7 @@ def _recipe(value: object) -> Hashable:
         return value
     if any(True for _ in (*value.parameters(), *value.buffers())):
         raise TypeError
-    own = {name: each for name, each in vars(value).items() if name not in _OF_ANY_MODULE}
+    own = {name: each for name, each in vars(value).items() if name not in OF_EVERY_MODULE}
     return type(value), _recipe(own), _recipe(value._modules)
 
 

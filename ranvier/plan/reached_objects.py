@@ -27,9 +27,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
 
-from ranvier.plan import object_contents as objects
+from ranvier.originals import object_contents as objects
+from ranvier.originals.object_contents import attributes, constants, container, is_foreign, is_of_user, is_per_stage
 from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
-from ranvier.plan.object_contents import attributes, constants, container, is_foreign, is_of_user, is_per_stage
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ranvier.originals.object_contents import entries_of, is_whole
 from ranvier.originals.same_memory import ByMemory
 from ranvier.plan.code_uses import Key
-from ranvier.plan.object_contents import entries_of, is_whole
 from ranvier.plan.reached_objects import CodeReach, PlaceName, Reached
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes in which torch keeps parameters, buffers, submodules and hooks."""
+from ranvier.originals.object_contents import OF_EVERY_MODULE, is_random, random_state
 
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
 """Types of values that lead to no list, dict, set or generator."""
@@ -44,7 +43,7 @@ class Remembered:
             if (numpy := sys.modules.get("numpy")) is not None:
                 self._note(numpy.random.get_state.__self__)
         for module in modules:
-            found = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            found = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
             self._attributes.append((vars(module), found))
             for value in found.values():
                 self._note(value)
@@ -57,8 +56,8 @@ class Remembered:
                 self._note_all(contents.values() if isinstance(contents, dict) else contents)
         elif isinstance(value, tuple):
             self._note_all(value)
-        elif (state := _state(value)) is not None:
-            self._generators[id(value)] = value, state
+        elif is_random(value):
+            self._generators[id(value)] = value, random_state(value)
 
     def _note_all(self, values: Iterable[Any]) -> None:
         """No Python runs for each of many words or numbers."""
@@ -70,7 +69,7 @@ class Remembered:
     def forget_unmoved(self) -> None:
         """After the first run: states of generators from which it has not drawn are not kept."""
         self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
-                            if not _same_state(_state(generator), state)}
+                            if not _same_state(random_state(generator), state)}
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
@@ -84,7 +83,7 @@ class Remembered:
     def give_back(self) -> None:
         """All is as it was."""
         for attributes, found in self._attributes:
-            for name in attributes.keys() - found.keys() - _OF_EVERY_MODULE:
+            for name in attributes.keys() - found.keys() - OF_EVERY_MODULE:
                 del attributes[name]
             attributes.update(found)
         for value, contents in self._contents.values():
@@ -107,20 +106,6 @@ def _same_contents(value: Any, contents: Any) -> bool:
     if isinstance(value, set):
         return bool(value == contents)
     return all(map(is_, value, contents))
-
-
-def _state(value: Any) -> Any:
-    """The state of a random number generator; None of anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has none
-        return value.getstate()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.random.RandomState):
-            return value.get_state(legacy=False)
-        if isinstance(value, numpy.random.Generator):
-            return value.bit_generator.state
-    return None
 
 
 def _same_state(one: Any, other: Any) -> bool:

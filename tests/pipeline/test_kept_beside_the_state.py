@@ -508,6 +508,11 @@ def by_a_generator_of_python():
     return four(lambda self, x, y: y * numbers.random())
 
 
+def by_a_generator_of_numpy():
+    numbers = numpy.random.default_rng(1)
+    return four(lambda self, x, y: y * numbers.random())
+
+
 def by_a_backward_hook():
     context = SimpleNamespace(scale=1.0)
     blocks, loss = four(lambda self, x, y: y * context.scale if self.number == 0 else y)
@@ -535,11 +540,11 @@ def by_the_backward_of_a_function():
 @pytest.mark.parametrize("make", [
     by_an_iterator, by_a_factory_of_defaults, by_a_mark, in_an_object_that_a_forward_makes, by_the_key_before,
     by_a_key_that_a_loop_changes, by_code_without_source, read_by_another_self, in_a_context_variable, in_a_weak_dict,
-    by_a_generator_of_torch, by_a_generator_of_python, by_the_number_of_the_class, by_what_changes_its_argument,
-    by_another_max, in_a_container_with_code, by_the_number_of_another, by_a_number_chosen,
-    by_a_view_made_in_the_forward, by_a_function_with_another_self, by_a_default, from_the_end,
-    another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way, decided_by_the_greatest, a_function,
-    in_one_of_two_of_a_name, one_attribute_for_another, in_much_data, by_a_backward_hook,
+    by_a_generator_of_torch, by_a_generator_of_python, by_a_generator_of_numpy, by_the_number_of_the_class,
+    by_what_changes_its_argument, by_another_max, in_a_container_with_code, by_the_number_of_another,
+    by_a_number_chosen, by_a_view_made_in_the_forward, by_a_function_with_another_self, by_a_default,
+    from_the_end, another_key_after_its_own, the_greatest_of_all, the_greatest_on_its_way, decided_by_the_greatest,
+    a_function, in_one_of_two_of_a_name, one_attribute_for_another, in_much_data, by_a_backward_hook,
     by_the_backward_of_a_function])
 def test_what_another_stage_reads_is_refused(make):
     with pytest.raises(ModelError) as caught:

@@ -14,8 +14,8 @@ from torch import nn
 from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
+from ranvier.originals.object_contents import elements
 from ranvier.pipeline.engine import Engine
-from ranvier.plan.object_contents import elements
 from ranvier.plan.reached_objects import reached_from
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises

@@ -17,7 +17,7 @@ from functools import lru_cache
 from io import IOBase
 from pathlib import Path
 from queue import SimpleQueue
-from random import Random
+from random import Random, SystemRandom
 from types import CellType, FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes in which torch keeps parameters, buffers, submodules, hooks and the mode."""
 _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
 """Packages whose functions and objects hold nothing for others."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -99,16 +100,30 @@ def is_whole(value: object) -> bool:
 def is_array(value: object) -> bool:
     """Whether it is an array of numpy, or a generator of random numbers, with a state that changes in place."""
     numpy = sys.modules.get("numpy")
-    return isinstance(value, torch.Generator | Random) or (numpy is not None and type(value) is numpy.ndarray)
+    return is_random(value) or (numpy is not None and type(value) is numpy.ndarray)
 
 
 def bytes_of(value: Any, most: int | None = None) -> bytes:
     """What is in such an array or generator; of no more elements than about `most`, evenly spread."""
-    if isinstance(value, Random):
-        return repr(value.getstate()).encode()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
+    if is_random(value):
+        state = random_state(value)
+        return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
     return bytes(value.flat[::1 if most is None else max(value.size // most, 1)].tobytes())
+
+
+def is_random(value: object) -> bool:
+    """Whether it is a generator of random numbers with a state: of torch, Python or NumPy."""
+    numpy = sys.modules.get("numpy")
+    return (isinstance(value, torch.Generator | Random) and not isinstance(value, SystemRandom)) or (
+        numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState))
+
+
+def random_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, Random):
+        return value.getstate()
+    return value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state(legacy=False)
 
 
 def is_opaque(value: object) -> bool:
