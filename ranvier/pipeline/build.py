@@ -16,7 +16,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.block import Model, initialise
 from ranvier.errors import ModelError
@@ -24,7 +24,7 @@ from ranvier.layout import Layout
 from ranvier.mesh import Coordinates
 from ranvier.originals.same_memory import ByMemory
 from ranvier.plan.formats import BlockFormats
-from ranvier.plan.reached_objects import reached_from
+from ranvier.plan.reached_objects import reached_from, tensors_in
 from ranvier.tensor.quantized_weight import QuantizedWeight
 
 
@@ -162,9 +162,8 @@ class StageCopies:
 
 def _has_views(block: str, module: nn.Module) -> bool:
     """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
-    tensors = [*module.buffers(), *(one.value for one in reached_from(block, module) if isinstance(one.value, Tensor))]
     trained = ByMemory((None, one) for one in module.parameters() if one.requires_grad)
-    return any(map(trained.over, tensors))
+    return any(trained.over(one) for _, one in tensors_in(reached_from(block, module)))
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:

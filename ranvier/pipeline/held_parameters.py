@@ -25,7 +25,7 @@ from torch.autograd.graph import Node
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
 from ranvier.originals.stand_in_tensors import StandIns
-from ranvier.plan.reached_objects import CodeReach
+from ranvier.plan.reached_objects import CodeReach, tensors_in
 
 BATCHES_BY_VALUE = 2
 WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -374,12 +374,10 @@ def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, 
     if not tensors:
         return
     reach = CodeReach()
-    buffers = dict[str, Tensor]()
     for _, block, module in blocks:
         reach.add(block, module)
-        buffers |= {f"{block}.{name}": one for name, one in module.named_buffers()}
     reach.add("loss", loss)
-    for name, one in (*buffers.items(), *((found.name, found.value) for found in reach.found.values())):
+    for name, one in tensors_in(reach.found.values()):
         if id(one) in tensors:
             raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
                              "order: Ranvier's optimizer, which moves parameters, would leave it with their old values",

@@ -16,8 +16,7 @@ import dis
 import functools
 import sys
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from queue import Queue
@@ -25,13 +24,14 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
+from ranvier.block import HOOKS
 from ranvier.originals import object_contents as objects
 from ranvier.originals.object_contents import attributes, constants, container, is_foreign, is_of_user, is_per_stage
+from ranvier.originals.read_attributes import codes_in
 from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_values
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
 _WRAPPERS = (UserDict, UserList, ChainMap, Queue, WeakKeyDictionary, WeakValueDictionary)
@@ -91,61 +91,60 @@ class CodeReach:
         """Identity of a value -> the holders of it, None for a function, and its name there."""
         self._bound: set[int] = set()
         """Objects of which there are bound methods."""
-        self._own: dict[int, frozenset[str]] = {}
-        """Method -> names that it reads of its own object."""
-        self._elements: dict[str, set[tuple[Key, type | None]]] = {}
-        """Name -> keys of the elements that functions read of what has it, with the class that a function is a method
-        of."""
+        self._functions: dict[int, tuple[Uses, type | None]] = {}
+        """What each function reads and writes, and the class that it is a method of."""
         self._classes: dict[type, set[int]] = {}
         """Class -> methods that have objects of it as their own."""
         self._names: set[str] = set() if whole is None else set(whole._names)
         """Names in code that may run."""
-        self._methods: dict[str, list[_Link]] = {}
+        self._unnamed: dict[str, list[_Link]] = {}
         """Methods that nothing has named so far, by name."""
 
     def add(self, name: str, root: object) -> None:
         """The code of `root`, a block or a loss, with its name."""
-        waiting, found = deque[_Link](), list[Uses]()
-        if isinstance(root, nn.Module):
-            parts = list(root.named_modules(prefix=name))
-            new = [(path, part) for path, part in parts if id(part) not in self._seen]
-            self._seen |= {id(part): part for _, part in new}
-            self.found |= {id(part): Reached(path, part, True) for path, part in parts
-                           if (not is_foreign(type(part)) or _has_buffers(part)) and not is_per_stage(part)}
-            for path, part in new:
-                waiting.extend(self._linked(path, part))
-        else:
-            waiting.append(_Link(name, root))
+        num_known = len(self._functions)
+        waiting = deque(self._behind_parts(name, root) if isinstance(root, nn.Module) else [_Link(name, root)])
         while waiting:
             link = waiting.popleft()
-            value = link.value
             if link.bound is not None:
-                self._classes.setdefault(link.bound, set()).add(id(value))
-            if type(value) in _HOLD_NOTHING or id(value) in self._seen:
+                self._classes.setdefault(link.bound, set()).add(id(link.value))
+            if type(link.value) in _HOLD_NOTHING or id(link.value) in self._seen:
                 continue
-            if link.method is not None and not self._may_run(link.method):
-                self._methods.setdefault(link.method, []).append(link)
-                continue
-            self._seen[id(value)] = value
-            if is_per_stage(value):
-                self.per_stage.add(id(value))
-            elif _may_change(value):
-                self.found[id(value)] = Reached(link.path, value, False)
-            if isinstance(value, FunctionType) and not is_foreign(value):
-                code = value.__code__
-                uses = uses_of(code, code.co_varnames[0] if link.bound is not None and code.co_argcount else None)
-                self._own[id(value)] = uses.own
-                for read in uses.elements:
-                    self._elements.setdefault(read.name, set()).add((read.key, link.bound))
-                found.append(uses)
-                fresh = set(_names(code)) - self._names
-                self._names |= fresh
-                waiting.extend(one for name in fresh for one in self._methods.pop(name, ()))
-            elif isinstance(value, MethodType):
-                self._bound.add(id(value.__self__))
-                self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
-            waiting.extend(self._linked(link.path, value))
-        self.uses = Uses.of([self.uses, *found]) if found else self.uses
+            if link.method is None or self._may_run(link.method):
+                waiting.extend(self._reach(link))
+            else:
+                self._unnamed.setdefault(link.method, []).append(link)
+        if new := list(self._functions.values())[num_known:]:
+            self.uses = Uses.of([self.uses, *(uses for uses, _ in new)])
+
+    def _behind_parts(self, name: str, root: nn.Module) -> list[_Link]:
+        """All of a block's own modules are reached first."""
+        parts = list(root.named_modules(prefix=name))
+        new = [(path, part) for path, part in parts if id(part) not in self._seen]
+        self._seen |= {id(part): part for _, part in new}
+        self.found |= {id(part): Reached(path, part, True) for path, part in parts
+                       if (not is_foreign(type(part)) or _has_buffers(part)) and not is_per_stage(part)}
+        return [link for path, part in new for link in self._linked(path, part)]
+
+    def _reach(self, link: _Link) -> Iterator[_Link]:
+        """A new value: what lies behind it, and methods that it names."""
+        value = link.value
+        self._seen[id(value)] = value
+        if is_per_stage(value):
+            self.per_stage.add(id(value))
+        elif _may_change(value):
+            self.found[id(value)] = Reached(link.path, value, False)
+        if isinstance(value, FunctionType) and not is_foreign(value):
+            code = value.__code__
+            own = code.co_varnames[0] if link.bound is not None and code.co_argcount else None
+            self._functions[id(value)] = uses_of(code, own), link.bound
+            new = set(_names(code)) - self._names
+            self._names |= new
+            yield from (one for name in new for one in self._unnamed.pop(name, ()))
+        elif isinstance(value, MethodType):
+            self._bound.add(id(value.__self__))
+            self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
+        yield from self._linked(link.path, value)
 
     def has(self, identity: int) -> bool:
         """Whether code reaches this very object, a parameter, too."""
@@ -194,7 +193,8 @@ class CodeReach:
         for _, name, is_inside in self._holders(value):
             if name is None or is_inside or name in self.uses.whole:
                 return None
-            for key, kind in self._elements.get(name, ()):
+            for key, kind in {(one.key, kind) for uses, kind in self._functions.values() for one in uses.elements
+                              if one.name == name}:
                 found |= self._values_of(key, kind)
         is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
         return None if is_from_end and type(value) is list else found
@@ -225,7 +225,8 @@ class CodeReach:
         if isinstance(value, type):
             return self.uses.own
         return frozenset[str]().union(*(
-            self._own.get(method, ()) for kind in type(value).__mro__ for method in self._classes.get(kind, ())
+            self._functions[method][0].own for kind in type(value).__mro__ for method in self._classes.get(kind, ())
+            if method in self._functions
         )) if self.is_own(value) else frozenset()
 
     def names_of(self, value: Any) -> set[str]:
@@ -252,6 +253,15 @@ def reached_from(name: str, root: object) -> Iterator[Reached]:
     yield from reach.found.values()
 
 
+def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors among these, and buffers of modules, by name."""
+    for name, value, _ in found:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{name}.{leaf}", one) for leaf, one in value._buffers.items() if one is not None)
+
+
 def _may_change(value: object) -> bool:
     return (objects.is_whole(value) and not isinstance(value, tuple)) or is_of_user(value) or _has_buffers(value) or (
         isinstance(value, type | ModuleType) and not is_foreign(value)) or (
@@ -263,47 +273,52 @@ def _has_buffers(value: object) -> bool:
     return isinstance(value, nn.Module) and any(one is not None for one in value._buffers.values())
 
 
-def _next(path: str, value: Any) -> Iterator[_Link]:
+_BEHIND: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
+    (_WRAPPERS, lambda one: [inside for inside in attributes(one).values() if container(inside) is not None]),
+    (CellType | ContextVar, lambda one: [inside for _, inside in objects.contents(one)]),
+    (partial, lambda one: (one.func, *one.args, *one.keywords.values())),
+    (MethodType, lambda one: (one.__self__, one.__func__)),
+    (_Cached, lambda one: (one.__wrapped__,)))
+"""What has others without names."""
+
+
+def _next(path: str, value: Any) -> Iterable[_Link]:
     """The values that lie behind one."""
     if is_per_stage(value):
-        yield _Link(path, type(value))
-    elif isinstance(value, nn.Module):
-        own = attributes(value)
-        if not is_foreign(type(value)):
-            yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
-                        if name not in objects.OF_EVERY_MODULE)
-            yield _Link(path, type(value))
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
-        for kind in _HOOKS:
-            yield from (_Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
-                        for hook in own.get(kind, {}).values())
-    elif container(value) is not None:
-        inside = objects.elements_with_keys(value)
-        if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
-            yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
-                        for key, one in inside)
-        if isinstance(value, defaultdict):
-            yield _Link(path, value.default_factory)
-        if is_of_user(value):
-            yield from _of_object(path, value)
-    elif isinstance(value, _WRAPPERS):
-        yield from (_Link(path, one) for one in attributes(value).values() if container(one) is not None)
-    elif isinstance(value, ContextVar):
-        yield _Link(path, value.get(None))
-    elif isinstance(value, partial):
-        yield from (_Link(path, one) for one in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, MethodType):
-        yield from (_Link(path, one) for one in (value.__self__, value.__func__))
-    elif isinstance(value, CellType):
-        with suppress(ValueError):  # not assigned yet
-            yield _Link(path, value.cell_contents)
-    elif isinstance(value, FunctionType):
-        yield from _of_function(path, value)
-    elif isinstance(value, _Cached):
-        yield _Link(path, value.__wrapped__)
-    elif isinstance(value, type):
-        yield from _of_class(path, value)
-    elif is_of_user(value):
+        return [_Link(path, type(value))]
+    if isinstance(value, nn.Module):
+        return _of_module(path, value)
+    if container(value) is not None:
+        return _of_container(path, value)
+    for kind, inside in _BEHIND:
+        if isinstance(value, kind):
+            return [_Link(path, one) for one in inside(value)]
+    if isinstance(value, FunctionType):
+        return _of_function(path, value)
+    if isinstance(value, type):
+        return _of_class(path, value)
+    return _of_object(path, value) if is_of_user(value) else ()
+
+
+def _of_module(path: str, module: nn.Module) -> Iterator[_Link]:
+    own = attributes(module)
+    if not is_foreign(type(module)):
+        yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
+                    if name not in objects.OF_EVERY_MODULE)
+        yield _Link(path, type(module))
+    yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
+    for hook in (hook for kind in HOOKS for hook in own.get(kind, {}).values()):
+        yield _Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
+
+
+def _of_container(path: str, value: Any) -> Iterator[_Link]:
+    inside = objects.elements_with_keys(value)
+    if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
+        yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
+                    for key, one in inside)
+    if isinstance(value, defaultdict):
+        yield _Link(path, value.default_factory)
+    if is_of_user(value):
         yield from _of_object(path, value)
 
 
@@ -343,14 +358,14 @@ def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
 @lru_cache(maxsize=1 << 14)
 def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
     """What operations of these kinds name in a function: global variables, or modules."""
-    own = [one.argval for one in dis.get_instructions(code) if one.opname.endswith(kinds)]
-    return *own, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _variables(one, *kinds))
+    return tuple(one.argval for each in codes_in(code) for one in dis.get_instructions(each)
+                 if one.opname.endswith(kinds))
 
 
 @lru_cache(maxsize=1 << 14)
 def _names(code: CodeType) -> tuple[str, ...]:
     """Global variables and attributes that a function names."""
-    return *code.co_names, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one))
+    return tuple(name for each in codes_in(code) for name in each.co_names)
 
 
 def _of_class(path: str, kind: type) -> Iterator[_Link]:

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.originals.object_contents import entries_of, is_whole
 from ranvier.originals.same_memory import ByMemory
 from ranvier.plan.code_uses import Key
-from ranvier.plan.reached_objects import CodeReach, PlaceName, Reached
+from ranvier.plan.reached_objects import CodeReach, PlaceName, Reached, tensors_in
 
 
 class Element(NamedTuple):
@@ -94,25 +94,19 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
                 parameters.setdefault(one, set()).add(stages[name])
     memory = ByMemory((here, one) for one, here in parameters.items())
 
-    def reaches_others(stage: int, reach: CodeReach, roots: Iterable[object]) -> bool:
-        tensors = [one.value for one in reach.found.values() if isinstance(one.value, Tensor)]
-        tensors += [one for root in roots if isinstance(root, nn.Module) for one in root.buffers()]
+    def reaches_others(stage: int, reach: CodeReach) -> bool:
         return any(stage not in here and reach.has(identity) for identity, here in holders.items()) or any(
-            stage not in here for one in tensors for here in memory.over(one))
+            stage not in here for _, one in tensors_in(reach.found.values()) for here in memory.over(one))
 
-    found = set[str]()
-    for stage, whole in reaches.items():
-        roots: dict[str, object] = {name: one for name, one in modules.items() if stages[name] == stage}
-        if stage == max(reaches):
-            roots["loss"] = loss
-        if not reaches_others(stage, whole, roots.values()):
-            continue
-        for name, root in roots.items():
-            reach = CodeReach(whole)
-            reach.add(name, root)
-            if reaches_others(stage, reach, [root]):
-                found.add(name)
-    return frozenset(found)
+    def reach_of_one(name: str, root: object, whole: CodeReach) -> CodeReach:
+        reach = CodeReach(whole)
+        reach.add(name, root)
+        return reach
+
+    suspects = {stage: reach for stage, reach in reaches.items() if reaches_others(stage, reach)}
+    roots = [*((name, stages[name], one) for name, one in modules.items()), ("loss", max(reaches, default=0), loss)]
+    return frozenset(name for name, stage, root in roots if stage in suspects and reaches_others(
+        stage, reach_of_one(name, root, suspects[stage])))
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
