@@ -25,10 +25,11 @@ from torch.autograd.graph import Node
 from ranvier.errors import ModelError
 from ranvier.optim.step import refuse_closures
 from ranvier.originals.stand_in_tensors import StandIns
+from ranvier.pipeline.trained_elsewhere import gradient_state
 from ranvier.plan.reached_objects import CodeReach, tensors_in
 
 BATCHES_BY_VALUE = 2
-WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 class HeldParameters:
@@ -53,7 +54,7 @@ class HeldParameters:
         """The same when the last forward of the batch has run."""
         self._trains: list[bool] = []
         """Which of them train, at the last `adopt`."""
-        self._norms: list[Tensor] | None = None
+        self._norms: list[tuple[Tensor, Tensor]] = []
         """Of the held parameters that several replicas compute with, while the first batches run: writes through
         `parameter.data` leave the version counters as they are."""
         self._batches = 0
@@ -66,11 +67,8 @@ class HeldParameters:
     def begin(self) -> None:
         """A training batch begins, after `adopt`."""
         self._batches += 1
-        self._norms = self._norms_now() if self._replicas > 1 and self._batches <= BATCHES_BY_VALUE else None
-
-    def _norms_now(self) -> list[Tensor]:
-        return [norm_of(held) if type(held) is nn.Parameter and held.dtype in WITH_NORM else torch.zeros(())
-                for held in self._held.values()]
+        by_value = self._replicas > 1 and self._batches <= BATCHES_BY_VALUE
+        self._norms = with_norms(self._held.values() if by_value else ())
 
     def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
@@ -171,10 +169,9 @@ class HeldParameters:
     def check_kept(self) -> None:
         """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch, in a
         forward. With several replicas also for one that was written to."""
-        if self._trains != [held.requires_grad for held in self._held.values()]:
-            for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
-                if held.requires_grad != trained:
-                    raise _frozen_during_batch(f"{block}.{name}", held)
+        for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
+            if held.requires_grad != trained:
+                raise _frozen_during_batch(f"{block}.{name}", held)
         if self._replicas > 1:
             self._check_written()
         if self._as_they_were():
@@ -189,20 +186,15 @@ class HeldParameters:
         """ModelError where a parameter has been written to in a backward, by a hook that knows this replica's gradient
         alone, and a warning, once, where it was written to before, as by a forward that may know nothing but the
         parameter."""
-        now = self._norms and self._norms_now()
-        for number, ((block, name), held) in enumerate(self._held.items()):
-            before = self._versions[number]
-            after_forwards = self._after_forwards[number] if self._after_forwards else before
-            if held._version != after_forwards:
+        rewritten = set(of_other_norm(self._norms))
+        before_and_after = zip(self._versions, self._after_forwards or self._versions, strict=True)
+        for ((block, name), held), (before, after) in zip(self._held.items(), before_and_after, strict=True):
+            if held._version != after:
                 raise _error("parameter-changed-in-backward", block, name,
                              f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
                              "Give the engine the optimizer, which updates from the gradients of all replicas: "
                              "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
-            is_written = before != after_forwards
-            if now and self._norms and not is_written:
-                norm = self._norms[number]
-                is_written = bool((norm != now[number]) & (norm == norm))
-            if is_written and not self._warned:
+            if (before != after or held in rewritten) and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
@@ -239,16 +231,14 @@ class SteadyParameters:
 
     def note_values(self) -> None:
         """The first forward of a batch has run."""
-        tensors = [one for one in self._named if type(one) is nn.Parameter] + [
-            one for _, module in self._places for one in module._buffers.values() if type(one) is Tensor]
-        self._values = [(one, one._version, norm_of(one)) for one in tensors
-                        if one.dtype in WITH_NORM and one.layout is torch.strided and not one.is_inference()]
+        buffers = (one for _, module in self._places for one in module._buffers.values() if one is not None)
+        self._values = [(one, one._version, norm) for one, norm in with_norms((*self._named, *buffers))]
 
     def tell_torch(self, roots: Iterable[Node]) -> None:
         """Another forward has run before the first one's backward: tensors that it has changed without a new version,
         as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
         roots: of the graphs of all forwards under way, this one too."""
-        changed = _with_other_norm([(one, norm) for one, version, norm in self._values if one._version == version])
+        changed = of_other_norm([(one, norm) for one, version, norm in self._values if one._version == version])
         self._values = []
         if changed:
             _leave_out_statistics(roots)
@@ -258,7 +248,7 @@ class SteadyParameters:
 
     def note_buffers(self) -> None:
         self._buffers = self._buffers_now()
-        self._norms = [(one, norm_of(one)) for one in self._unnoticed.values()]
+        self._norms = with_norms(self._unnoticed.values())
 
     def _buffers_now(self) -> dict[str, tuple[Tensor, int]]:
         return {f"{place}.{name}": (one, one._version) for place, module in self._places
@@ -273,8 +263,8 @@ class SteadyParameters:
         if not backward:
             self._forward_changes.update(changed)
             return
-        rewritten = _with_other_norm(self._norms)
-        changed += [name for name, one in self._unnoticed.items() if any(one is other for other in rewritten)]
+        rewritten = set(of_other_norm(self._norms))
+        changed += [name for name, one in self._unnoticed.items() if one in rewritten]
         for name in changed:
             if name in self._forward_changes or name in self._unnoticed:
                 raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
@@ -304,18 +294,23 @@ class SteadyParameters:
                                         "to train to the loss.")
 
     def _now(self) -> list[tuple[bool, int, int]]:
-        return [(one.requires_grad, id(grad := one.grad), 0 if grad is None else grad._version) for one in self._named]
+        return list(map(gradient_state, self._named))
 
 
-def _with_other_norm(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Those of these tensors, each with its norm of before, whose norm is another now. The host waits once for each
-    device."""
+def with_norms(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each plain tensor of real numbers with its norm, for `of_other_norm`."""
+    return [(one, _norm(one)) for one in tensors if type(one) in (Tensor, nn.Parameter) and one.dtype in _WITH_NORM
+            and one.layout is torch.strided and not (one.is_meta or one.is_inference())]
+
+
+def of_other_norm(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Those of these tensors whose norm is another now. The host waits once for each device."""
     by_device = dict[torch.device, list[tuple[Tensor, Tensor]]]()
     for one, norm in before:
         by_device.setdefault(one.device, []).append((one, norm))
     found = list[Tensor]()
     for noted in by_device.values():
-        was, now = torch.stack([norm for _, norm in noted]), torch.stack([norm_of(one) for one, _ in noted])
+        was, now = torch.stack([norm for _, norm in noted]), torch.stack([_norm(one) for one, _ in noted])
         differs = ((was != now) & (was == was)).tolist()
         found += [one for (one, _), yes in zip(noted, differs, strict=True) if yes]
     return found
@@ -342,7 +337,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def norm_of(tensor: Tensor) -> Tensor:
+def _norm(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
     return norm

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranvier.block import State, carried, named
 from ranvier.errors import ModelError
-from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, WITH_NORM, norm_of
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, of_other_norm, with_norms
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
 from ranvier.tensor.remembered import Remembered
@@ -149,13 +149,12 @@ class Segment:
             with self._noted(before), _COMPUTED if kept is None else kept.recorded():
                 result = compute(carried(entering))
             then.forget_unmoved()
+            rewritten = set(of_other_norm(norms))
             for parameter, version in zip(self._parameters, weights, strict=True):
-                if parameter._version != version and not parameter.is_meta:
-                    moved.append(_Moved(parameter, parameter._version - version, self._value_of(parameter)))
-                elif parameter in norms and bool(norms[parameter] == norms[parameter]) and bool(
-                        norm_of(parameter) != norms[parameter]):
-                    moved.append(_Moved(parameter, 0, self._value_of(parameter)))
-                    self._written.add(parameter)
+                changes = parameter._version - version
+                if (changes or parameter in rewritten) and not parameter.is_meta:
+                    moved.append(_Moved(parameter, changes, self._value_of(parameter)))
+                    self._written |= set() if changes else {parameter}
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
@@ -177,13 +176,12 @@ class Segment:
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
                                         "or set `--memory.recompute none`.")
 
-    def _norms(self) -> dict[nn.Parameter, Tensor]:
+    def _norms(self) -> list[tuple[Tensor, Tensor]]:
         """Of the parameters that forwards have changed without a new version; in the first forwards of the first
         batches of all, which show whether forwards do so."""
         looks = not self._looked and self._num_batches <= BATCHES_BY_VALUE
         self._looked = True
-        return {one: norm_of(one) for one in (self._parameters if looks else self._written)
-                if type(one) is nn.Parameter and one.dtype in WITH_NORM and not one.is_meta}
+        return with_norms(self._parameters if looks else self._written)
 
     def _value_of(self, parameter: nn.Parameter) -> Tensor:
         """A copy, which runs that leave the same value share."""

@@ -9,7 +9,7 @@ or loss that reaches one of them, say by a list or a closure, gives its paramete
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ def _notes(module: nn.Module) -> list[_OldValues]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _OldValues)]
 
 
-def _use(parameter: nn.Parameter) -> tuple[bool, int, int]:
+def gradient_state(parameter: nn.Parameter) -> tuple[bool, int, int]:
     """Changes whenever something is added to the gradient of a parameter, or it is frozen or unfrozen."""
     grad = parameter.grad
     return parameter.requires_grad, id(grad), 0 if grad is None else grad._version
@@ -118,14 +118,13 @@ class TrainedElsewhere:
         """Name and parameter of each that this rank does not hold."""
         self.may_be_old = False
         """Whether other ranks may have values by now that this one has not."""
-        self._used: list[tuple[bool, int, int] | None] = []
-        """`_use` of each of these when the batch began; None of what is no more."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._copies: Mapping[nn.Parameter, Tensor] = {}
         self._num_updated = 0
-        self._of_no_block: list[nn.Parameter] = []
+        self._of_no_block: list[tuple[None, ref[nn.Parameter]]] = []
         """Parameters that the user's optimizer has, and no block."""
-        self._used_of_no_block: list[tuple[bool, int, int]] = []
+        self._at_start: list[tuple[str | None, ref[nn.Parameter], tuple[bool, int, int]]] = []
+        """`gradient_state` of all these when the batch began; None in place of a name of those of no block."""
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer | None, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """Whose parameters are looked at. copies: those that have the places of parameters in it."""
@@ -133,37 +132,33 @@ class TrainedElsewhere:
 
     def _look_at_optimizer(self) -> None:
         """What it updates, to which a program may add."""
-        groups, count = getattr(self._optimizer, "param_groups", ()), 0
-        for group in groups:
-            count += len(group["params"])
-        if count != self._num_updated:
+        updated = [one for group in getattr(self._optimizer, "param_groups", ()) for one in group["params"]]
+        if len(updated) != self._num_updated:
             known = self._here.union((id(one()) for _, one in self.others), map(id, self._copies.values()))
-            self._of_no_block = [one for group in groups for one in group["params"] if id(one) not in known]
-            self._num_updated = count
+            self._of_no_block = [(None, ref(one)) for one in updated if id(one) not in known]
+            self._num_updated = len(updated)
 
     def begin(self) -> None:
         """A training batch begins."""
         self.may_be_old = True
         self._look_at_optimizer()
-        self._used = [None if (held := one()) is None else _use(held) for _, one in self.others]
-        self._used_of_no_block = [_use(one) for one in self._of_no_block]
+        self._at_start = [(name, one, gradient_state(held)) for name, one in (*self.others, *self._of_no_block)
+                          if (held := one()) is not None]
 
-    def check_of_no_block(self) -> None:
-        """ModelError where the batch has given a gradient to a parameter that the optimizer updates and no block has:
-        it is of the sum of this rank's losses."""
-        for one, before in zip(self._of_no_block, self._used_of_no_block, strict=True):
-            if _use(one) != before:
+    def reached(self) -> Iterator[str]:
+        """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here.
+        ModelError for one that the optimizer updates and no block has: it is of the sum of this rank's losses."""
+        for name, one, before in self._at_start:
+            if (held := one()) is None or gradient_state(held) == before:
+                continue
+            if name is None:
                 raise ModelError("has a parameter that no block has, and the batch gives it a gradient, which is "
                                  "neither summed over replicas nor divided by the weight of the batch",
-                                 code="parameter-of-no-block", where="optimizer", value=tuple(one.shape),
+                                 code="parameter-of-no-block", where="optimizer", value=tuple(held.shape),
                                  remedy="Make it an attribute of a block, or of a loss that is a module, and give the "
                                         "optimizer its argument alone: optimizer=lambda parameters: "
                                         "torch.optim.AdamW(parameters).")
-
-    def reached(self) -> list[str]:
-        """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here."""
-        return [name for (name, one), before in zip(self.others, self._used, strict=True)
-                if (held := one()) is not None and _use(held) != before]
+            yield name
 
     def check_start(self) -> None:
         """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""

@@ -69,7 +69,6 @@ class UsersChanges:
         self._held.check_kept()
         for name in (*self._elsewhere.reached(), *self._gradients.late()):
             raise used_from_outside(self._name(name))
-        self._elsewhere.check_of_no_block()
         self._buffers.check()
 
     def _name(self, name: str) -> str:
