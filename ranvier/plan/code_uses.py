@@ -31,6 +31,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from itertools import chain
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -125,35 +126,33 @@ class _Function(FunctionTree):
     """One function, with its uses."""
 
     def uses(self) -> Uses:
-        found: dict[str, set[Any]] = {one.name: set() for one in fields(Uses)}
-        for node in self._places:
-            name, is_own = self._name(node), self._is_own(node)
-            found["reads_any"] |= {name} & _READS_ANY
-            found["stores_any"] |= {name} & _STORES_ANY
-            if isinstance(node.ctx, ast.Load):
-                if isinstance(node, ast.Name) and name in self._locals:
-                    continue
-                how = self._change(node) or ("accumulates" if self._flows_back(node) else None)
-                if how is not None:
-                    found["stores"].add(name)
-                elif not self._is_fresh(node):
-                    found["called" if self._call(node) else "own" if is_own else "others"].add(name)
-                    key = self._element(node)
-                    found["whole" if key is None else "elements"].add(name if key is None else ElementRead(name, key))
-                if how == "accumulates" or self._is_stored_later(node):
-                    found["accumulates"].add(name)
-        found["stores"].update(one.name for one in self._stores if one.place not in self._locals)
-        for node in self._numbers:
-            match node:
-                case ast.Name(id=by) if by in trees.BY_NAME:  # with a name that is computed
-                    found["stores_any" if by in ("setattr", "delattr") else "reads_any"].add(by)
-                case ast.ImportFrom():
-                    for kind in ("others", "whole"):
-                        found[kind].update(one.name for one in node.names)
-                case ast.MatchClass():
-                    found["reads_any"].add(node)
-        return Uses(**{name: bool(one) if name.endswith("_any") else frozenset(one)  # type: ignore[arg-type]
-                       for name, one in found.items()})
+        names = {self._name(node) for node in self._places}
+        computed = {node.id for node in self._places if isinstance(node, ast.Name)} & trees.BY_NAME
+        reads_any = names & _READS_ANY or computed & {"getattr", "hasattr"} or any(
+            isinstance(node, ast.MatchClass) for node in self._numbers)
+        stored = ((one.name, "stores") for one in self._stores if one.place not in self._locals)
+        found: dict[str, set[Any]] = {}
+        for what, kind in chain(stored, *map(self._uses_of_node, self._numbers)):
+            found.setdefault(kind, set()).add(what)
+        return Uses(**{kind: frozenset(one) for kind, one in found.items()}, reads_any=bool(reads_any),
+                    stores_any=bool(names & _STORES_ANY or computed & {"setattr", "delattr"}))
+
+    def _uses_of_node(self, node: Any) -> Iterator[tuple[Any, str]]:
+        """Names, and the fields of `Uses` that have them."""
+        if isinstance(node, ast.ImportFrom):
+            yield from ((one.name, kind) for one in node.names for kind in ("others", "whole"))
+        if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or (
+                isinstance(node, ast.Name) and node.id in self._locals):
+            return
+        name, how = self._name(node), self._change(node) or ("accumulates" if self._flows_back(node) else None)
+        if how is not None:
+            yield name, "stores"
+        elif not self._is_fresh(node):
+            yield name, "called" if self._call(node) else "own" if self._is_own(node) else "others"
+            key = self._element(node)
+            yield (name, "whole") if key is None else (ElementRead(name, key), "elements")
+        if how == "accumulates" or self._is_stored_later(node):
+            yield name, "accumulates"
 
     # ------------------------------------------------------------------ what is done with a value
 
@@ -259,28 +258,35 @@ class _Function(FunctionTree):
     def _has_effects(self, branch: Any, mark: Store) -> bool:
         """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
         else, or uses variables or objects that have been changed there. mark: the store."""
+        if isinstance(branch, ast.IfExp | ast.BoolOp):
+            return True
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
         stores = [one for one in self._stores if one.node in inside]
         local = {one.place for one in stores if one.place in self._locals}
-        changed = local - {name for name in self._kept if all(
+        changed = {name for name in local if name not in self._kept or not all(
             trees.place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
             for one in self._stores if one.place == name)}
-        returns = [one.value for one in self._numbers if isinstance(one, ast.Return)]
-        texts = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), "" if one is None else ast.unparse(one))
-                 for one in returns}
-        if isinstance(branch, ast.IfExp | ast.BoolOp) or any(
-                isinstance(one, ast.Yield | ast.Break | ast.Continue) for one in inside):
-            return True
-        if any(isinstance(one, ast.Return) for one in inside) and (len(texts) > 1 or not changed.isdisjoint(
-                one for text in texts for one in _VARIABLE.findall(text))):
-            return True
         last = max(self._numbers[one] for one in inside if one in self._numbers)
         of_mark = mark.place.rpartition(".")[0] or mark.place
-        return any(one not in inside and not self._is_set(one, last) for one in self._loads(changed)) or any(
-            root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
-            for root, text in _changed(inside)) or any(
+        is_used_later = any(one not in inside and not self._is_set(one, last) for one in self._loads(changed))
+        changes_another_object = any(root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
+                                     for root, text in _changed(inside))
+        stores_another_value = any(
             one.place == other.place and _text(one) != _text(other) and other.node not in inside
             for one in stores if one.place not in self._locals for other in self._stores)
+        return is_used_later or changes_another_object or stores_another_value or self._leaves(inside, changed)
+
+    def _leaves(self, inside: set[Any], changed: set[str]) -> bool:
+        """Whether a branch yields, leaves a loop, or returns something else than the function does elsewhere. changed:
+        local variables that it changes."""
+        kinds = {type(one) for one in inside}
+        if not kinds.isdisjoint((ast.Yield, ast.Break, ast.Continue)):
+            return True
+        if ast.Return not in kinds:
+            return False
+        returned = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), ast.unparse(one.value or ast.Pass()))
+                    for one in self._numbers if isinstance(one, ast.Return)}
+        return len(returned) > 1 or not changed.isdisjoint(one for text in returned for one in _VARIABLE.findall(text))
 
     @cached_property
     def _kept(self) -> dict[str, str]:
