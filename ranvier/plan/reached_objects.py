@@ -138,9 +138,9 @@ class CodeReach:
             code = value.__code__
             own = code.co_varnames[0] if link.bound is not None and code.co_argcount else None
             self._functions[id(value)] = uses_of(code, own), link.bound
-            new = set(_names(code)) - self._names
-            self._names |= new
-            yield from (one for name in new for one in self._unnamed.pop(name, ()))
+            names = _names(code)
+            self._names.update(names)
+            yield from (one for name in names for one in self._unnamed.pop(name, ()))  # in one order on all ranks
         elif isinstance(value, MethodType):
             self._bound.add(id(value.__self__))
             self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))

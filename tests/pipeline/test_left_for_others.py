@@ -452,6 +452,15 @@ class Registered(nn.Module):
         return x if x is not None else nn.Embedding.__init__
 
 
+def test_ranks_find_objects_in_one_order_whatever_numbers_names_hash_to():
+    """Methods that nothing names yet wait until something does. Ranks number what they find, and compare it."""
+    kept = {f"step{number}": [number] for number in range(12)}
+    steps = type("Steps", (), {name: lambda self, found=found: found for name, found in kept.items()})()
+    names_them = [[[eval(f"lambda one: ({','.join(f'one.{name}' for name in kept)})")]]]
+    found = [one.value for one in reached_from("loss", lambda y, t: (steps, names_them))]
+    assert [one for one in found if one in kept.values()] == list(kept.values())
+
+
 def test_constructors_of_what_there_is_already_are_not_followed():
     assert all(one.value is not REGISTERED for one in reached_from("block", Registered()))
 
