@@ -76,21 +76,27 @@ def _batch_size(*trees: object) -> int:
     leaves = [[tree] if isinstance(tree, Tensor) else tree_leaves(tree, is_leaf=_is_list_of_values) for tree in trees]
     tensors = [[leaf for leaf in of_tree if isinstance(leaf, Tensor)] for of_tree in leaves]
     sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
-    whole = [tree for tree, found in zip(trees, tensors, strict=True)
-             if isinstance(tree, (list, tuple)) and tree and not found]
-    others = (leaf for of_tree in leaves for leaf in of_tree if leaf is not None and not isinstance(leaf, Tensor))
-    for one in (*whole, *others):
-        held = one.values() if isinstance(one, Mapping) else getattr(one, "__dict__", {}).values()
-        if (any(one is tree for tree in whole) or (isinstance(one, list) and {len(one)} == sizes)
-                or getattr(one, "shape", None) or any(isinstance(value, Tensor) for value in held)):
-            raise ModelError("is not a tensor, and cannot be cut into microbatches", code="batch-of-arrays",
-                             where="microbatches(inputs, targets)", value=type(one).__name__,
-                             remedy="Pass torch.from_numpy(array), torch.as_tensor(values), or a dict of tensors.")
+    others: list[object] = [tree for tree, found in zip(trees, tensors, strict=True)
+                            if isinstance(tree, (list, tuple)) and tree and not found]
+    others += [leaf for of_tree in leaves for leaf in of_tree if _has_samples(leaf, sizes)]
+    if others:
+        raise ModelError("is not a tensor, and cannot be cut into microbatches", code="batch-of-arrays",
+                         where="microbatches(inputs, targets)", value=type(others[0]).__name__,
+                         remedy="Pass torch.from_numpy(array), torch.as_tensor(values), or a dict of tensors.")
     if len(sizes) != 1 or None in sizes:
         raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",
                          where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),
                          remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
     return sizes.pop() or 0
+
+
+def _has_samples(leaf: object, sizes: set[int | None]) -> bool:
+    """Whether it has values of each sample, as an array, a list or an object with tensors has. sizes: of dim 0."""
+    if leaf is None or isinstance(leaf, Tensor):
+        return False
+    held = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
+    return (isinstance(leaf, list) and {len(leaf)} == sizes) or bool(getattr(leaf, "shape", None)) or any(
+        isinstance(value, Tensor) for value in held)
 
 
 def _is_list_of_values(tree: object) -> bool:

@@ -261,12 +261,7 @@ class Stage:
         for read in read_attributes_of(module for _, _, module in self.blocks) if number == 0 else ():
             read.check_after_forward()
         if self._is_watched:
-            self._steady.check()
-            if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
-                self._steady.note_values()
-            elif self._overlaps:
-                under_way = [root.node for graph in self._graphs.values() for root in graph.roots.values()]
-                self._steady.tell_torch(under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
+            self._look_at_parameters(number, outputs)
         if self._left is not None:
             self._left.check(last=number == self._last_number)
         sent: dict[str, Tensor] = {}
@@ -286,6 +281,15 @@ class Stage:
         if kept := bool(roots or leaves):
             self._graphs[number] = _Graph(leaves, roots, outputs[""].dtype if self._loss is not None else None)
         return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
+
+    def _look_at_parameters(self, number: int, outputs: Mapping[str, Tensor]) -> None:
+        """The forward of a microbatch has run, and its backward has not."""
+        self._steady.check()
+        if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
+            self._steady.note_values()
+        elif self._overlaps:
+            under_way = [root.node for graph in self._graphs.values() for root in graph.roots.values()]
+            self._steady.tell_torch(under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
 
     def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
         """Contexts in which forwards or backwards run, beside a mode of autograd."""
@@ -369,13 +373,8 @@ class Stage:
                     raise
                 except (Exception, SystemExit) as error:
                     _note(error, f"block {name}, forward of microbatch {number}")
-                    if isinstance(state, dict) and isinstance(error, (AttributeError, TypeError)):
-                        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a "
-                                       "module that takes tensors put one with the line: def forward(self, state): "
-                                       "return self.module(**state)")
-                    elif isinstance(error, (AttributeError, TypeError)) and (hint := wrapping_hint(state)) is not None:
-                        error.add_note(f"the block was given a {type(state).__name__}, which the block before it has "
-                                       f"returned. If that is no block of yours: {hint}")
+                    if isinstance(error, (AttributeError, TypeError)):
+                        _note_state(error, state)
                     raise
                 finally:
                     if self._mesh is not None:
@@ -545,3 +544,13 @@ def _note(error: BaseException, where: str) -> None:
         raise ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
                          value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.") from error
     error.add_note(f"in {where}")
+
+
+def _note_state(error: BaseException, state: State) -> None:
+    """Say what a block was given that may not fit."""
+    if isinstance(state, dict):
+        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a module that "
+                       "takes tensors put one with the line: def forward(self, state): return self.module(**state)")
+    elif (hint := wrapping_hint(state)) is not None:
+        error.add_note(f"the block was given a {type(state).__name__}, which the block before it has returned. If that "
+                       f"is no block of yours: {hint}")

@@ -153,82 +153,87 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
     first block that does not take what the block before it returns, or the loss (which is not run for CUDA, where its
     kernels are not those of the meta device).
     """
-    state, costs, before, trains = _to_meta(inputs), [], "the inputs", False
+    state, before, trains, costs = _to_meta(inputs), "the inputs", False, list[BlockCost]()
     shapes = _shapes(state)
     known: dict[object, tuple[BlockCost, State, tuple[object, ...]]] = {}
-    borrowed = {name for group in model.tied for name in group[1:]}
     for name, build in model.blocks.items():
         alike = model.alike.get(name, name), trains, shapes
-        if alike in known:
-            cost, state, shapes = known[alike]
-            costs.append(replace(cost, name=name))
-            trains |= cost.num_trainable > 0
-            before = f"what block {name} returns"
-            continue
-        with meta_device():
-            module = build()
-        tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
-        entered, arrived, arrived_trains = _state_bytes(state), state, trains
-        trains |= any(tensor.requires_grad for tensor in tensors.values())
-        try:
-            count, products = _count_of(module, tensors), _Float8Products()
-            kept, found = KeptBytes(tensors.values(), count.saved), count.kept_outputs
-            entered_state = _as_leaves(arrived, arrived_trains)  # which the block may change
-            with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
-                  like_panels_once(module, count),
-                  products if counting.float8 else nullcontext(), count.chains(counting)):
-                state = functional_call(module, tensors, (entered_state,), tie_weights=False)
-            memory = count
-            if counting.has_scores:
-                memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
-                with torch.enable_grad(), kept, memory, like_panels_once(module, memory):
-                    functional_call(module, tensors, (_as_leaves(arrived, arrived_trains),), tie_weights=False)
-        except ModelError:
-            raise
-        except Exception as error:
-            raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
-                             code="block-refuses-input", where=f"block {name}",
-                             remedy="Make its forward take and return the carried state, or choose sizes that it "
-                                    "supports." + _hint(entered_state)) from error
-        outputs = named(state, f"block {name}")
-        masks = [] if counting.on_cuda or counting.compiles else kept.masks  # numbers there, made from int64 and fp64
-        more = (dtype.itemsize - 1) * sum(masks)
-        drops = (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
-        share, defers = _weights_of(module, count)
-        weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered // 8)
-        costs.append(BlockCost(
-            name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=max(memory.allocated, drops),
-            kernels=kernels.run_kernels(count, state, counting, dtype.itemsize), number_bytes=dtype.itemsize,
-            num_repeated=kernels.num_repeated(count, counting, dtype.itemsize),
-            kept_bytes=(stored := kernels.kept_bytes(memory, kept.storages, counting) + more),
-            operand_bytes=min(stored, kept.count_of(memory.operands())),
-            input_bytes=entered, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
-            weight_elements=weight, table_elements=table,
-            float8_products=tuple(products.found), repeated=count.repeated(
-                counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
-                inside_bytes=kept.count_without([*found.tensors, *_tensors(entered_state)]) + more),
-            num_parameters=sum(p.numel() for p in module.parameters()),
-            num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
-            num_owned=sum(p.numel() for key, p in module.named_parameters()
-                          if p.requires_grad and f"{name}.{key}" not in borrowed)))
-        shapes = _shapes(state)
-        known[alike] = costs[-1], state, shapes
+        if alike not in known:
+            with meta_device():
+                module = build()
+            cost, state = _count_block(model, name, module, state, trains, before, dtype, counting)
+            known[alike] = cost, state, _shapes(state)
+        cost, state, shapes = known[alike]
+        costs.append(replace(cost, name=name))
+        trains |= cost.num_trainable > 0
         before = f"what block {name} returns"
     if targets is not None:
-        targets, kept = _to_meta(targets), KeptBytes(())
-        with kernels.KernelCount() as count, kept:
-            if not counting.on_cuda:
-                check_loss(model, state, targets, dtype)
-        costs[-1] = replace(
-            costs[-1], kernels=(*costs[-1].kernels, *kernels.loss_kernels(count, state, counting)),
-            loss_bytes=max(costs[-1].output_bytes, kept.count),
-            allocated_bytes=_allocated_with_loss(costs[-1], count.allocated, model.loss, state, counting))
+        costs[-1] = _with_loss(costs[-1], model, state, _to_meta(targets), dtype, counting)
     if counting.float8:
         in_float8 = {id(cost.kernels): kernels.float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
         costs[1:-1] = [replace(
             cost, kernels=in_float8[id(cost.kernels)], num_repeated=None if cost.num_repeated is None else len(
                 kernels.float8_kernels(cost.kernels[:cost.num_repeated], counting))) for cost in costs[1:-1]]
     return costs
+
+
+def _count_block(model: Model, name: str, module: nn.Module, state: State, trains: bool, before: str,
+                 dtype: torch.dtype, counting: kernels.Counting) -> tuple[BlockCost, State]:
+    """The cost of one block, and what it returns. trains: whether something before it does. before: what `state` is."""
+    tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
+    count, products = _count_of(module, tensors), _Float8Products()
+    memory, kept, found = count, KeptBytes(tensors.values(), count.saved), count.kept_outputs
+    entered = _as_leaves(state, trains)  # which the block may change
+    try:
+        with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
+              like_panels_once(module, count),
+              products if counting.float8 else nullcontext(), count.chains(counting)):
+            returned = functional_call(module, tensors, (entered,), tie_weights=False)
+        if counting.has_scores:
+            memory, kept = _count_of(module, tensors), KeptBytes(tensors.values())
+            with torch.enable_grad(), kept, memory, like_panels_once(module, memory):
+                functional_call(module, tensors, (_as_leaves(state, trains),), tie_weights=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"does not take {before}: {type(error).__name__}: {error}",
+                         code="block-refuses-input", where=f"block {name}",
+                         remedy="Make its forward take and return the carried state, or choose sizes that it "
+                                "supports." + _hint(entered)) from error
+    outputs, entered_bytes = named(returned, f"block {name}"), _state_bytes(state)
+    makes_masks = not (counting.on_cuda or counting.compiles)  # numbers there, made from int64 and fp64
+    masks = kept.masks if makes_masks else []
+    more = (dtype.itemsize - 1) * sum(masks)
+    drops = (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
+    share, defers = _weights_of(module, count)
+    weight, table = _largest_weights(module, entered_bytes // 8 if makes_masks else 0)
+    borrowed = {other for group in model.tied for other in group[1:]}
+    stored = kernels.kept_bytes(memory, kept.storages, counting) + more
+    return BlockCost(
+        name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=max(memory.allocated, drops),
+        kernels=kernels.run_kernels(count, returned, counting, dtype.itemsize), number_bytes=dtype.itemsize,
+        num_repeated=kernels.num_repeated(count, counting, dtype.itemsize), kept_bytes=stored,
+        operand_bytes=min(stored, kept.count_of(memory.operands())),
+        input_bytes=entered_bytes, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
+        weight_elements=weight, table_elements=table, float8_products=tuple(products.found), repeated=count.repeated(
+            counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
+            inside_bytes=kept.count_without([*found.tensors, *_tensors(entered)]) + more),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        num_owned=sum(p.numel() for key, p in module.named_parameters()
+                      if p.requires_grad and f"{name}.{key}" not in borrowed)), returned
+
+
+def _with_loss(last: BlockCost, model: Model, state: State, targets: object, dtype: torch.dtype,
+               counting: kernels.Counting) -> BlockCost:
+    """The cost of the last block, with the loss behind it."""
+    kept = KeptBytes(())
+    with kernels.KernelCount() as count, kept:
+        if not counting.on_cuda:
+            check_loss(model, state, targets, dtype)
+    return replace(last, kernels=(*last.kernels, *kernels.loss_kernels(count, state, counting)),
+                   loss_bytes=max(last.output_bytes, kept.count),
+                   allocated_bytes=_allocated_with_loss(last, count.allocated, model.loss, state, counting))
 
 
 def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: kernels.Counting

@@ -7,7 +7,7 @@ The backward of an nn.Linear returns the input's gradient and queues the product
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -272,31 +272,25 @@ class DeferringForwards:
     def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
                  in_float8: Collection[nn.Module] = (), *, may_wait: bool = True,
                  tables: Collection[nn.Parameter] = ()) -> None:
-        modules = list(dict.fromkeys(module for block in blocks for module in block.modules()))
-        plain = {module for module in modules if _PlainForward.takes(module)}
-        elsewhere = {parameter for module in (*(m for block in others for m in block.modules()),
-                                              *(module for module in modules
-                                                if not (module in plain or isinstance(module, SplitLinear))))
-                     for parameter in module.parameters(recurse=False)}
-        free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
-        ours = {inner for module in modules if isinstance(module, Layer) for inner in module.modules()}
+        inside, beside = list(dict.fromkeys(_modules(blocks))), list(_modules(others))
+        plain = {module for module in (*inside, *beside) if _PlainForward.takes(module)}
+        by_autograd = [module for module in inside if not (module in plain or isinstance(module, SplitLinear))]
+        elsewhere = set(_own_parameters((*beside, *by_autograd)))
+        free = {module: None for module in inside if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        waiting = plain if may_wait else plain.intersection((*in_float8, *_modules(
+            module for module in inside if isinstance(module, Layer))))
         self._gradients = gradients
         self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
-                          for module in free if module in plain
-                          and (may_wait or module in ours or module in in_float8)}
-        self.float8_forwards = {module: _Float8Forward(module) for block in (*blocks, *others)
-                                for module in block.modules() if module in in_float8 and module not in self._forwards
-                                and _PlainForward.takes(module)}
+                          for module in free if module in waiting}
+        self.float8_forwards = {module: _Float8Forward(module) for module in (*inside, *beside)
+                                if module in in_float8 and module in plain and module not in self._forwards}
         """Forwards of the layers whose products are in float8 and not queued."""
-        lookups = {module: _LookupForward(module, gradients) for block in (*blocks, *others)
-                   for module in block.modules()
+        lookups = {module: _LookupForward(module, gradients) for module in (*inside, *beside)
                    if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
         self._installed: list[tuple[nn.Module, _PlainForward]] = [
             *self._forwards.items(), *self.float8_forwards.items(), *lookups.items()]
-        self._split = [module for block in (*blocks, *others) for module in block.modules()
-                       if isinstance(module, SplitLinear)]
-        holders = Counter(parameter for module in modules + [m for block in others for m in block.modules()]
-                          for parameter in module.parameters(recurse=False))
+        self._split = [module for module in (*inside, *beside) if isinstance(module, SplitLinear)]
+        holders = Counter(_own_parameters((*inside, *beside)))
         for module in self._split:
             module.may_wait = module in free
             module.has_own_weights = all(holders[weight] == 1 for weight in module.weights)
@@ -324,6 +318,14 @@ class DeferringForwards:
                 del module.__dict__[slot]
         for layer in self._split:
             layer.weight_gradients = None
+
+
+def _modules(blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    return (module for block in blocks for module in block.modules())
+
+
+def _own_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    return (parameter for module in modules for parameter in module.parameters(recurse=False))
 
 
 # --- lookup tables ----------------------------------------------------------------------------------------------------
