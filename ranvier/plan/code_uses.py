@@ -94,6 +94,11 @@ class Uses:
                                   for name, each in found.items()}
         return cls(**merged)
 
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """Names that are written, and never from what they were."""
+        return self.stores - self.accumulates
+
     def reads(self, name: str) -> bool:
         """Whether some attribute, global or closure variable of this name is read, and not only called."""
         return self.reads_any or name in self.own or name in self.others

@@ -17,7 +17,7 @@ all have the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -117,59 +117,44 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
             stages.setdefault(identity, []).append(stage)
     names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     several = [(identity, here) for identity, here in stages.items() if len(here) > 1]
-    known: dict[object, list[_Use]] = {}
     return tuple(SharedPlace(stage=use.stage, at=names[use.stage][identity], other=names[use.other][identity].path,
-                             number=number, stages=tuple(here), read=frozenset(use.readers), agreed=use.agreed,
-                             keys=use.keys)
+                             number=number, stages=tuple(here), read=use.read, agreed=use.agreed, keys=use.keys)
                  for number, (identity, here) in enumerate(several)
-                 for use in _uses(identity, {stage: reaches[stage] for stage in here}, known))
+                 for use in _uses(identity, {stage: reaches[stage] for stage in here}))
 
 
 class _Use(NamedTuple):
-    """What a stage may write of a place. readers: by what they read. The others are as in `SharedPlace`."""
+    """What a stage may write of a place. other: the first stage that reads it. The others are as in `SharedPlace`."""
 
     stage: int
-    readers: Mapping[Entry, Sequence[int]]
+    other: int
+    read: frozenset[Entry]
     agreed: frozenset[Entry]
     keys: frozenset[Key] | None
 
-    @property
-    def other(self) -> int:
-        return min(map(min, self.readers.values()))
 
-
-def _uses(identity: int, reaches: Mapping[int, CodeReach], known: dict[object, list[_Use]]) -> list[_Use]:
-    """Those of the stages that may write there. known: of places that are used alike, of which there are many."""
+def _uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
+    """Those of the stages that may write there."""
     found = {stage: reach.found[identity] for stage, reach in reaches.items()}
     value = next(iter(found.values())).value
-    stores = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
-    key = identity if is_whole(value) else (type(value), _buffers(value), _callable(value, stores), *(
-        (stage, one.is_part, reaches[stage].is_own(value)) for stage, one in found.items()))
-    if key not in known:
-        known[key] = list(_uses_of_one(found, reaches, stores))
-    return known[key]
-
-
-def _uses_of_one(found: Mapping[int, Reached], reaches: Mapping[int, CodeReach], names: frozenset[str]
-                 ) -> Iterator[_Use]:
-    value = next(iter(found.values())).value
+    names = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
     any_writers = frozenset[int]()
     if not is_whole(value) and not isinstance(value, type | FunctionType | ModuleType):
         any_writers = frozenset(stage for stage, reach in reaches.items() if reach.uses.stores_any)
         names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for reach in reaches.values()
                               if any_writers and not reach.uses.reads_any))
     reading = {stage: frozenset(_read(reach, found[stage], names)) for stage, reach in reaches.items()}
-    entries, buffers = frozenset[Entry]().union(*reading.values()), _buffers(value)
+    making = {stage: _made(reach, value, any_name=stage in any_writers) for stage, reach in reaches.items()}
     for stage, reach in reaches.items():
-        written = entries if stage in any_writers else entries & {None, *reach.uses.stores, *buffers}
-        readers = {entry: others for entry in written
-                   if (others := [one for one in reaches if one != stage and entry in reading[one]])}
-        if readers:
-            keys = [reaches[one].keys_read(value) for one in readers.get(None, ())] or [None]
-            agreed = frozenset(entry for entry, others in readers.items() if all(
-                one in any_writers if entry == ANY_NAME else _makes(reaches[one], value, entry)
-                for one in (stage, *others)))
-            yield _Use(stage, readers, agreed, None if None in keys else frozenset[Key]().union(*filter(None, keys)))
+        others = {other: entries if stage in any_writers else entries & {None, *reach.uses.stores, *_buffers(value)}
+                  for other, entries in reading.items() if other != stage}
+        others = {other: entries for other, entries in others.items() if entries}
+        if others:
+            read = frozenset[Entry]().union(*others.values())
+            agreed = (read & making[stage]).difference(*(entries - making[other] for other, entries in others.items()))
+            keys = [reaches[other].keys_read(value) for other, entries in others.items() if None in entries] or [None]
+            yield _Use(stage, min(others), read, agreed,
+                       None if None in keys else frozenset[Key]().union(*filter(None, keys)))
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
@@ -194,7 +179,7 @@ def _buffers(value: object) -> frozenset[str]:
     return frozenset(value._buffers) if isinstance(value, nn.Module) else frozenset()
 
 
-def _makes(reach: CodeReach, value: object, entry: Entry) -> bool:
-    """Whether a stage writes an entry by itself, and not by changing what it finds there."""
-    names = {entry} if entry is not None else reach.names_of(value)
-    return all(name in reach.uses.stores and name not in reach.uses.accumulates for name in names)
+def _made(reach: CodeReach, value: object, *, any_name: bool) -> frozenset[Entry]:
+    """The entries that a stage writes by itself, and not by changing what it finds there."""
+    made = reach.uses.made
+    return made.union([None] if made.issuperset(reach.names_of(value)) else (), [ANY_NAME] if any_name else ())
