@@ -12,7 +12,7 @@ adds to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from weakref import ref
 
@@ -44,50 +44,47 @@ class StandIns:
     def follow(self) -> None:
         """Put replaced parameters into the stand-ins, too, and copy the values of buffers that have been written.
         ModelError for a buffer of another shape."""
-        for original, stand_in, noted in self._present():
-            for name, known in noted.items():
-                now, mine = _tensor(original, name), _tensor(stand_in, name)
-                if now is None or mine is None or now is mine:
-                    continue
-                if isinstance(now, nn.Parameter):
-                    if not known.original.is_same(now):
-                        setattr(stand_in, name, now)
-                    continue
-                if known.original.is_unchanged(now):
-                    continue
-                if now.shape != mine.shape:
-                    raise ModelError(f"was replaced by one of shape {tuple(now.shape)}, and its block has "
-                                     f"{tuple(mine.shape)}", code="buffer-replaced-by-other-shape",
-                                     where=f"buffer {name} of {type(original).__name__}",
-                                     remedy="Give a value of the same shape, or build blocks and engine again.")
-                with torch.no_grad():
-                    mine.copy_(now)
-                noted[name] = _Noted(_Seen.of(now), _Seen.of(mine))
+        for original, stand_in, name, noted, now, mine in self._tensors():
+            seen, _ = noted[name]
+            if isinstance(now, nn.Parameter) and now is not mine and seen.tensor() is not now:
+                setattr(stand_in, name, now)
+            if isinstance(now, nn.Parameter) or now is mine or (
+                    seen.tensor() is now and seen.version == _version(now)):
+                continue
+            if now.shape != mine.shape:
+                raise ModelError(f"was replaced by one of shape {tuple(now.shape)}, and its block has "
+                                 f"{tuple(mine.shape)}", code="buffer-replaced-by-other-shape",
+                                 where=f"buffer {name} of {type(original).__name__}",
+                                 remedy="Give a value of the same shape, or build blocks and engine again.")
+            with torch.no_grad():
+                mine.copy_(now)
+            noted[name] = _Seen.of(now), _Seen.of(mine)
 
     def settle(self, given: set[tuple[nn.Module, str]]) -> None:
         """The stand-ins have their own parameters again, with the new values: originals get these, and the values of
         buffers that blocks have changed. given: originals and names of buffers that another stand-in has given, which
         this one follows next."""
-        for original, stand_in, noted in self._present():
-            for name, known in noted.items():
-                now, mine = _tensor(original, name), _tensor(stand_in, name)
-                if now is None or mine is None:
+        for original, _, name, noted, now, mine in self._tensors():
+            before, seen = noted[name]
+            if isinstance(now, nn.Parameter):
+                if before.tensor() is not now:
+                    setattr(original, name, mine)
+                    now = mine
+            elif now is not mine and (seen.tensor() is not mine or seen.version != _version(mine)):
+                if (original, name) in given:
                     continue
-                if isinstance(now, nn.Parameter):
-                    if not known.original.is_same(now):
-                        setattr(original, name, mine)
-                        now = mine
-                elif now is not mine and not known.stand_in.is_unchanged(mine):
-                    if (original, name) in given:
-                        continue
-                    given.add((original, name))
-                    with torch.no_grad():
-                        now.copy_(mine)
-                noted[name] = _Noted(_Seen.of(now), _Seen.of(mine))
+                given.add((original, name))
+                with torch.no_grad():
+                    now.copy_(mine)
+            noted[name] = _Seen.of(now), _Seen.of(mine)
 
-    def _present(self) -> list[tuple[nn.Module, nn.Module, dict[str, _Noted]]]:
-        return [(one, two, noted) for original, stand_in, noted in self._pairs
-                if (one := original()) is not None and (two := stand_in()) is not None]
+    def _tensors(self) -> Iterator[tuple[nn.Module, nn.Module, str, _Noted, Tensor, Tensor]]:
+        """Original, stand-in, name, what was noted, and the tensors of this name that both have."""
+        for original, stand_in, noted in self._pairs:
+            if (one := original()) is not None and (two := stand_in()) is not None:
+                for name in noted:
+                    if (now := _tensor(one, name)) is not None and (mine := _tensor(two, name)) is not None:
+                        yield one, two, name, noted, now, mine
 
     def __reduce__(self) -> tuple[type[StandIns], tuple[()]]:
         return StandIns, ()
@@ -103,22 +100,13 @@ class _Seen(NamedTuple):
     def of(cls, tensor: Tensor) -> _Seen:
         return cls(ref(tensor), _version(tensor))
 
-    def is_same(self, tensor: Tensor) -> bool:
-        return self.tensor() is tensor
-
-    def is_unchanged(self, tensor: Tensor) -> bool:
-        return self.tensor() is tensor and self.version == _version(tensor)
-
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Noted(NamedTuple):
-    """The tensors of one name as they last were."""
-
-    original: _Seen
-    stand_in: _Seen
+_Noted = dict[str, tuple[_Seen, _Seen]]
+"""Name -> the tensor of the original and that of the stand-in, as they last were."""
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
@@ -126,7 +114,6 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name) if found is None else found
 
 
-def _noted(original: nn.Module, stand_in: nn.Module) -> dict[str, _Noted]:
-    """Name -> the tensors that both have."""
-    return {name: _Noted(_Seen.of(one), _Seen.of(two)) for name in (*stand_in._parameters, *stand_in._buffers)
+def _noted(original: nn.Module, stand_in: nn.Module) -> _Noted:
+    return {name: (_Seen.of(one), _Seen.of(two)) for name in (*stand_in._parameters, *stand_in._buffers)
             if (one := _tensor(original, name)) is not None and (two := _tensor(stand_in, name)) is not None}

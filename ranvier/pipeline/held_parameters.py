@@ -368,10 +368,7 @@ def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, 
     tensors = {id(one): one for one in (found() for found in left) if one is not None}
     if not tensors:
         return
-    reach = CodeReach()
-    for _, block, module in blocks:
-        reach.add(block, module)
-    reach.add("loss", loss)
+    reach = CodeReach.of([*((block, module) for _, block, module in blocks), ("loss", loss)])
     for name, one in tensors_in(reach.found.values()):
         if id(one) in tensors:
             raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "

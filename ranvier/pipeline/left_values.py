@@ -57,11 +57,7 @@ class LeftValues:
         self._found: frozenset[int] = frozenset()
         """What is looked at by itself, and not as a part of what has it."""
         if places:
-            reach = CodeReach()
-            for _, name, module in blocks:
-                reach.add(name, module)
-            if loss is not None:
-                reach.add("loss", loss)
+            reach = CodeReach.of([*((name, module) for _, name, module in blocks), ("loss", loss)])
             self._found = frozenset(reach.found) | reach.per_stage
             found = reach.places()
             self._places = [(place, found[place.at]) for place in places if place.at in found]

@@ -100,6 +100,14 @@ class CodeReach:
         self._unnamed: dict[str, list[_Link]] = {}
         """Methods that nothing has named so far, by name."""
 
+    @classmethod
+    def of(cls, roots: Iterable[tuple[str, object]], whole: CodeReach | None = None) -> CodeReach:
+        """What blocks and a loss reach, each with its name."""
+        reach = cls(whole)
+        for name, root in roots:
+            reach.add(name, root)
+        return reach
+
     def add(self, name: str, root: object) -> None:
         """The code of `root`, a block or a loss, with its name."""
         num_known = len(self._functions)
@@ -248,9 +256,7 @@ class CodeReach:
 
 def reached_from(name: str, root: object) -> Iterator[Reached]:
     """What the code of `root` reaches, each object once."""
-    reach = CodeReach()
-    reach.add(name, root)
-    yield from reach.found.values()
+    yield from CodeReach.of([(name, root)]).found.values()
 
 
 def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:

@@ -70,43 +70,35 @@ class SharedPlace:
 def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> dict[int, CodeReach]:
     """What the code of each stage reaches; nothing of one stage alone. stages: block -> its stage. modules: blocks, in
     order."""
-    reaches = {stage: CodeReach() for stage in dict.fromkeys(stages.values())}
-    if len(reaches) < 2:
-        return {}
-    for name, module in modules.items():
-        reaches[stages[name]].add(name, module)
-    reaches[max(reaches)].add("loss", loss)
-    return reaches
+    roots, several = _roots(stages, modules, loss), dict.fromkeys(stages.values())
+    return {stage: CodeReach.of((name, root) for at, name, root in roots if at == stage)
+            for stage in several} if len(several) > 1 else {}
+
+
+def _roots(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> list[tuple[int, str, object]]:
+    """Stage, name and module of each block, and the loss, which is the last stage's."""
+    return [*((stages[name], name, module) for name, module in modules.items()), (max(stages.values()), "loss", loss)]
 
 
 def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
                                 modules: Mapping[str, nn.Module], loss: object) -> frozenset[str]:
     """The blocks, and "loss", whose code reaches parameters that blocks of other stages have, and those of its own do
     not, their layers, or tensors over their memory. The others are as in `code_of_stages`."""
-    holders: dict[int, set[int]] = {}
-    parameters: dict[nn.Parameter, set[int]] = {}
+    holders: dict[object, set[int]] = {}
     for name, module in modules.items():
         for part in module.modules():
             own = [one for one in part._parameters.values() if one is not None]
             for one in (*own, part) if own else ():
-                holders.setdefault(id(one), set()).add(stages[name])
-            for one in own:
-                parameters.setdefault(one, set()).add(stages[name])
-    memory = ByMemory((here, one) for one, here in parameters.items())
+                holders.setdefault(one, set()).add(stages[name])
+    memory = ByMemory((here, one) for one, here in holders.items() if isinstance(one, nn.Parameter))
 
     def reaches_others(stage: int, reach: CodeReach) -> bool:
-        return any(stage not in here and reach.has(identity) for identity, here in holders.items()) or any(
+        return any(stage not in here and reach.has(id(one)) for one, here in holders.items()) or any(
             stage not in here for _, one in tensors_in(reach.found.values()) for here in memory.over(one))
 
-    def reach_of_one(name: str, root: object, whole: CodeReach) -> CodeReach:
-        reach = CodeReach(whole)
-        reach.add(name, root)
-        return reach
-
     suspects = {stage: reach for stage, reach in reaches.items() if reaches_others(stage, reach)}
-    roots = [*((name, stages[name], one) for name, one in modules.items()), ("loss", max(reaches, default=0), loss)]
-    return frozenset(name for name, stage, root in roots if stage in suspects and reaches_others(
-        stage, reach_of_one(name, root, suspects[stage])))
+    return frozenset(name for stage, name, root in _roots(stages, modules, loss)
+                     if stage in suspects and reaches_others(stage, CodeReach.of([(name, root)], suspects[stage])))
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
