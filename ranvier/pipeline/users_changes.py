@@ -85,9 +85,9 @@ class SharedBufferChanges:
 
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
-        self._buffers: dict[str, tuple[Tensor, int]] = {}
-        self._values: dict[str, Tensor] = {}
-        """In the first batches: kernels of running statistics leave no trace of a change but the values."""
+        self._before: dict[str, tuple[Tensor, int, Tensor]] = {}
+        """Each buffer with its version, and in the first batches a copy: kernels of running statistics leave no trace
+        of a change but the values."""
         self._batches = 0
 
     def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
@@ -98,16 +98,13 @@ class SharedBufferChanges:
 
     def begin(self) -> None:
         """A training batch begins."""
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in self._buffers_now()}
         self._batches += 1
-        self._values = {name: buffer.clone() for name, (buffer, _) in self._buffers.items()
-                        } if self._batches <= BATCHES_BY_VALUE else {}
+        self._before = {name: (one, one._version, one.clone() if self._batches <= BATCHES_BY_VALUE else one)
+                        for name, one in self._buffers_now()}
 
     def check(self) -> None:
         """The batch has run. ModelError for a buffer that it has changed."""
-        for name, buffer in self._buffers_now():
-            before, version = self._buffers.get(name, (None, 0))
-            known = self._values.get(name)
-            if buffer is not before or buffer._version != version or (
-                    known is not None and not torch.equal(known, buffer)):
+        for name, now in self._buffers_now():
+            one, version, value = self._before.get(name, (None, 0, now))
+            if now is not one or now._version != version or not (value is now or torch.equal(value, now)):
                 raise shared_buffer_error(name, self._shared[name], None)

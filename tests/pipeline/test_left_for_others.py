@@ -453,7 +453,7 @@ class Registered(nn.Module):
 
 
 def test_ranks_find_objects_in_one_order_whatever_numbers_names_hash_to():
-    """Methods that nothing names yet wait until something does. Ranks number what they find, and compare it."""
+    """Methods that nothing names yet wait until something does. A plan is the same on every rank."""
     kept = {f"step{number}": [number] for number in range(12)}
     steps = type("Steps", (), {name: lambda self, found=found: found for name, found in kept.items()})()
     names_them = [[[eval(f"lambda one: ({','.join(f'one.{name}' for name in kept)})")]]]
