@@ -291,10 +291,10 @@ class InProcessGroup(CheckedGroup):
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         def work(deposits: list[tuple[Tensor]]) -> None:
-            total = deposits[0][0].clone()
-            for (one,) in deposits[1:]:
+            (total,), *others = deposits
+            for (one,) in others:
                 reduce_into(total, one, op)
-            for (one,) in deposits:
+            for (one,) in others:
                 one.copy_(total)
         return self._start(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
 
@@ -303,11 +303,12 @@ class InProcessGroup(CheckedGroup):
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
-            total = deposits[0][1].clone()
-            for _, one in deposits[1:]:
-                total.add_(one)
-            for share, (out, _) in zip(total.chunk(len(deposits)), deposits, strict=True):
-                out.copy_(share)
+            for (out, _), shares in zip(deposits, zip(*(one.chunk(len(deposits)) for _, one in deposits), strict=True),
+                                        strict=True):
+                total = shares[0].clone()  # `out` may be one of the shares
+                for share in shares[1:]:
+                    total.add_(share)
+                out.copy_(total)
         return self._start(("reduce_scatter", tensor.dtype, tensor.numel()), (output, tensor), work)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -333,5 +334,6 @@ class InProcessGroup(CheckedGroup):
                     raise self._error("all-to-all-sizes-differ", "all_to_all",
                                       f"member {index} expects other sizes than it receives",
                                       (sizes, [share.numel() for share in mine]))
-                out.copy_(torch.cat(mine))
+                for place, share in zip(out.split(sizes), mine, strict=True):
+                    place.copy_(share)
         return self._start(("all_to_all",), (output, tensor, received, sent), work)
