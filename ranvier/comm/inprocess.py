@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import CheckedGroup, check_subset, locate_in_partition, reduce_into
