@@ -36,6 +36,11 @@ class Arriving:
                  memory: str | None = None) -> None:
         self.tensor, self._works, self._source, self.memory = tensor, works, source, memory
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether something has to be waited for."""
+        return bool(self._works)
+
     def wait(self) -> Tensor:
         """The tensor, complete. May be called again."""
         for work in self._works:

@@ -26,6 +26,8 @@ class Workspace:
         size, key = prod(shape), (name, like.dtype)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size or buffer.device != like.device:
+            del buffer  # the smaller one goes first
+            self._buffers.pop(key, None)
             buffer = self._buffers[key] = like.new_empty(size)
         return buffer[:size].view(*shape)
 

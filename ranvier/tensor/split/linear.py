@@ -299,7 +299,7 @@ class SplitLinear(SplitLayer):
         additions allows; or add it up, where it is this row's part of the sum."""
         if not summed:
             self._add_up(dw.tensor)
-        elif self.has_own_weights and self.mesh.num_rows > 1:
+        elif self.has_own_weights and dw.is_coming:
             self.mesh.sums.add(dw, self._add_gradients)
         else:
             self._add_gradients(dw.wait())
