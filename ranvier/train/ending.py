@@ -15,7 +15,7 @@ from ranvier.train.commands import EndRun
 from ranvier.train.evaluation import expectation, frequency_entropy, sample_text
 from ranvier.train.events import EndEvent, NoteEvent
 from ranvier.train.logs import plain
-from ranvier.train.memory import report_text
+from ranvier.train.memory import predicted_peaks, report_text
 from ranvier.train.report import summarise, write_report
 from ranvier.train.session import Session
 
@@ -80,7 +80,9 @@ def finish(session: Session) -> dict[str, object]:
         predicted = laid_out(run, runtime.frozen.prefix, runtime.frozen.above)[1]
         if world.device.type == "cuda":
             predicted = tuple(with_overhead(entry, context=True) for entry in predicted)
-        page.finish(summary, timelines, run.mesh, predicted, on_cpu=world.device.type == "cpu")
+        on_cpu = world.device.type == "cpu"
+        page.finish(summary, timelines, run.mesh, predicted, predicted_peaks(
+            [*session.past, (run, runtime.frozen)], run.mesh.size, on_cpu=on_cpu), on_cpu=on_cpu)
         report = report_text(predicted, summary["memory"],
                              lambda rank: run.mesh.coordinates(rank).pipeline_rank) if run.memory_report else None
         note = None if text is None else expectation(summary["eval_loss"], frequency_entropy(facts.data.train))

@@ -19,7 +19,7 @@ from ranvier.checkpoint.checkpoints import Checkpoints
 from ranvier.comm.protocol import Group
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.device_overhead import with_overhead
-from ranvier.cost.memory import RankMemory, remedies, too_large, with_offload_share
+from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies, too_large, with_offload_share
 from ranvier.cost.memory_table import memory_table
 from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.freezing import FrozenLayers
@@ -149,6 +149,19 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
             rows.append([f"{place} in all", *(three_digits(size / 2**20) for size in sums)])
     return str(TextTable(header=["memory in MiB", *(f"stage {entry.pipeline_rank}\n{kind}" for entry in predicted
                                                     for kind in ("predicted", "measured"))], rows=rows, words=(0,)))
+
+
+def predicted_peaks(past: Sequence[tuple[ResolvedRun, FrozenLayers]], num_ranks: int, *, on_cpu: bool) -> list[int]:
+    """Of each rank, the most bytes that its device, or on a CPU its process, needs on any of these meshes with these
+    layers frozen."""
+    found = [0] * num_ranks
+    for run, frozen in past:
+        memory = laid_out(run, frozen.prefix, frozen.above)[1]
+        for rank in range(min(num_ranks, run.mesh.size)):
+            entry = memory[run.mesh.coordinates(rank).pipeline_rank]
+            found[rank] = max(found[rank], entry.device_bytes + entry.host_bytes + PROCESS_BYTES if on_cpu else
+                              with_overhead(entry, context=True).device_bytes)
+    return found
 
 
 def folded(device: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config.run import Run
-from ranvier.cost.memory import PROCESS_BYTES, RankMemory
+from ranvier.cost.memory import RankMemory
 from ranvier.errors import OwnershipError
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.pictures.report_page import Mark, Page, changed_settings, step_timeline
@@ -67,8 +67,8 @@ class ReportPage:
                 pass
 
     def finish(self, summary: Mapping[str, Any], timelines: Sequence[RankTimeline], mesh: Mesh,
-               predicted: Sequence[RankMemory], *, on_cpu: bool) -> None:
-        """The run has ended well: the page with all that is known of it."""
+               predicted: Sequence[RankMemory], peaks: Sequence[int], *, on_cpu: bool) -> None:
+        """The run has ended well: the page with all that is known of it. peaks: as of `memory_rows`."""
         self._ended = True
         figures = [("final loss", _number(summary["final_loss"])), ("held-out loss", _number(summary["eval_loss"])),
                    (f"{self._history.unit} per second, median", _number(summary["tokens_per_second"])),
@@ -78,9 +78,9 @@ class ReportPage:
                     f"{summary['model_flops_utilisation']:.1%}"),
                    ("largest memory of a rank", memory_text(max(summary["peak_memory_bytes"]))),
                    ("seconds since the last start", _number(summary["seconds"]))]
-        self._write(self._page(
-            "finished", figures=[(name, value) for name, value in figures if value],
-            timeline=step_timeline(timelines, mesh), memory=memory_rows(predicted, summary, mesh, on_cpu=on_cpu)))
+        memory = memory_rows(predicted, peaks, summary, mesh, on_cpu=on_cpu)
+        self._write(self._page("finished", figures=[(name, value) for name, value in figures if value],
+                               timeline=step_timeline(timelines, mesh), memory=memory))
 
     def close(self) -> None:
         """Write what is known of a run that has ended otherwise, by an error."""
@@ -148,10 +148,11 @@ def curves(history: History) -> dict[str, list[float | None]]:
     return {"step": [float(step) for step in steps], **found}
 
 
-def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mesh: Mesh, *, on_cpu: bool
-                ) -> list[dict[str, object]]:
+def memory_rows(predicted: Sequence[RankMemory], peaks: Sequence[int], summary: Mapping[str, Any], mesh: Mesh, *,
+                on_cpu: bool) -> list[dict[str, object]]:
     """For each stage the predicted categories, beside those measured on its rank with most memory (with memory_report),
-    and a row with the whole, as the device or a CPU's process has it."""
+    and a row with the whole, as the device or a CPU's process has it, since the start on whatever mesh. peaks: of each
+    rank, as predicted."""
     rows: list[dict[str, object]] = []
     for entry in predicted:
         here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]
@@ -165,6 +166,6 @@ def memory_rows(predicted: Sequence[RankMemory], summary: Mapping[str, Any], mes
             for prefix, sizes, known in (("", device, measured["device"]), ("host ", entry.host, measured["host"]))
             for category in {**sizes, **known} if sizes.get(category) or known.get(category)]
         rows.append({"place": place, "category": "the whole process" if on_cpu else "the whole device", "whole": True,
-                      "predicted": entry.device_bytes + (entry.host_bytes + PROCESS_BYTES if on_cpu else 0),
+                      "predicted": peaks[rank],
                       "measured": summary["peak_memory_bytes"][rank]})
     return rows

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
+from ranvier.elastic.freezing import FrozenLayers
 from ranvier.elastic.state import StepFigures
 from ranvier.elastic.transition import Held, hand_over, take
 from ranvier.errors import RanvierError
@@ -111,6 +112,8 @@ class Session:
     """Survival of lost ranks, if the run is set to it."""
     summary: dict[str, object] | None = None
     """Summary of the run, once it has ended."""
+    past: list[tuple[ResolvedRun, FrozenLayers]] = field(default_factory=list)
+    """What this rank had a part in before: settings, and the layers that were frozen."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -160,6 +163,7 @@ class Session:
         # 1. No engine serves two meshes: its state is taken out, and its memory but for weights is free before there is
         # a new one.
         if isinstance(old, Active):
+            self.past.append((self.run, old.runtime.frozen))
             old.saving.checkpoints.close()
             held = take(old.engine)
             old.runtime.close()
