@@ -163,13 +163,6 @@ class CheckedGroup:
         """The library that sums tensors on devices of this type."""
         return "nccl" if device_type == "cuda" else "gloo"
 
-    def _allocate(self, like: Tensor, *shape: int) -> Tensor:
-        """A buffer for a sum in flight; overridden where buffers are counted."""
-        return like.new_empty(shape)
-
-    def _release(self, buffer: Tensor) -> None:
-        """The sum in `buffer` has finished."""
-
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         """See `protocol.Group`. TransportError for tensors that cannot be reduced, as in all calls below."""
         self._check("all_reduce", tensor)
@@ -181,7 +174,7 @@ class CheckedGroup:
             return self._all_reduce(flat, op)
         if algorithm == "exchanged":
             return self._exchanged_all_reduce(flat, op)
-        shares = self._allocate(flat, len(self.ranks), flat.numel())
+        shares = flat.new_empty(len(self.ranks), flat.numel())
         return self._then_reduce(self._all_gather(_bytes(shares), _bytes(flat)), flat, shares, op)
 
     def _exchanged_all_reduce(self, flat: Tensor, op: Reduction) -> Work:
@@ -190,10 +183,10 @@ class CheckedGroup:
         shard = sums.shard_elements(flat.numel(), members)
         whole = flat
         if shard * members != flat.numel():
-            whole = self._allocate(flat, shard * members)
+            whole = flat.new_empty(shard * members)
             whole[:flat.numel()].copy_(flat)
             whole[flat.numel():].zero_()
-        shares, sizes = self._allocate(flat, members, shard), [shard * flat.element_size()] * members
+        shares, sizes = flat.new_empty(members, shard), [shard * flat.element_size()] * members
 
         def gather() -> Work:
             reduce_shares(shares[0], list(shares), op)
@@ -202,25 +195,18 @@ class CheckedGroup:
         def finish() -> None:
             if whole is not flat:
                 flat.copy_(whole[:flat.numel()])
-                self._release(whole)
-            self._release(shares)
 
         return TwoRoundWork(self._all_to_all(_bytes(shares), _bytes(whole), sizes, sizes), gather, finish)
 
     def _then_reduce(self, work: Work, output: Tensor, shares: Tensor, op: Reduction = "sum", *,
-                     owned: bool = True, own: Tensor | None = None) -> Work:
-        """`work`, which receives `shares` [k, n], followed by their reduction into `output` [n].
-
-        owned: `shares` came from `_allocate`, and is released afterwards. own: this member's share, where it is not in
-        `shares`.
-        """
+                     own: Tensor | None = None) -> Work:
+        """`work`, which receives `shares` [k, n], followed by their reduction into `output` [n]. own: this member's
+        share, where it is not in `shares`."""
         def add() -> None:
             rows = list(shares)
             if own is not None:
                 rows[self.index] = own
             reduce_shares(output, rows, op)
-            if owned:
-                self._release(shares)
         return ChainedWork(work, add)
 
     def reduce(self, tensor: Tensor, root: int = 0) -> Work:
@@ -234,7 +220,7 @@ class CheckedGroup:
         if algorithm == "library":
             return self._reduce(flat, root)
         size, is_root = flat.numel() * flat.element_size(), self.index == root
-        shares = self._allocate(flat, members, flat.numel()) if is_root else flat.new_empty(0)
+        shares = flat.new_empty(members, flat.numel()) if is_root else flat.new_empty(0)
         work = self._all_to_all(_bytes(shares), _bytes(flat), [size if is_root else 0] * members,
                                 [size if member == root else 0 for member in range(members)])
         return self._then_reduce(work, flat, shares) if is_root else work
@@ -249,10 +235,10 @@ class CheckedGroup:
             output.view(-1).copy_(tensor.view(-1))
             return CompletedWork()
         if self._exchanges_pieces(output, runs) and (runs > 1 or algorithm == "exchanged"):
-            shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
+            shares = tensor.new_empty(members, output.numel()) if buffer is None else buffer.view(members, -1)
             work = self._exchange_pieces(shares.view(members, runs, -1), tensor.view(runs, members, -1).movedim(1, 0),
                                          own=runs > 1)
-            return self._then_reduce(work, output.view(-1), shares, owned=buffer is None,
+            return self._then_reduce(work, output.view(-1), shares,
                                      own=tensor.view(members, -1)[self.index] if runs == 1 else None)
         if runs > 1:
             parts = tensor.new_empty(tensor.numel()) if buffer is None else buffer.view(-1)
@@ -261,10 +247,9 @@ class CheckedGroup:
         output, tensor = output.view(-1), tensor.view(-1)
         if algorithm == "library":
             return self._reduce_scatter(output, tensor)
-        shares = self._allocate(tensor, members, output.numel()) if buffer is None else buffer.view(members, -1)
+        shares = tensor.new_empty(members, output.numel()) if buffer is None else buffer.view(members, -1)
         sizes = [output.numel() * output.element_size()] * members
-        return self._then_reduce(self._all_to_all(_bytes(shares), _bytes(tensor), sizes, sizes), output, shares,
-                                 owned=buffer is None)
+        return self._then_reduce(self._all_to_all(_bytes(shares), _bytes(tensor), sizes, sizes), output, shares)
 
     def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
                      device_type: str) -> int:
@@ -287,12 +272,8 @@ class CheckedGroup:
         places = output.detach().view(runs, members, -1).movedim(1, 0)
         if self._exchanges_pieces(tensor, runs):
             return self._exchange_pieces(places, tensor.detach().view(1, runs, -1).expand(members, -1, -1), own=True)
-        parts = self._allocate(tensor, members, runs, tensor.numel() // runs)
-
-        def place() -> None:
-            places.copy_(parts)
-            self._release(parts)
-        return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), place)
+        parts = tensor.new_empty(members, runs, tensor.numel() // runs)
+        return ChainedWork(self._all_gather(_bytes(parts), _bytes(tensor)), lambda: places.copy_(parts))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """See `protocol.Group`."""

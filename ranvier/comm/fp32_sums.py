@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.collectives import ChainedWork
-from ranvier.comm.meta import MetaGroup
 from ranvier.comm.protocol import Group, Reduction, Work
 from ranvier.precision import is_half, wide
 
@@ -23,26 +22,11 @@ class Fp32Sums:
         self.all_gather, self.broadcast, self.all_to_all = inner.all_gather, inner.broadcast, inner.all_to_all
         self.gather_objects, self.gather_number = inner.gather_objects, inner.gather_number
         self.barrier, self.close = inner.barrier, inner.close
-        self._live_bytes = self._peak_bytes = 0
 
     @property
     def bytes_received(self) -> int:
         """Bytes received by `inner`; sums count in fp32, the dtype in which they travel."""
         return self._inner.bytes_received
-
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """`MetaGroup.peak_buffer_bytes` of `inner`, which must be one, plus the copies in fp32."""
-        return self._peak_bytes + self._meta_group().peak_buffer_bytes
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of `peak_buffer_bytes`."""
-        self._peak_bytes = self._live_bytes
-        self._meta_group().reset_peak()
-
-    def _meta_group(self) -> MetaGroup:
-        assert isinstance(self._inner, MetaGroup), "only a MetaGroup measures its buffers"
-        return self._inner
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
         """See `protocol.Group`."""
@@ -68,14 +52,7 @@ class Fp32Sums:
             return start(tensor)[1]
         sent = tensor.float()
         summed, work = start(sent)
-        copied_bytes = sent.nbytes + (0 if summed is sent else summed.nbytes)
-        self._live_bytes += copied_bytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
-
-        def finish() -> None:
-            output.copy_(summed)
-            self._live_bytes -= copied_bytes
-        return ChainedWork(work, finish)
+        return ChainedWork(work, lambda: output.copy_(summed))
 
     def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
                      device_type: str) -> int:

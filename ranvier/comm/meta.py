@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ranvier.comm.collectives import CheckedGroup, CompletedWork
 from ranvier.comm.protocol import Work
 from ranvier.comm.sum_algorithms import Library
 
 
 class MetaGroup(CheckedGroup):
-    """A `protocol.Group` in which no data moves, but `bytes_received` and `peak_buffer_bytes` are counted.
+    """A `protocol.Group` in which no data moves, but `bytes_received` is counted.
 
     Args:
         purpose: names the group in errors.
@@ -27,26 +25,10 @@ class MetaGroup(CheckedGroup):
     def __init__(self, purpose: str, size: int, index: int = 0, *, device: str = "cpu") -> None:
         super().__init__(purpose, range(size), index)
         self._library: Library = "nccl" if device == "cuda" else "gloo"
-        self._live_bytes = 0
-        self.peak_buffer_bytes = 0
-        """Largest size of all buffers of concurrent sums since `reset_peak`, beside the callers' tensors."""
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of `peak_buffer_bytes`."""
-        self.peak_buffer_bytes = self._live_bytes
 
     def library(self, device_type: str) -> Library:
         """The simulated library, whatever the device: meta tensors have no other."""
         return self._library
-
-    def _allocate(self, like: Tensor, *shape: int) -> Tensor:
-        buffer = super()._allocate(like, *shape)
-        self._live_bytes += buffer.nbytes
-        self.peak_buffer_bytes = max(self.peak_buffer_bytes, self._live_bytes)
-        return buffer
-
-    def _release(self, buffer: Tensor) -> None:
-        self._live_bytes -= buffer.nbytes
 
     def gather_number(self, number: int) -> list[int]:
         """`number` once for each member."""

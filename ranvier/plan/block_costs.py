@@ -201,12 +201,9 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                          remedy="Make its forward take and return the carried state, or choose sizes that it "
                                 "supports." + _hint(entered)) from error
     outputs, entered_bytes = named(returned, f"block {name}"), _state_bytes(state)
-    makes_masks = not (counting.on_cuda or counting.compiles)  # numbers there, made from int64 and fp64
-    masks = kept.masks if makes_masks else []
-    more = (dtype.itemsize - 1) * sum(masks)
-    drops = (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
+    more, drops = numbers_bytes(kept.masks, counting, dtype), drawn_bytes(kept.masks, counting, dtype)
     share, defers = _weights_of(module, count)
-    weight, table = _largest_weights(module, entered_bytes // 8 if makes_masks else 0)
+    weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered_bytes // 8)
     borrowed = {other for group in model.tied for other in group[1:]}
     stored = kernels.kept_bytes(memory, kept.storages, counting) + more
     return BlockCost(
@@ -236,17 +233,34 @@ def _with_loss(last: BlockCost, model: Model, state: State, targets: object, dty
                    allocated_bytes=_allocated_with_loss(last, count.allocated, model.loss, state, counting))
 
 
-def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: kernels.Counting
-                         ) -> int:
-    """`BlockCost.allocated_bytes` of the last block, or what the loss behind it allocates if that is more; without the
-    logits, where the loss keeps them and overwrites them. allocated: without data, where its scratch has all rows."""
+def numbers_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
+    """Bytes by which masks of dropout are larger where they are kept as numbers: on a CPU, uncompiled. masks: bytes of
+    each as flags, as `KeptBytes` finds them."""
+    return 0 if counting.on_cuda or counting.compiles else (dtype.itemsize - 1) * sum(masks)
+
+
+def drawn_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
+    """Bytes while the largest of these masks is drawn there, from int64 and fp64."""
+    return 0 if counting.on_cuda or counting.compiles else (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
+
+
+def loss_scratch_bytes(loss: object, outputs: State, counting: kernels.Counting) -> int:
+    """Bytes by which the scratch of a loss that overwrites its logits is larger without data: it has all rows."""
     if not overwrites_logits(loss):
-        return max(last.allocated_bytes, allocated)
+        return 0
     logits_RV = plain(max(_tensors(outputs), key=Tensor.numel)).flatten(0, -2)
     rows, vocab = logits_RV.shape
     left_out = rows - scratch_rows(rows, vocab, "cuda" if counting.on_cuda else "cpu")
-    scratch = left_out * vocab * torch.promote_types(logits_RV.dtype, torch.float32).itemsize
-    return max(last.allocated_bytes - last.output_bytes, allocated - scratch)
+    return left_out * vocab * torch.promote_types(logits_RV.dtype, torch.float32).itemsize
+
+
+def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: kernels.Counting
+                         ) -> int:
+    """`BlockCost.allocated_bytes` of the last block, or what the loss behind it allocates if that is more; without the
+    logits, where the loss keeps them and overwrites them. allocated: without data."""
+    if not overwrites_logits(loss):
+        return max(last.allocated_bytes, allocated)
+    return max(last.allocated_bytes - last.output_bytes, allocated - loss_scratch_bytes(loss, outputs, counting))
 
 
 def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> kernels.KernelCount:

@@ -32,6 +32,8 @@ FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
                             "promote_types", "lift_fresh"})
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "convolution"})
+INTO_WIDER = frozenset({torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out, torch.ops.aten.bmm.dtype_out})
+"""Products of half-precision operands whose result is in fp32."""
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "take"})
 _SCATTERS = frozenset({"scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_", "index_add",
                        "index_add_", "index_copy_"})
@@ -172,7 +174,7 @@ class KernelCount(TorchDispatchMode):
 
     def _access(self, tensor: Tensor, most: int | None = None) -> kernels.Access:
         size = max(1, plain(tensor).untyped_storage().nbytes())
-        found = _distinct_bytes(tensor)
+        found = distinct_bytes(tensor)
         return kernels.Access(self.storage_of(tensor), found if most is None else min(found, most), size)
 
     def _kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor]) -> Kernel:
@@ -187,7 +189,7 @@ class KernelCount(TorchDispatchMode):
         reads = tuple(self._access(leaf, most if place == 0 else None) for place, leaf in enumerate(sources))
         written = None
         if name in _SCATTERS:  # only what is scattered is written
-            reads, written = reads[1:], sum(map(_distinct_bytes, sources[1:]))
+            reads, written = reads[1:], sum(map(distinct_bytes, sources[1:]))
         scales = name in _NORMS and args[2] is not None and self._trains(args[2])
         trains = [self._weights.get(plain(leaf).untyped_storage()._cdata) for leaf in sources]
         of_weights = kind == "copy" and bool(trains) and None not in trains
@@ -325,7 +327,7 @@ def tensor_bytes(tensor: Tensor) -> int:
     return plain(tensor).numel() * tensor.element_size()
 
 
-def _distinct_bytes(tensor: Tensor) -> int:
+def distinct_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor that are in memory: expanded dims count once."""
     own = plain(tensor)
     return prod(size for size, stride in zip(own.shape, own.stride(), strict=True) if stride) * own.element_size() \

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, starmap
 from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import precision
 from ranvier.block import Model, State, freeze, meta_device, named
-from ranvier.comm.fp32_sums import Fp32Sums
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
 from ranvier.config.resolve import ResolvedRun
@@ -37,9 +36,9 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import averages_of, rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
-from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known
+from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known, drawn_bytes, loss_scratch_bytes, numbers_bytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
-from ranvier.plan.kernel_count import counting_of
+from ranvier.plan.kernel_count import INTO_WIDER, counting_of, distinct_bytes
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
 from ranvier.plan.plan import Plan, make_for_run, whole_parameters
 from ranvier.plan.recomputation import recomputed_segments, runs_of
@@ -48,6 +47,7 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.system.compilation import without_compiler
+from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
@@ -55,7 +55,7 @@ from ranvier.tensor.meta_mesh import MetaMesh, Uncounted
 from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
-from ranvier.tensor.weight_gradients import WeightGradients
+from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 Needs = dict[object, Any]
 """Cache of partial results of predictions for one model on one tensor mesh, by the facts on which they depend."""
@@ -100,9 +100,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     conditions = conditions_of(run, counted, again, cluster)
     limits = limits or run_limits(run, counted, again, conditions)
     peaks = stages_at_peak(run, counted, limits, again, conditions)
-    buffers, passing, kept = dict[int, int](), dict[int, int](), dict[str, int]()
-    if run.mesh.stage_size > 1:
-        buffers, passing, kept = _tensor_mesh(run, model, stages, layout, known)
+    on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, known)
     for pipe in range(run.mesh.pipeline_size):
         held = [(stage, *_computed(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]
@@ -118,12 +116,12 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         memory = {name: dict(parts) for name, parts in known[states].items()}
         update = memory["device"].pop("workspace")
         memory["device"] |= _together(run, [
-            _activations(run, costs, layout, stage, segments, kept, limits, None if peaks is None else peaks[stage])
+            _activations(run, costs, layout, stage, segments, on_mesh, limits, None if peaks is None else peaks[stage])
             for stage, costs, segments, _ in held])
         memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
-        if buffers:
-            memory["device"]["tensor mesh"] = buffers[pipe]
-            memory["device"]["workspace"] += passing[pipe]
+        if on_mesh.buffers:
+            memory["device"]["tensor mesh"] = on_mesh.buffers[pipe]
+            memory["device"]["workspace"] += on_mesh.passing[pipe]
         memory["device"]["workspace"] += _largest_values(run, layout, pipe)
         found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
@@ -163,8 +161,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     """
     model, plan = _planned(run, frozen, frozen_above)
     stages, layout = plan.stages, plan.layout
-    buffers, arriving, kept = _tensor_mesh(run, model, stages, layout, {}) if run.mesh.stage_size > 1 else ({}, {}, {})
-    gathered = max(buffers.values(), default=0) + max(arriving.values(), default=0)
+    on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, {})
+    gathered = max(on_mesh.buffers.values(), default=0) + max(on_mesh.passing.values(), default=0)
     lasting: dict[object, tuple[int, int]] = {}
 
     @cache
@@ -176,7 +174,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             states = _states(run, there, stage, runs)["device"]
             lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
-        passing = _activations(run, costs, there, stage, segments, kept, limits)
+        passing = _activations(run, costs, there, stage, segments, on_mesh, limits)
         states_bytes, update = lasting[start, stop, runs]
         return states_bytes + _beyond_backward(run, update, passing) + sum(passing.values()) + gathered
 
@@ -330,15 +328,27 @@ class _AtOnce:
         return True
 
 
-def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs
-                 ) -> tuple[dict[int, int], dict[int, int], dict[str, int]]:
-    """Index along `pipe` -> bytes that products there work in, and that keep gathered weights; the same -> bytes that
-    sums take while they are under way, where members add them, and weight gradients that are summed over rows once a
-    batch; and block -> bytes that its forward keeps when it runs again, what it has gathered included. By the code
-    that runs, on a microbatch without values, forward and backward through every block."""
+@dataclass(frozen=True, kw_only=True)
+class _MeshNeeds:
+    """Memory of products on a tensor mesh.
+
+    buffers: index along `pipe` -> bytes that products work in, and that keep gathered weights. passing: the same ->
+    bytes of weight gradients that are summed over rows once a batch, and of a bundle's weight as one matrix.
+    kept_again: block -> bytes that its forward keeps when it runs again, what it has gathered included. working: block
+    -> most bytes of its forward and its backward beside those.
+    """
+
+    buffers: Mapping[int, int] = field(default_factory=dict)
+    passing: Mapping[int, int] = field(default_factory=dict)
+    kept_again: Mapping[str, int] = field(default_factory=dict)
+    working: Mapping[str, int] = field(default_factory=dict)
+
+
+def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs) -> _MeshNeeds:
+    """By the code that runs, on a microbatch without values, forward and backward through every block."""
     mesh = meta_mesh(run.mesh, run.tensor, run.device_type)
-    part, kept_again = split_model(model, mesh), {}
-    passing, gathered, unreduced = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(3))
+    part, kept_again, working = split_model(model, mesh), dict[str, int](), dict[str, int]()
+    gathered, passing = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(2))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
     uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipeline_size)]
     limit = _rule(run, layout).in_flight
@@ -365,19 +375,23 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
                                             recomputed=place in recomputed, shares=shares)
             needs = known[alike]
             state = needs.state
+            working[name] = needs.working_bytes
+            if last:  # of what the loss works in, what is certain
+                cost = costs[row.stage][place]
+                working[name] = max(working[name], cost.allocated_bytes + needs.cast_bytes)
             if place in recomputed:
                 kept_again[name] = needs.kept_bytes
             gathered[pipe] += needs.gathered_bytes
-            unreduced[pipe] += needs.unreduced_bytes if run.num_microbatches > 1 else 0
-            passing[pipe] = max(passing[pipe], needs.arriving_bytes)
+            passing[pipe] += needs.unreduced_bytes if run.num_microbatches > 1 else 0
             uses[pipe] += needs.uses
             for key, size in needs.workspace.items():
                 largest[pipe][key] = max(largest[pipe].get(key, 0), size)
-    for sizes, of_pipe in zip(largest, uses, strict=True):
+    for pipe, (sizes, of_pipe) in enumerate(zip(largest, uses, strict=True)):
         for key, size in mesh.bundle_sizes(of_pipe).items():
             sizes[key] = max(sizes.get(key, 0), size)
+        passing[pipe] += mesh.bundled_matrix_bytes(of_pipe)
     found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
-    return found, {pipe: passing[pipe] + unreduced[pipe] for pipe in passing}, kept_again
+    return _MeshNeeds(buffers=found, passing=passing, kept_again=kept_again, working=working)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -388,9 +402,28 @@ class _BlockNeeds:
     uses: list[WeightUse]
     gathered_bytes: int
     unreduced_bytes: int
-    arriving_bytes: int
     kept_bytes: int
+    working_bytes: int
+    cast_bytes: int
     state: State
+
+
+class _LiveBytes(MemoryTracker):
+    """Counts live bytes on the meta device, and in them operands that a CPU casts to the format of a product's result
+    (`local_products`), which those without values are not. most_cast: of one product."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        super().__init__(on_meta=True)
+        self.most_cast, self._casts = 0, run.device_type == "cpu"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        operands = args[-3:-1] if self._casts and func in INTO_WIDER else ()
+        copies = [kwargs["out"].new_empty(distinct_bytes(one) // one.element_size()) for one in operands]
+        self.tag(copies, "cast")
+        self.most_cast = max(self.most_cast, sum(copy.nbytes for copy in copies))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @without_compiler()
@@ -398,42 +431,49 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
                  recomputed: bool, shares: bool) -> _BlockNeeds:
     """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
     another block of the stage."""
-    gathered, unreduced, uses = 0, 0, list[WeightUse]()
+    gathered, unreduced, uses, dtype = 0, 0, list[WeightUse](), DTYPES[run.precision]
     mesh.workspace.clear()
-    rows, cols = mesh.over_rows, mesh.over_cols
-    assert isinstance(rows, (MetaGroup, Fp32Sums)) and isinstance(cols, (MetaGroup, Fp32Sums))  # those of `meta_mesh`
-    for group in (rows, cols):
-        group.reset_peak()
     with meta_device():
-        block = part.blocks[name]().to(DTYPES[run.precision])
+        block = part.blocks[name]().to(dtype)
+    for parameter in block.parameters():
+        parameter.grad_dtype = _gradient_dtype(run)
+        parameter.grad = torch.empty_like(parameter, dtype=_gradient_dtype(run)) if parameter.requires_grad else None
     for layer in block.modules():
         if isinstance(layer, SplitLinear):
             layer.weight_gradients = cast(WeightGradients, _AtOnce())  # which has all that a layer reads of it here
             layer.recomputed = recomputed
-            for weight in layer.weights:
-                weight.grad_dtype = _gradient_dtype(run)
-                weight.grad = torch.empty_like(weight, dtype=_gradient_dtype(run))
             layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
             uses += layer.uses
             unreduced += layer.unreduced_bytes
+    counting = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size)
+    once, live = mesh.like_panels_once, _LiveBytes(run)
     kept = KeptBytes(block.parameters())
-    has_scores = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size).has_scores
-    once = mesh.like_panels_once
+    entering = tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state)
     # A recomputed layer keeps all panels that it gathers, whose lengths the backward's must have.
-    with kept, nullcontext() if has_scores else FusedAttention(), nullcontext() if recomputed else once(Uncounted()):
-        state = block(state)
+    with live, nullcontext() if counting.has_scores else FusedAttention():
+        state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # which goes when nobody keeps it
+        with kept, nullcontext() if recomputed else once(Uncounted()):
+            state = block(state)
+            ends = [*plain(named(state, name)).values()] if targets is None else [part.loss(state, targets)[0]]
         kept_bytes = kept.count
-        ends = plain(named(state, name)).values() if targets is None else [part.loss(state, targets)[0]]
-    wanted = [tensor.sum() for tensor in ends if tensor.requires_grad]
-    if wanted:
+        working = live.peak_bytes() - kept_bytes + drawn_bytes(kept.masks, counting, dtype)
+        numbers = numbers_bytes(kept.masks, counting, dtype)
+        leaving = tree_map(partial(on_local, lambda x: torch.empty_like(x, requires_grad=x.requires_grad)), state)
+        roots = [(root_of(end), torch.empty_like(end)) for end in ends if end.requires_grad]
+        live.tag([gradient for _, gradient in roots], "activations")
+        del kept, state, ends
+        live.reset_peak()
         with once(Uncounted(), only_equal=recomputed):
-            cast(Tensor, sum(wanted)).backward()  # of one tensor at least
+            if roots:
+                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
             mesh.sums.finish()
+        working = max(working, live.peak_bytes() - kept_bytes)
+    if targets is not None:
+        working -= loss_scratch_bytes(part.loss, leaving, counting)
     return _BlockNeeds(workspace=dict(mesh.workspace.sizes()), uses=uses, gathered_bytes=gathered,
-                       unreduced_bytes=unreduced,
-                       arriving_bytes=sum(group.peak_buffer_bytes for group in (rows, cols)), kept_bytes=kept_bytes,
-                       state=tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state))
+                       unreduced_bytes=unreduced, kept_bytes=kept_bytes + numbers, working_bytes=working,
+                       cast_bytes=live.most_cast, state=leaving)
 
 
 def _rule(run: ResolvedRun, layout: Layout) -> Limits:
@@ -471,32 +511,35 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
 def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequence[range], num_stages: int
                     ) -> list[int]:
     """`gradients` of `activation_bytes`. Autograd has a gradient in the parameter's format, then in that of the sums;
-    linear layers that are not recomputed add theirs in one product, but for half precision on a CPU. The first of two
+    linear layers add theirs in one product, but for half precision on a CPU, and where they are recomputed and compiled
+    as a whole. The first of two
     gradients of a tied parameter waits for the second one, and then for their sum."""
-    each, wide, inside = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize, {*chain(*segments)}
+    each, wide = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize
+    inside = {*chain(*segments)} if counting_of(run, device=run.device_type, stage_size=1).compiles else set[int]()
     by_autograd = each + (wide if wide > each else 0)
     by_layer = each if wide > each and run.device_type != "cuda" else 0
     found = [max(cost.table_elements * by_autograd,
                  cost.weight_elements * (by_autograd if place in inside else by_layer))
              for place, cost in enumerate(costs)]
-    tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == run.mesh.stage_size == 1 else 0
+    tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0
     return [tied * max(3 * each, by_autograd) if tied and not place else one + tied * each
             for place, one in enumerate(found)]
 
 
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
-                 kept_again: Mapping[str, int], limits: Limits, at_peak: tuple[int, float] | None = None
-                 ) -> dict[str, int]:
-    """Bytes that the microbatches in flight keep alive on a stage of these blocks. kept_again: block -> what it keeps
-    when it is recomputed, where that differs. at_peak: as of `StoredMicrobatches`."""
+                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None = None) -> dict[str, int]:
+    """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of
+    `StoredMicrobatches`."""
     num_stages = layout.stages.num_stages
+    gradients = [0] * len(costs) if on_mesh.working else _gradient_bytes(run, costs, segments, num_stages)
+    costs = [replace(cost, allocated_bytes=on_mesh.working.get(cost.name, cost.allocated_bytes)) for cost in costs]
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
         deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
         defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward, at_peak=at_peak,
-        is_alone=layout.stages.per_rank == 1), kept_again, _gradient_bytes(run, costs, segments, num_stages))
+        is_alone=layout.stages.per_rank == 1), on_mesh.kept_again, gradients)
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

@@ -44,8 +44,8 @@ class MemoryTracker(TorchDispatchMode):
 
     Not counted: what an operation allocates and frees before it returns; allocators' rounding;
     `untyped_storage().resize_` until an operation next takes or returns the storage, or it is tagged; tensors on the
-    meta device. Tensor subclasses that wrap others count as those. Sparse tensors have no storage of their own:
-    ConfigError.
+    meta device, unless with `on_meta` those alone. Tensor subclasses that wrap others count as those. Sparse tensors
+    have no storage of their own: ConfigError.
     """
 
     @classmethod
@@ -53,8 +53,9 @@ class MemoryTracker(TorchDispatchMode):
         """Not by torch's wrapper, whose first call imports the compiler."""
         return False
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_meta: bool = False) -> None:
         TorchDispatchMode.__init__(self)
+        self._on_meta = on_meta
         self._counted: dict[weakref.ref[torch.UntypedStorage], tuple[StorageKind, int]] = {}
         self._live: Counter[StorageKind] = Counter()
         self._peaks: dict[MemoryPlace, dict[str, int]] = {}
@@ -74,7 +75,7 @@ class MemoryTracker(TorchDispatchMode):
             if not isinstance(tensor, Tensor):
                 raise ConfigError("is not a tensor", code="tag-not-tensor", where="MemoryTracker.tag(tensors=...)",
                                   value=tensor, remedy="Give tensors, as in model.parameters() or state.values().")
-            for storage in _storages(tensor):
+            for storage in self._storages(tensor):
                 self._count(storage, (place, category))
 
     @contextlib.contextmanager
@@ -112,9 +113,9 @@ class MemoryTracker(TorchDispatchMode):
                            kwargs: dict[str, object] | None = None) -> object:
         kwargs = kwargs or {}
         # Constructors such as torch.tensor pass a new storage, which no operation has created, through lift_fresh.
-        given = [] if func is torch.ops.aten.lift_fresh.default else list(_storages((args, kwargs)))
+        given = [] if func is torch.ops.aten.lift_fresh.default else list(self._storages((args, kwargs)))
         result = func(*args, **kwargs)
-        for storage in (*given, *_storages(result)):
+        for storage in (*given, *self._storages(result)):
             kind, _ = self._counted.get(weakref.ref(storage), (None, 0))
             # An untracked input storage does not become new because the operation returns a view of it.
             if kind is None and not any(storage is other for other in given):
@@ -137,6 +138,9 @@ class MemoryTracker(TorchDispatchMode):
     def _now(self, place: MemoryPlace) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}
 
+    def _storages(self, tree: object) -> Iterator[torch.UntypedStorage]:
+        return (storage for storage in _storages(tree) if (storage.device.type == "meta") == self._on_meta)
+
 
 def _check(place: str, where: str) -> None:
     if place not in get_args(MemoryPlace):
@@ -155,8 +159,7 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
                 raise ConfigError("has no storage of its own to count", code="tensor-without-storage",
                                   where="MemoryTracker", value=f"{type(leaf).__name__}, {leaf.layout}",
                                   remedy="Use dense tensors, or count the tensors inside.")
-            if (storage := leaf.untyped_storage()).device.type != "meta":
-                yield storage
+            yield leaf.untyped_storage()
 
 
 def free_bytes(device: torch.device) -> int:

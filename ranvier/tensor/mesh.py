@@ -53,6 +53,8 @@ class TensorMesh:
             debugging), and so find the exact call at which they part.
     """
 
+    workspace_kind = Workspace
+
     def __init__(self, over_rows: Group, over_cols: Group, settings: TensorParallel, *, device: str = "cpu",
                  panel_bytes: int | None = None, check_order: bool = False) -> None:
         self.check_order = check_order
@@ -68,7 +70,7 @@ class TensorMesh:
         usual, wanted = PANEL_BYTES.get(device, PANEL_BYTES["cpu"]), settings.panel_bytes
         self._panel_bytes = panel_bytes or (usual if wanted == "auto" else wanted)
         self._hides = device == "cuda"
-        self.workspace = Workspace()
+        self.workspace = self.workspace_kind()
         self.order = LayerOrder(over_rows, over_cols)
         limit = BUNDLE_ELEMENTS.get(device, 0) // self.num_rows
         self.weights = WeightGathers(limit, partial(gather_together, self.workspace, over_rows))
@@ -106,6 +108,12 @@ class TensorMesh:
                     size = copies * elements * dtype.itemsize
                     found[f"{name} {buffer}", dtype] = max(found.get((f"{name} {buffer}", dtype), 0), size)
         return found
+
+    def bundled_matrix_bytes(self, uses: Sequence[WeightUse]) -> int:
+        """Bytes of the largest weight that a pass with these uses gathers with others: its rows' parts, which have gaps
+        between them, are copied into one matrix for its product."""
+        return max((self.num_rows * prod(use.layer.weight_shape) * use.layer.weight_dtype.itemsize
+                    for bundle in self.weights.bundles(uses).values() if len(bundle) > 1 for use in bundle), default=0)
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The format in which an operand of `dtype` is multiplied."""

@@ -19,10 +19,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.mesh import TensorMesh
-from ranvier.tensor.workspace import BUFFERS
+from ranvier.tensor.workspace import BUFFERS, Workspace
 
 _Sums = tuple[int, ...]
 _Length = tuple[int, ...]
@@ -50,9 +51,19 @@ class Uncounted:
         """See `Repeats`."""
 
 
+class _MetaWorkspace(Workspace):
+    """Memory of the mesh, which what counts the allocations of a block does not see."""
+
+    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """See `Workspace`."""
+        with _disable_current_modes():
+            return super().take(name, shape, like)
+
+
 class MetaMesh(TensorMesh):
     """A tensor mesh without peers."""
 
+    workspace_kind = _MetaWorkspace
     _count: Repeats | None = None
     _only_equal = False
 

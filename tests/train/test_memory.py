@@ -15,8 +15,8 @@ import torch
 from ranvier.cli import check
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
-from ranvier.config.run import Batch, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
-from ranvier.cost.memory import StoredMicrobatches, activation_bytes, remedies, too_large
+from ranvier.config.run import Batch, Elastic, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
+from ranvier.cost.memory import PROCESS_BYTES, StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import schedules
 from ranvier.planner.count import laid_out
@@ -25,7 +25,7 @@ from ranvier.schedule.policies import policy_named
 from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.tensor import float8
-from ranvier.train import loop, memory, runtime
+from ranvier.train import loop, memory, report_page, runtime
 from ranvier.world import World
 from tests.covering import quick
 from tests.errors import raises
@@ -144,7 +144,13 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
     pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt", vocab=1000), "mesh": Mesh(pipe=2),
                   "optim": Optim(algorithm="sgd")}, id="ends of a tie"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=1), "mesh": Mesh(data=2),
-                  "optim": Optim(algorithm="adafactor")}, id="states of whole tensors")])
+                  "optim": Optim(algorithm="adafactor")}, id="states of whole tensors"),
+    *(pytest.param({"batch": Batch(global_size=2, microbatch_size=2), "model": LARGE, "precision": "bf16",
+                    "optim": Optim(algorithm="sgd", bucket_size=5000), "mesh": mesh,
+                    "tensor": TensorParallel(scheme=scheme)}, id=name)
+      for name, mesh, scheme in (
+          ("operands in fp32", Mesh(col=2), "stationary"), ("weights gathered together", Mesh(row=2), "stationary"),
+          ("sums of weight gradients", Mesh(row=2, col=2), "summa")))])
 def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
     """With a vocabulary that is large beside the width, and an update that is large beside the activations."""
     model = Transformer(family="llama", num_layers=2, hidden=32, heads=2, vocab=2048, sequence=16)
@@ -196,6 +202,17 @@ def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
 def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
     summaries, text = run_all(larger(corpus, tmp_path / "run", memory_report=False))
     assert "memory" not in summaries[0] and "memory in MiB" not in text
+
+
+def test_the_whole_process_is_compared_with_the_whole_run(corpus, tmp_path, monkeypatch):
+    """Also of what it needed before layers froze."""
+    compared = []
+    monkeypatch.setattr(report_page, "memory_rows", lambda predicted, peaks, *_, **__: compared.extend(peaks) or [])
+    run = larger(corpus, tmp_path / "run", mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("1:2",), every=1))
+    summaries, _ = run_all(run)
+    (before,), (after,) = (laid_out(resolve(run), frozen)[1] for frozen in (0, 2))
+    assert summaries[0]["memory"][0]["device"]["moments"] == after.device["moments"] < before.device["moments"]
+    assert compared == [before.device_bytes + before.host_bytes + PROCESS_BYTES]
 
 
 @pytest.mark.slow
