@@ -125,7 +125,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
                                  ends_model=stage == num_stages - 1)
         waiting = (round(microbatches.waiting * operands) if microbatches.defer_bytes == "auto"
-                   else microbatches.defer_bytes)
+                   else min(microbatches.defer_bytes, microbatches.num_microbatches * operands))
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
     until_again = [segment_bytes(costs, segment) for segment in segments]

@@ -201,13 +201,15 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                          remedy="Make its forward take and return the carried state, or choose sizes that it "
                                 "supports." + _hint(entered)) from error
     outputs, entered_bytes = named(returned, f"block {name}"), _state_bytes(state)
-    more, drops = numbers_bytes(kept.masks, counting, dtype), drawn_bytes(kept.masks, counting, dtype)
+    more = numbers_bytes(kept.masks, counting, dtype)
+    drawn = drawn_bytes(kept.masks, counting, dtype)  # beside what else the block has in memory
     share, defers = _weights_of(module, count)
     weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered_bytes // 8)
     borrowed = {other for group in model.tied for other in group[1:]}
     stored = kernels.kept_bytes(memory, kept.storages, counting) + more
     return BlockCost(
-        name=name, flops=count.flops, written_bytes=count.written, allocated_bytes=max(memory.allocated, drops),
+        name=name, flops=count.flops, written_bytes=count.written,
+        allocated_bytes=memory.allocated + max(0, drawn - max(0, stored - entered_bytes)),
         kernels=kernels.run_kernels(count, returned, counting, dtype.itemsize), number_bytes=dtype.itemsize,
         num_repeated=kernels.num_repeated(count, counting, dtype.itemsize), kept_bytes=stored,
         operand_bytes=min(stored, kept.count_of(memory.operands())),
