@@ -146,8 +146,9 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
     pytest.param({"batch": Batch(global_size=2, microbatch_size=1), "mesh": Mesh(data=2),
                   "optim": Optim(algorithm="adafactor")}, id="states of whole tensors"),
     pytest.param({"batch": Batch(global_size=3, microbatch_size=1), "mesh": Mesh(pipe=2),
-                  "lora": Lora(rank=4, dropout=0.1), "pipeline": Pipeline(policy="gpipe"), "precision": "bf16", "model": Transformer(
-                      num_layers=1, hidden=32, heads=2, vocab=300, sequence=32, dropout=0.1, untied=True)},
+                  "lora": Lora(rank=4, dropout=0.1), "pipeline": Pipeline(policy="gpipe"), "precision": "bf16",
+                  "model": Transformer(num_layers=1, hidden=32, heads=2, vocab=300, sequence=32, dropout=0.1,
+                                       untied=True)},
                  id="masks beside what is not kept"),
     *(pytest.param({"batch": Batch(global_size=2, microbatch_size=2), "model": LARGE, "precision": "bf16",
                     "optim": Optim(algorithm="sgd", bucket_size=5000), "mesh": mesh,
