@@ -154,6 +154,11 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
         **model.blocks, **{name: partial(_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
 
 
+def without_gradients(model: Model) -> Model:
+    """The same model for forwards alone: none of its parameters trains, so that no rank has memory for gradients."""
+    return replace(model, blocks={name: partial(_frozen, build, ()) for name, build in model.blocks.items()})
+
+
 def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
     """The blocks of a layer above the first trainable one, `num_layers`. ModelError if it is not such a layer, or
     shares a weight with other blocks."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ranvier.block import Initial
+from ranvier.block import Initial, freeze, without_gradients
 from ranvier.checkpoint import state
 from ranvier.checkpoint.hf.export_model import TrainedSource, averages_in, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
@@ -201,9 +201,9 @@ def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
     """An engine with the parameters of `trained`, and no optimizer. Collective over the ranks of `world`."""
     inputs, targets = families.sample_of(run, run.row_microbatch_size)
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(run.row_microbatch_size))
-    model = replace(families.model_of(run), initial=lambda name: Initial("constant", 0.0))
-    engine = Engine(model, world, mesh=run.mesh, pipeline=run.pipeline, tensor=run.tensor, seed=run.seed,
-                    dtype=DTYPES[run.precision], sample=sample, frozen=trained.frozen,
+    model = without_gradients(freeze(families.model_of(run), trained.frozen))  # layers that have frozen tie no weights
+    engine = Engine(replace(model, initial=lambda name: Initial("constant", 0.0)), world, mesh=run.mesh,
+                    pipeline=run.pipeline, tensor=run.tensor, seed=run.seed, dtype=DTYPES[run.precision], sample=sample,
                     timeout_seconds=run.comm.timeout_seconds, flags=True)
     trained.fill(engine)
     return engine
@@ -277,7 +277,7 @@ def _of_decoder(head: str, model: LanguageModel) -> LanguageModel:
 def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, tensor: TensorParallel, dtype: torch.dtype
                           ) -> Engine:
     """An engine with the model's parameters in `dtype`; it has no optimizer. Collective over the ranks of `world`."""
-    blocks = family_named(model.config.family).model(model.config, "tokens", dtype=dtype)
+    blocks = without_gradients(family_named(model.config.family).model(model.config, "tokens", dtype=dtype))
     ids_BS = torch.zeros(1, min(model.longest, _SAMPLE_TOKENS), dtype=torch.int64)
     sample = Microbatch(inputs=ids_BS, targets=ids_BS, samples=torch.zeros(1, dtype=torch.int64))
     engine = Engine(replace(blocks, initial=lambda name: Initial("constant", 0.0)), world, mesh=mesh,

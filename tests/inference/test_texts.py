@@ -85,6 +85,16 @@ def test_greedy_texts_are_those_of_whole_sequences(model, mesh, scheme):
     assert texts(model, mesh, scheme=scheme) == [(written, "length") for written in expected]
 
 
+def test_a_rank_that_only_writes_has_no_memory_for_gradients(model):
+    def on_rank(world):
+        engine = build_language_engine(model[0], world, Mesh(pipe=2), tensor=TensorParallel(), dtype=torch.float64)
+        found = engine.memory()["device"]
+        engine.close()
+        return found["parameters"] > 0, found["gradients"]
+
+    assert run_ranks(on_rank, 2) == [(True, 0)] * 2
+
+
 def test_draws_are_the_same_on_every_mesh(model):
     drawn = Sampling(temperature=0.9, top_k=12, top_p=0.95, seed=3)
     assert texts(model[0], Mesh(), drawn) == texts(model[0], Mesh(data=2, pipe=2), drawn) != texts(model[0], Mesh())
