@@ -387,9 +387,10 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             for key, size in needs.workspace.items():
                 largest[pipe][key] = max(largest[pipe].get(key, 0), size)
     for pipe, (sizes, of_pipe) in enumerate(zip(largest, uses, strict=True)):
-        for key, size in mesh.bundle_sizes(of_pipe).items():
+        backward = of_pipe[::-1]
+        for key, size in (*mesh.bundle_sizes(of_pipe).items(), *mesh.bundle_sizes(backward).items()):
             sizes[key] = max(sizes.get(key, 0), size)
-        passing[pipe] += mesh.bundled_matrix_bytes(of_pipe)
+        passing[pipe] += max(map(mesh.bundled_matrix_bytes, (of_pipe, backward)))
     found = {pipe: sum(sizes.values()) + gathered[pipe] for pipe, sizes in enumerate(largest)}
     return _MeshNeeds(buffers=found, passing=passing, kept_again=kept_again, working=working)
 
@@ -512,8 +513,8 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
                     ) -> list[int]:
     """`gradients` of `activation_bytes`. Autograd has a gradient in the parameter's format, then in that of the sums;
     linear layers add theirs in one product, but for half precision on a CPU, and where they are recomputed and compiled
-    as a whole. The first of two
-    gradients of a tied parameter waits for the second one, and then for their sum."""
+    as a whole. The first of two gradients of a tied parameter waits for the second one, and then for their sum, all in
+    the format of the sums."""
     each, wide = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize
     inside = {*chain(*segments)} if counting_of(run, device=run.device_type, stage_size=1).compiles else set[int]()
     by_autograd = each + (wide if wide > each else 0)
@@ -522,7 +523,7 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
                  cost.weight_elements * (by_autograd if place in inside else by_layer))
              for place, cost in enumerate(costs)]
     tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0
-    return [tied * max(3 * each, by_autograd) if tied and not place else one + tied * each
+    return [3 * tied * max(each, wide) if tied and not place else one + tied * max(each, wide)
             for place, one in enumerate(found)]
 
 

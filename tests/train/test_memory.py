@@ -74,6 +74,9 @@ its attention allocates are added up, and do not come together."""
     pytest.param("updated in the backward", {"optim": Optim(update_in_backward=True),
                                              "batch": Batch(global_size=4, microbatch_size=2)}, marks=pytest.mark.slow),
     pytest.param("rows and columns", {"mesh": Mesh(row=2, col=2)}, marks=pytest.mark.slow),
+    ("weights gathered together in other groups in the backward", {
+        "mesh": Mesh(row=2, col=2), "precision": "bf16", "batch": Batch(global_size=2, microbatch_size=2),
+        "model": replace(LLAMA, hidden=128, heads=2, kv_heads=1, intermediate=384, sequence=32, bias="qkv")}),
     pytest.param("rows, columns and stages, frugal", {
         "mesh": Mesh(row=2, col=2, pipe=2), "precision": "bf16",
         "tensor": TensorParallel(keep_weights=True), "batch": Batch(global_size=16, microbatch_size=8),
@@ -135,8 +138,9 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
     pytest.param({"optim": Optim(algorithm="muon"), "batch": ONE, "model": LARGE}, id="update by muon"),
     pytest.param({"batch": ONE, "model": LARGE, "precision": "bf16", "memory": Memory(recompute=1),
                   "optim": Optim(algorithm="sgd")}, id="gradients of recomputed weights"),
-    pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt"), "optim": Optim(algorithm="sgd")},
-                 id="gradients of a tied table"),
+    *(pytest.param({"batch": ONE, "model": replace(LARGE, family="gpt"), "optim": Optim(algorithm="sgd"),
+                    "precision": precision}, id=f"{precision} gradients of a tied table")
+      for precision in ("fp32", "bf16")),
     pytest.param({"batch": ONE, "model": replace(LARGE, vocab=1000), "precision": "bf16",
                   "optim": Optim(algorithm="sgd"), "mesh": Mesh(pipe=2)}, id="gradient of a table"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=1), "model": LARGE, "precision": "bf16",
