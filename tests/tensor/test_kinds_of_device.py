@@ -27,23 +27,10 @@ COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcas
 
 
 class Observed:
-    """What a group is asked for, and the memory that its sums take."""
+    """What a group is asked for."""
 
     def __init__(self, group):
-        self.calls, self.live, self.peak = Counter(), 0, 0
-        new, let_go = group._allocate, group._release
-
-        def taking(like, *shape):
-            buffer = new(like, *shape)
-            self.live += buffer.nbytes
-            self.peak = max(self.peak, self.live)
-            return buffer
-
-        def letting_go(buffer):
-            self.live -= buffer.nbytes
-            let_go(buffer)
-
-        group._allocate, group._release = taking, letting_go
+        self.calls = Counter()
         for name in COLLECTIVES:
             setattr(group, name, self.noted(name, getattr(group, name)))
 
@@ -55,7 +42,7 @@ class Observed:
 
 
 def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
-    """(bytes received, calls, peak of what sums take) along rows and columns, and the workspace."""
+    """(bytes received, calls) along rows and columns, and the workspace."""
     observed = [Observed(group) for group in groups]
     shape = Meter(scheme, row, col).residual(SIZES).shape
     with torch.device(device):
@@ -64,7 +51,7 @@ def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
         x = torch.ones(shape, dtype=dtype).requires_grad_()
     y = layer(x)
     y.backward(torch.ones_like(y))
-    return ([(group.bytes_received, dict(seen.calls), seen.peak) for group, seen in zip(groups, observed, strict=True)],
+    return ([(group.bytes_received, dict(seen.calls)) for group, seen in zip(groups, observed, strict=True)],
             mesh.workspace.sizes())
 
 
