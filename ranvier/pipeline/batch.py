@@ -68,11 +68,12 @@ class BatchRunner:
                  forwards_ended: Callable[[], None]) -> None:
         self._at, self._stages, self._connections, placement = at, stages, connections, plan.layout.stages
         self._numbers, self._num_stages = placement.stages_of(at.pipeline_rank), placement.num_stages
-        self._has_loss = self._numbers[-1] == self._num_stages - 1
+        self._has_loss, self._on_cpu = self._numbers[-1] == self._num_stages - 1, connections.device.type == "cpu"
         self._places = [_Place(number, stage, connections.rank_of(number - 1) if number else None,
                                connections.rank_of(number + 1) if number < self._num_stages - 1 else None)
                         for number, stage in zip(self._numbers, stages.all, strict=True)]
         self._updater, self._statistics, self._timeline = updater, statistics, timeline
+        self._needs_progress = connections.needs_progress
         self._policy, self._forwards_ended = policy or policy_named(plan.policy), forwards_ended
         self._look_ahead = LookAhead(plan.pipeline.look_ahead, device=connections.device, num_stages=self._num_stages)
         self._deferrable = [0] * len(self._numbers)
@@ -222,7 +223,8 @@ class BatchRunner:
             case "W":
                 started = self._start(action)
                 place.stage.weight(number, action.product)
-                self._updater.progress()
+                if self._needs_progress:
+                    self._updater.progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.launched()
         return result
@@ -242,7 +244,7 @@ class BatchRunner:
 
     def _arrived(self, message: Message) -> dict[str, Tensor]:
         """The whole tensors of a message from another stage."""
-        tensors = message.tensors if self._connections.device.type == "cpu" else self._to_device(message.tensors)
+        tensors = message.tensors if self._on_cpu else self._to_device(message.tensors)
         return self._connections.column_parts.gathered(tensors)
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -159,12 +159,12 @@ class LookAhead:
 
     def __init__(self, limit: int | Literal["auto"], *, device: torch.device, num_stages: int) -> None:
         self._device = device
-        self._limit = (AUTO if num_stages > 1 else None) if limit == "auto" else limit
+        self._limit = None if device.type != "cuda" else limit if limit != "auto" else AUTO if num_stages > 1 else None
         self._launched: deque[torch.cuda.Event] = deque()
 
     def launched(self) -> None:
         """An action has been launched; returns when few enough are unfinished."""
-        if self._device.type != "cuda" or self._limit is None:
+        if self._limit is None:
             return
         event = torch.cuda.Event(blocking=True)  # other threads need the core: they post sends and receives
         event.record(torch.cuda.current_stream(self._device))

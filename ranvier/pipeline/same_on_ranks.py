@@ -73,9 +73,10 @@ class SameTargets:
         for place, leaf in leaves:
             (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_some(leaf))
         nothing = torch.zeros(SAME_TARGETS, dtype=torch.float64, device=leaves[0][1].device)  # a copy would wait for it
-        return torch.cat([self._of_integers([torch.cat([part.to(torch.int64) for part in parts])
-                                             for parts in integers.values()]) if integers else nothing[:2],
-                          self._of_reals([torch.cat(parts) for parts in reals.values()]) if reals else nothing[2:]])
+        return torch.cat([
+            self._of_integers([torch.cat(parts).to(torch.int64) for parts in integers.values()])
+            if integers else nothing[:2],
+            self._of_reals([torch.cat(parts).detach() for parts in reals.values()]) if reals else nothing[2:]])
 
     def _of_integers(self, columns: list[Tensor]) -> Tensor:
         says = torch.stack([(column != column[:1]).any() for column in columns]).all()  # stays on the device
@@ -121,7 +122,7 @@ def _mixed(values: Tensor) -> Tensor:
 
 def _some(leaf: Tensor) -> Tensor:
     """[n]: at most about `_MAX_ELEMENTS` of the elements."""
-    flat, apart = leaf.detach().reshape(-1), leaf.numel() // _MAX_ELEMENTS
+    flat, apart = leaf.reshape(-1), leaf.numel() // _MAX_ELEMENTS
     return flat[::apart] if apart > 1 else flat
 
 

@@ -35,6 +35,7 @@ from ranvier.pipeline.segment import Segment
 from ranvier.pipeline.trained_elsewhere import OthersParameters
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
+from ranvier.precision import is_half
 from ranvier.schedule.schedule import Product
 from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
@@ -218,7 +219,12 @@ class Stage:
                         if run[0].start >= self.cached_blocks])
 
     def _use_runs(self, runs: list[tuple[range, bool]]) -> None:
-        self._runs = runs
+        self._runs: list[tuple[range, bool]] = []
+        """Segments that are recomputed, and what lies between them."""
+        for run, recomputed in runs:
+            if self._runs and not (recomputed or self._runs[-1][1]):
+                run = range(self._runs.pop()[0].start, run.stop)
+            self._runs.append((run, recomputed))
         self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]],
                                          selective=self._selective) for run, recomputed in runs if recomputed}
 
@@ -308,22 +314,17 @@ class Stage:
 
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
-        runs = self._runs if self.training or self._cache is None else runs_of(len(self.blocks), ())
+        runs = self._runs if self.training or self._cache is None else [(range(len(self.blocks)), False)]
         if self._cache is not None and self.training:  # which may end being used in this very call
             state = self._cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
-            part = partial(self._run_some, run, step, samples, number)
-            again = recomputed and torch.is_grad_enabled()
-            state = self._recomputed[run].run(part, state) if again else part(state)
-            block, name, _ = self.blocks[run[-1]]
-            last = number == self._last_number
-            reports = (last and self._block_passed is not None) or self._progress is not None
-            if run[-1] != len(self.blocks) - 1 and (reports or not isinstance(state, Tensor)):
-                tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
-                if reports:
-                    self._watch_boundary(tensors, block + 1, last=last)
-                if not isinstance(state, Tensor):
-                    self._shared.watch(tensors, carried_tensors.sharing(tensors))
+            if recomputed and torch.is_grad_enabled():
+                part = partial(self._run_some, run, step, samples, number)
+                state = self._recomputed[run].run(part, state)
+            else:
+                state = self._run_some(run, step, samples, number, state, watches=not recomputed)
+            if recomputed and run.stop != len(self.blocks):
+                self._watch_boundary(state, run[-1], number)
         return state
 
     def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
@@ -349,18 +350,21 @@ class Stage:
         tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
         return carried(with_layouts(tensors, self._mesh))
 
-    def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State) -> State:
+    def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State, *, watches: bool = False
+                  ) -> State:
         """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.
+        watches: whether their boundaries are watched.
 
         In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
         """
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with using(self._fused), torch.set_grad_enabled(self.training):
-                return self._run_some(run, step, samples, number, state)
+                return self._run_some(run, step, samples, number, state, watches=watches)
         compiled = self._compiled if self.training else None
         # A gradient inside a forward may recompute a run: its scope must be another one.
         with keyed_random.Scope(self._seed, step, samples) as scope:
-            for _, name, module in self.blocks[run.start:run.stop]:
+            for place in run:
+                _, name, module = self.blocks[place]
                 scope.block, scope.keys, scope.calls = name, None, 0
                 if self._mesh is not None:
                     self._mesh.runs_user_code = True
@@ -381,15 +385,29 @@ class Stage:
                     if self._mesh is not None:
                         self._mesh.runs_user_code = False
                 is_plain = self._mesh is None and isinstance(state, Tensor) and not state._backward_hooks
-                if name == self.blocks[-1][1]:
+                if place == len(self.blocks) - 1:
                     break  # messages move before the next action
                 if not is_plain:
                     carried_tensors.refuse_between_blocks(plain(state), self._weights.in_pass)
                 if self._progress is not None:
                     self._progress()
+                if watches:
+                    self._watch_boundary(state, place, number)
         return state
 
-    def _watch_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
+    def _watch_boundary(self, state: State, place: int, number: int) -> None:
+        """Watch the state of microbatch `number` behind the block at `place`."""
+        last = number == self._last_number
+        reports = (last and self._block_passed is not None) or self._progress is not None
+        if reports or not isinstance(state, Tensor):
+            block, name, _ = self.blocks[place]
+            tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
+            if reports:
+                self._report_boundary(tensors, block + 1, last=last)
+            if not isinstance(state, Tensor):
+                self._shared.watch(tensors, carried_tensors.sharing(tensors))
+
+    def _report_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
         all but the last backward of the batch messages move then, and nobody wants to know more."""
         watched = [tensor for tensor in state.values() if tensor.requires_grad and tensor.grad_fn is not None]
@@ -453,7 +471,7 @@ class Stage:
         total = total if total.dim() == 0 else total.reshape(())
         self._loss_sum += total.detach()
         self._weight_sum += weight.detach().reshape(()).double() if isinstance(weight, Tensor) else weight
-        return total.to(torch.promote_types(total.dtype, torch.float32))  # a scaled fp16 loss would overflow
+        return total.float() if is_half(total.dtype) else total  # a scaled fp16 loss would overflow
 
     # ------------------------------------------------------------------ backward
 

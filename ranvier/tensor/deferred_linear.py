@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from ranvier.tensor import float8
@@ -44,10 +45,10 @@ def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy
     else:  # fp32 sums of half-precision products
         sums.add_(dy.t().mm(x))
     if bias is not None and bias.requires_grad:
-        if bias.grad is None:
+        if (sums := bias.grad) is None:
             bias.grad = dy.sum(0).to(bias.grad_dtype)
         else:
-            bias.grad.add_(dy.sum(0))
+            sums.add_(dy.sum(0))
 
 
 def padded_rows_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes what nn.Linear does."""
-        if (not input.is_cuda or is_transformed() or torch.compiler.is_dynamo_compiling()  # the compiler pads by itself
+        if (not input.is_cuda or is_transformed() or is_dynamo_compiling()  # the compiler pads by itself
                 or torch.is_autocast_enabled(input.device.type)):
             return functional.linear(input, self.weight)
         return _PaddedLinear.apply(input, self.weight)
@@ -150,11 +151,12 @@ _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
-    """The format to which autocast, which is on, casts the operands of a product; None where it leaves one as it is, as
-    it leaves fp64."""
+    """The format to which autocast casts the operands of a product; None where it leaves one as it is, as it leaves
+    fp64, or is off."""
     given = [one for one in operands if one is not None]
     device = given[0].device.type
-    fit = all(one.device.type == device and one.is_floating_point() and one.dtype is not torch.float64 for one in given)
+    fit = torch.is_autocast_enabled(device) and all(
+        one.device.type == device and one.is_floating_point() and one.dtype is not torch.float64 for one in given)
     return torch.get_autocast_dtype(device) if fit else None
 
 
@@ -162,17 +164,14 @@ def is_deferrable(module: nn.Linear) -> bool:
     """Whether weight and bias are plain parameters without hooks on their gradients, and the weight trains and has
     elements."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
-    return weight is not None and weight.requires_grad and weight.numel() > 0 and are_plain(weight, bias)
+    return (weight is not None and weight.requires_grad and weight.numel() > 0 and is_plain(weight)
+            and (bias is None or is_plain(bias)))
 
 
-def are_plain(*parameters: Tensor | None) -> bool:
-    """Whether all that are not None are parameters, of no class that computes by itself, without hooks on their
-    gradients."""
-    for one in parameters:
-        if one is not None and (type(one) is not nn.Parameter or one._backward_hooks
-                                or one._post_accumulate_grad_hooks):
-            return False
-    return True
+def is_plain(parameter: Tensor) -> bool:
+    """Whether it is a parameter, of no class that computes by itself, without hooks on its gradient."""
+    return (type(parameter) is nn.Parameter and not parameter._backward_hooks
+            and not parameter._post_accumulate_grad_hooks)
 
 
 class _PlainForward:
@@ -222,11 +221,11 @@ class _DeferrableForward(_PlainForward):
             return functional.linear(x, weight, bias)
         if not is_deferrable(self._module):
             return functional.linear(x, weight, bias) if self._by_autograd is None else self._by_autograd(x)
-        if torch.compiler.is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled() or (
+        if is_dynamo_compiling() or is_transformed() or not torch.is_grad_enabled() or (
                 x.layout is not torch.strided):
             self.steps_aside = True
             return functional.linear(x, weight, bias) if self._by_autograd is None else self._by_autograd(x)
-        dtype = autocast_dtype(x, weight, bias) if torch.is_autocast_enabled(x.device.type) else None
+        dtype = autocast_dtype(x, weight, bias) if torch._C._is_any_autocast_enabled() else None
         if dtype is not None:
             if self.in_float8:
                 return functional.linear(x, weight, bias)
@@ -407,7 +406,7 @@ class _LookupForward(_PlainForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         module, weight = self._module, self._module.weight
-        if (torch.is_grad_enabled() and weight.requires_grad and are_plain(weight) and not is_transformed()
+        if (torch.is_grad_enabled() and weight.requires_grad and is_plain(weight) and not is_transformed()
                 and adds_rows(len(weight), input.numel())):
             padding = -1 if module.padding_idx is None else module.padding_idx
             return _RowLookup.apply(weight, input, padding, self._gradients)
