@@ -221,18 +221,21 @@ class Gradients:
         for chunk in self.chunks:
             chunk.outstanding += 1
 
-    def chunk_of(self, parameter: nn.Parameter) -> int:
-        """The place in the reduction order of the first chunk that holds some of `parameter`."""
-        return self._chunks_of[parameter].start
+    def chunks_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """The places in the reduction order of the chunks that hold some of each of these."""
+        return [number for parameter in parameters for number in self._chunks_of[parameter]]
 
-    def queued(self, parameter: nn.Parameter) -> None:
-        """A product for this parameter has been deferred."""
-        for number in self._chunks_of[parameter]:
+    def queued(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """A product for these parameters has been deferred, for which their chunks wait until it is `added`."""
+        chunks = self.chunks_of(parameters)
+        for number in chunks:
             self.chunks[number].outstanding += 1
+        return chunks
 
-    def added(self, parameter: nn.Parameter) -> None:
-        """A deferred product, or the gradient from another end of a tie, has been added."""
-        for number in self._chunks_of[parameter]:
+    def added(self, chunks: Iterable[int]) -> None:
+        """What these chunks have waited for has been added: a deferred product, or the gradient from another end of a
+        tie."""
+        for number in chunks:
             self.chunks[number].outstanding -= 1
         self._reduce_complete()
 

@@ -202,7 +202,7 @@ class EngineParts:
                 for path, one in module.named_parameters()
                 if layout[name := f"{block}.{path}"].block not in numbers}, code)
         sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
-        known = gradients.chunk_of, gradients.queued, gradients.added, gradients.added_rows
+        known = gradients.queued, gradients.added, gradients.added_rows
         return Stage(
             blocks, loss=loss, seed=seed, device=world.device, left=left, others=others,
             progress=self.updater.progress if self.connections.needs_progress else None,
@@ -213,8 +213,7 @@ class EngineParts:
             may_wait=plan.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=given.autocast,
             in_float8=float8_layers(self.blocks, len(given.model.blocks), world.device) if given.float8 else (),
-            weight_gradients=WeightGradients(*known) if mesh is None else
-            WeightGradients(*known, after=mesh.sums.after))
+            weight_gradients=WeightGradients(*known, after=None if mesh is None else mesh.sums.after))
 
 
 def compiles(how: bool | Literal["auto"], device: torch.device) -> bool | Literal["auto"]:

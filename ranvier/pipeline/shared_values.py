@@ -74,7 +74,7 @@ class SharedValues:
         """All backwards of a training batch have run here, and the reduction of every chunk of gradients has begun: so
         the exchange of buffers is begun in one order on all replicas."""
         for tie in self._ties.add_gradients(self._board.calls):
-            self._updater.gradients.added(tie.parameter)
+            self._updater.gradients.added(self._updater.gradients.chunks_of([tie.parameter]))
         self._buffers.start()
 
     def updated(self) -> None:

@@ -12,8 +12,8 @@ nothing, and adding straight into the gradient buffer saves the temporary that a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from ranvier.errors import ModelError
 from ranvier.schedule.schedule import Product
 
+_SMALL_BYTES = 1 << 17
+"""Of the operands of a product: with 64 rows of 256 fp32 numbers in and out it takes some 0.3 ms on a core."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Operands:
+
+class _Operands(NamedTuple):
     """One deferred product and its operands, which stay alive for it."""
 
     parameters: Sequence[nn.Parameter]
     """Parameters whose gradients the product adds to; they may belong to different chunks."""
+    chunks: Sequence[int]
+    """Those chunks."""
     tensors: Sequence[Tensor]
     add_gradients: Callable[..., None]
     """Takes the tensors."""
@@ -39,22 +43,29 @@ class _Operands:
 class WeightGradients:
     """The deferred products of one stage, in order, and the switch that decides whether products are deferred.
 
-    chunk_of: the chunk of gradients that a parameter belongs to.
-    on_queued, on_added: called with each parameter that a product adds to, when the product is queued and when its
-        result has been added.
+    on_queued: called with the parameters that a product adds to, when it is queued; returns the chunks of gradients
+        that they belong to.
+    on_added: called with these chunks when the product's result has been added.
     added_rows: called with a lookup table and the rows (rising) of its gradient that something was added to, once for
         each write.
-    after: calls what it is given when all results so far have been added (`GradientSums.after`).
+    after: calls what it is given when all results so far have been added (`GradientSums.after`); None on a stage of one
+        rank, where they have been when a product has run.
+
+    Small products of one chunk that follow each other are one product there: choosing what to run takes longer than
+    they do. Ranks of a stage may disagree about what is small.
     """
 
-    def __init__(self, chunk_of: Callable[[nn.Parameter], int], on_queued: Callable[[nn.Parameter], None],
-                 on_added: Callable[[nn.Parameter], None],
+    def __init__(self, on_queued: Callable[[Sequence[nn.Parameter]], Sequence[int]],
+                 on_added: Callable[[Sequence[int]], None],
                  added_rows: Callable[[nn.Parameter, Tensor], None] = lambda parameter, rows: None,
-                 after: Callable[[Callable[[], object]], object] = lambda action: action()) -> None:
+                 after: Callable[[Callable[[], object]], object] | None = None) -> None:
         self.added_rows, self._after = added_rows, after
-        self._chunk_of, self._on_queued, self._on_added = chunk_of, on_queued, on_added
-        self._waiting: dict[tuple[int, int], _Operands] = {}
+        self._on_queued, self._on_added = on_queued, on_added
+        self._waiting: dict[tuple[int, int], list[_Operands]] = {}
         self._fresh: list[_Operands] = []
+        """Products that the backward that runs has deferred."""
+        self._last_users: dict[int, tuple[int, int]] = {}
+        """Address of a storage that these keep alive -> the last of them that uses it, and the storage's bytes."""
         self._task: int | None = None
         """Autograd's number of the backward that runs."""
         self.defers = False
@@ -68,7 +79,7 @@ class WeightGradients:
                       defer: bool, *, last: bool = False) -> list[Product]:
         """Run autograd from `roots` (of `root_of`) with their gradients. With `defer` products wait under (microbatch,
         number); returns their descriptions. last: no other backward of the batch follows."""
-        self._fresh, self.defers, self.last = [], defer, last
+        self._fresh, self._last_users, self.defers, self.last = [], {}, defer, last
         for root in roots:
             root.node.register_prehook(self._begin_pass)  # which goes with the graph: the node is the stage's own
         try:
@@ -80,10 +91,20 @@ class WeightGradients:
             fresh, self._fresh, self.defers, self._task = self._fresh, [], False, None
         if not fresh:
             return []
-        for number, operands in enumerate(fresh):
-            self._waiting[microbatch, number] = operands
-        return [Product(size, min(map(self._chunk_of, operands.parameters)))
-                for size, operands in zip(_freed_bytes(fresh), fresh, strict=True)]
+        freed = [0] * len(fresh)  # bytes, when the products run in order
+        for number, size in self._last_users.values():
+            freed[number] += size
+        products: list[Product] = []
+        for operands, size in zip(fresh, freed, strict=True):
+            chunk, last_product = min(operands.chunks), products[-1] if products else None
+            if last_product is None or self._after is not None or last_product.chunk != chunk or (
+                    last_product.alive_bytes >= _SMALL_BYTES):
+                products.append(Product(size, chunk))
+                self._waiting[microbatch, len(products) - 1] = [operands]
+            else:
+                products[-1] = Product(last_product.alive_bytes + size, chunk)
+                self._waiting[microbatch, len(products) - 1].append(operands)
+        return products
 
     def _begin_pass(self, gradients: Sequence[Tensor]) -> None:
         self._task = torch._C._current_graph_task_id()
@@ -101,33 +122,41 @@ class WeightGradients:
             add_gradients: Callable[..., None]) -> None:
         """Call `add_gradients(*tensors)`, which adds to the gradients of `parameters`: later, where the pass defers.
 
-        A layer's backward calls this.
+        A layer's backward calls this. What waits are the tensors without their graphs, and a copy of one that is a view
+        of a larger storage, which would stay alive for it. Rows that are padded by little are no reason for a copy.
         """
         if not self.defers:
             add_gradients(*tensors)
-        else:
-            alone = [_alone(tensor) for tensor in tensors]
-            self._fresh.append(_Operands(parameters, alone, add_gradients, [one._version for one in alone]))
-            for parameter in parameters:
-                self._on_queued(parameter)
+            return
+        waiting = []
+        for tensor in tensors:
+            one = tensor.detach()
+            if (storage := one.untyped_storage()).nbytes() > 1.05 * one.nbytes:
+                storage = (one := one.clone()).untyped_storage()
+            self._last_users[storage.data_ptr()] = len(self._fresh), storage.nbytes()
+            waiting.append(one)
+        self._fresh.append(_Operands(parameters, self._on_queued(parameters), waiting, add_gradients,
+                                     [one._version for one in waiting]))
 
     def run(self, microbatch: int, product: int) -> None:
         """Compute one deferred product and release its operands. Its sum over ranks may be added later. ModelError
         where an operand has been changed since: a plain loop would have had the gradient before."""
-        operands = self._waiting.pop((microbatch, product))
-        if [one._version for one in operands.tensors] != operands.versions:
-            raise ModelError("has an input or a gradient that was changed in place after its backward, before the "
-                             "weight's gradient, which waits for an idle moment", code="waiting-operand-changed",
-                             where=f"weight of shape {tuple(operands.parameters[0].shape)}",
-                             remedy="Give layers new tensors instead of memory that is written again for each "
-                                    "microbatch, or let nothing wait: Pipeline(defer_bytes=0).")
-        operands.add_gradients(*operands.tensors)
-        for parameter in operands.parameters:
-            self._after(partial(self._on_added, parameter))
+        for operands in self._waiting.pop((microbatch, product)):
+            if [one._version for one in operands.tensors] != operands.versions:
+                raise ModelError("has an input or a gradient that was changed in place after its backward, before the "
+                                 "weight's gradient, which waits for an idle moment", code="waiting-operand-changed",
+                                 where=f"weight of shape {tuple(operands.parameters[0].shape)}",
+                                 remedy="Give layers new tensors instead of memory that is written again for each "
+                                        "microbatch, or let nothing wait: Pipeline(defer_bytes=0).")
+            operands.add_gradients(*operands.tensors)
+            if self._after is None:
+                self._on_added(operands.chunks)
+            else:
+                self._after(partial(self._on_added, operands.chunks))
 
     def __len__(self) -> int:
-        """Products that wait."""
-        return len(self._waiting)
+        """Layers' products that wait."""
+        return sum(map(len, self._waiting.values()))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Reduces to None: a copy of a layer, made while a batch runs, leaves its weight gradients to autograd."""
@@ -144,25 +173,3 @@ def root_of(tensor: Tensor) -> GradientEdge:
     node = tensor.view_as(tensor).grad_fn
     assert node is not None, "only an output that requires a gradient has a root"
     return GradientEdge(node, 0)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """`tensor` without its graph; a copy where it is a view of a larger storage, which would stay alive for it.
-
-    Rows that are padded by little are no reason for a copy.
-    """
-    own_bytes = tensor.numel() * tensor.element_size()
-    return tensor.detach().clone() if tensor.untyped_storage().nbytes() > 1.05 * own_bytes else tensor.detach()
-
-
-def _freed_bytes(products: list[_Operands]) -> list[int]:
-    """Bytes that each product frees when they run in order: a storage counts for the last product that uses it."""
-    last_user: dict[int, tuple[int, int]] = {}
-    for number, operands in enumerate(products):
-        for tensor in operands.tensors:
-            storage = tensor.untyped_storage()
-            last_user[storage.data_ptr()] = number, storage.nbytes()
-    freed = [0] * len(products)
-    for number, size in last_user.values():
-        freed[number] += size
-    return freed

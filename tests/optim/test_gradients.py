@@ -74,7 +74,7 @@ def test_the_order_is_that_of_a_backward():
     gradients, _, _ = make(specs)
     assert chunks(gradients) == [["c1"], ["c0"], ["b0"], ["a1"], ["a0"]]
     assert [one.name for one in gradients.owned()] == ["a0", "a1", "b0", "c0", "c1"]
-    assert [gradients.chunk_of(one.parameter) for one in specs] == [4, 3, 2, 1, 0]
+    assert gradients.chunks_of(one.parameter for one in specs) == [4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize(("chunk_size", "members", "expected"), [
@@ -92,11 +92,11 @@ def test_chunks_are_of_equal_size_and_cut_through_parameters(chunk_size, members
 def test_a_parameter_in_two_chunks_holds_back_both():
     one, two = spec("a", 0, 6), spec("b", 1, 6)
     gradients, group, _ = make([one, two], 4)
-    assert chunks(gradients) == [["b"], ["b", "a"], ["a"]] and gradients.chunk_of(one.parameter) == 1
-    gradients.queued(two.parameter)
+    assert chunks(gradients) == [["b"], ["b", "a"], ["a"]] and gradients.chunks_of([one.parameter])[0] == 1
+    gradients.queued([two.parameter])
     gradients.all_passed()
     assert group.reduced == []
-    gradients.added(two.parameter)
+    gradients.added(gradients.chunks_of([two.parameter]))
     assert [len(tensor) for tensor in group.reduced] == [4, 4, 4]
 
 
@@ -199,13 +199,13 @@ def test_a_chunk_waits_for_all_blocks_that_use_it():
 def test_a_chunk_waits_for_deferred_products():
     one, two = spec("a", 0), spec("b", 1)
     gradients, group, _ = make([one, two])
-    gradients.queued(two.parameter)
-    gradients.queued(two.parameter)
+    gradients.queued([two.parameter])
+    gradients.queued([two.parameter])
     gradients.block_passed(1)
     gradients.block_passed(0)
-    gradients.added(two.parameter)
+    gradients.added(gradients.chunks_of([two.parameter]))
     assert group.reduced == []
-    gradients.added(two.parameter)
+    gradients.added(gradients.chunks_of([two.parameter]))
     assert len(group.reduced) == 2
 
 
@@ -213,11 +213,11 @@ def test_a_chunk_waits_for_the_other_ends_of_a_tie():
     tied = spec("a", 0, remote_ends=2)
     gradients, group, _ = make([tied])
     gradients.all_passed()
-    gradients.added(tied.parameter)
+    gradients.added(gradients.chunks_of([tied.parameter]))
     assert group.reduced == [] and not gradients.complete
     with pytest.raises(AssertionError, match="still incomplete"):
         gradients.wait()
-    gradients.added(tied.parameter)
+    gradients.added(gradients.chunks_of([tied.parameter]))
     assert len(group.reduced) == 1
     gradients.begin()
     gradients.all_passed()

@@ -271,7 +271,7 @@ def test_a_second_backward_is_refused():
     layer = nn.Linear(3, 2)
     operand = compiled._Operand()
     tap = compiled._Tap.apply(layer.weight, layer.bias, (4, 2), operand, WeightGradients(
-        lambda parameter: 0, lambda parameter: None, lambda parameter: None))
+        lambda parameters: [0], lambda chunks: None))
     operand.x = torch.ones(4, 3)
     tap.sum().backward(retain_graph=True)
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))

@@ -114,7 +114,7 @@ class Watch:
             self.largest = max(self.largest, largest(outcome))
             self.stored = max(self.stored, len(self._stage._graphs))
             alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                     for waiting in self._weights._waiting.values() for tensor in waiting.tensors}
+                     for product in self._weights._waiting.values() for one in product for tensor in one.tensors}
             self.queued_bytes = max(self.queued_bytes, sum(alive.values()))
             return outcome
 

@@ -22,13 +22,17 @@ from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, 
 class Log:
     """A queue of one block's products, and what it reports."""
 
-    def __init__(self, block, chunk_of=lambda parameter: 0, others=()):
+    def __init__(self, block, others=(), after=lambda action: action()):
         self.names = {parameter: name for name, parameter in block.named_parameters()}
         self.said = []
-        self.queue = WeightGradients(chunk_of, lambda parameter: self.said.append(("queued", self.names[parameter])),
-                                     lambda parameter: self.said.append(("added", self.names[parameter])))
+        self.queue = WeightGradients(self.queued, lambda chunks: self.said.append(("added", chunks)), after=after)
         self.forwards = DeferringForwards([block], others, self.queue)
         self.forwards.install()
+
+    def queued(self, parameters):
+        names = [self.names[parameter] for parameter in parameters]
+        self.said.append(("queued", *names))
+        return list(map(len, names))
 
     def backward(self, loss, microbatch=0, *, defer=True):
         return self.queue.backward_pass(microbatch, [root_of(loss)], [torch.ones_like(loss)], defer)
@@ -52,10 +56,10 @@ def test_deferred_products_are_those_of_autograd():
     products = log.backward(loss, 7)
     assert gradients(block) == {"0.weight": None, "0.bias": None, "1.weight": None}
     assert len(log.queue) == 2
-    assert log.said == [("queued", "1.weight"), ("queued", "0.weight"), ("queued", "0.bias")]
+    assert log.said == [("queued", "1.weight"), ("queued", "0.weight", "0.bias")]
     for number in range(len(products)):
         log.queue.run(7, number)
-    assert log.said[3:] == [("added", "1.weight"), ("added", "0.weight"), ("added", "0.bias")]
+    assert log.said[2:] == [("added", [len("1.weight")]), ("added", [len("0.weight"), len("0.bias")])]
     assert len(log.queue) == 0
     for name, expected in gradients(plain).items():
         torch.testing.assert_close(gradients(block)[name], expected, rtol=1e-14, atol=0)
@@ -88,11 +92,29 @@ def test_sums_do_not_depend_on_when_products_run():
 
 def test_what_products_free():
     """The first layer's input is 4 x 3, its output's gradient and the second's input 4 x 5, the last gradient 4 x 2."""
-    log = Log(block := linear_pair(), chunk_of=lambda parameter: len(log.names[parameter]))
+    log = Log(block := linear_pair())
     x = torch.randn(4, 3, dtype=torch.float64)
     products = log.backward(block(x).square().sum())
     assert products == [Product((4 * 5 + 4 * 2) * 8, len("1.weight")), Product((4 * 3 + 4 * 5) * 8, len("0.bias"))]
     assert log.queue.forward_bytes == sum(product.alive_bytes for product in products)
+
+
+def test_small_products_of_a_chunk_run_together_on_a_stage_of_one_rank():
+    torch.manual_seed(0)
+    x, narrow = torch.randn(64, 8), partial(nn.Linear, 8, 8)
+    log = Log(block := nn.Sequential(narrow(), narrow(bias=False), narrow(bias=False), nn.Linear(8, 600, bias=False)),
+              after=None)
+    products = log.backward(block(x).square().sum())
+    assert products == [Product(64 * 608 * 4, 8), Product(2 * 64 * 16 * 4, 8), Product(64 * 16 * 4, 6)]
+    for number in range(len(products)):
+        log.queue.run(0, number)
+    assert log.said[4:] == [("added", [8]), ("added", [8]), ("added", [8]), ("added", [8, 6])]
+    found = gradients(block)
+    block.zero_grad()
+    log.forwards.remove()
+    block(x).square().sum().backward()
+    for name, expected in gradients(block).items():
+        torch.testing.assert_close(found[name], expected)
 
 
 def test_what_is_shared_is_freed_by_the_last_that_holds_it():
@@ -114,7 +136,7 @@ def test_a_part_of_something_larger_is_copied():
     log, large = Log(block := linear_pair()), torch.randn(1000, 3, dtype=torch.float64)
     log.backward(block(large[:4]).square().sum())
     assert all(tensor.untyped_storage().data_ptr() != large.untyped_storage().data_ptr()
-               for operands in log.queue._waiting.values() for tensor in operands.tensors)
+               for product in log.queue._waiting.values() for operands in product for tensor in operands.tensors)
 
 
 def test_an_operand_that_is_written_again_is_refused():

@@ -165,8 +165,7 @@ def test_of_a_segment_all_layers_but_the_last_compute_fc2_again():
                   enumerate([*layer_of(SMALL.config), *layer_of(SMALL.config)])]
         stage = Stage(blocks, loss=None, seed=0, device=torch.device("meta"), progress=lambda: None,
                       block_passed=lambda number: None, segments=[range(4)],
-                      weight_gradients=WeightGradients(lambda parameter: 0, lambda parameter: None,
-                                                       lambda parameter: None))
+                      weight_gradients=WeightGradients(lambda parameters: [0], lambda chunks: None))
         for _, _, block in blocks:
             for parameter in block.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -243,8 +242,7 @@ def test_deferred_weight_gradients_receive_no_more(scheme, row, col, stationary)
         layer = split_layers(linear, mesh, "linear")
         layer.weight.grad = torch.zeros_like(layer.weight)
     layer.may_wait = True
-    gradients = layer.weight_gradients = WeightGradients(lambda parameter: 0, lambda parameter: None,
-                                                         lambda parameter: None)
+    gradients = layer.weight_gradients = WeightGradients(lambda parameters: [0], lambda chunks: None)
     x = Meter(scheme, row, col).residual(SMALL)
     if stationary == "input":
         inner = mesh.activations.whole_dims(x)
