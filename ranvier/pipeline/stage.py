@@ -167,8 +167,7 @@ class Stage:
         whole = compile if mesh is None and not selective else False
         self._forwards = DeferringForwards([module for place, module in enumerate(modules) if place not in at_once],
                                             [modules[place] for place in sorted(at_once)], weight_gradients, in_float8,
-                                            may_wait=may_wait, compiles=whole is not False,
-                                            tables=tables if whole is False else ())
+                                            may_wait=may_wait, tables=tables if whole is False else ())
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once], () if others is None else others.code)
         self._fused = Fused(False if mesh is None else compile)

@@ -512,11 +512,9 @@ def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequ
 def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequence[range], num_stages: int
                     ) -> list[int]:
     """`gradients` of `activation_bytes`. Autograd has a gradient in the parameter's format, then in that of the sums;
-    linear layers add theirs in one product, but for half precision on a CPU, and where they are recomputed and compiled
-    as a whole. The first of two gradients of a tied parameter waits for the second one, and then for their sum, all in
-    the format of the sums."""
-    each, wide = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize
-    inside = {*chain(*segments)} if counting_of(run, device=run.device_type, stage_size=1).compiles else set[int]()
+    linear layers that are not recomputed add theirs in one product, but for half precision on a CPU. The first of two
+    gradients of a tied parameter waits for the second one, and then for their sum, all in the format of the sums."""
+    each, wide, inside = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize, {*chain(*segments)}
     by_autograd = each + (wide if wide > each else 0)
     by_layer = each if wide > each and run.device_type != "cuda" else 0
     found = [max(cost.table_elements * by_autograd,

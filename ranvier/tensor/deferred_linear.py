@@ -198,20 +198,18 @@ class _DeferrableForward(_PlainForward):
     Inside a transform of torch.func (vmap, grad, jvp), and where a block compiles its own code, it computes what
     nn.Linear computes.
 
-    waits: whether its products may ever wait.
-    steps_aside: they never wait, from the first time on that autograd may add to the same gradient by itself
+    steps_aside: its products never wait, from the first time on that autograd may add to the same gradient by itself
     (in a transform, in compiled code, or where a block calls autograd for purposes of its own): the order in which the
     queue and autograd add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run
     without gradients, so that this is known before any backward.
     """
 
-    def __init__(self, module: nn.Module, gradients: WeightGradients, *, in_float8: bool = False, waits: bool = True
-                 ) -> None:
+    def __init__(self, module: nn.Module, gradients: WeightGradients, *, in_float8: bool = False) -> None:
         super().__init__(module)
-        self.gradients, self.in_float8, self.waits = gradients, in_float8, waits
+        self.gradients, self.in_float8 = gradients, in_float8
         self._by_autograd = _Float8Forward(module) if in_float8 else None
         self.pads_rows = isinstance(module, PaddedLinear)
-        self.steps_aside = not waits
+        self.steps_aside = False
 
     def __call__(self, input: Tensor) -> Tensor:
         x, held = input, self._module._parameters
@@ -263,46 +261,42 @@ class DeferringForwards:
             own, of parametrised ones, of parameters with hooks, and of parameters that a module of another kind holds
             too: a sum to which both autograd and the queue add would depend on the order of actions. Every forward
             checks whether the weight is trainable, so freezing later needs nothing more.
-        at_once: blocks of the same stage that are recomputed, whose layers add to their gradients in the backward: the
-            operands have only just been computed again. compiles: these are compiled, and leave it to autograd.
+        others: blocks of the same stage whose weight gradients autograd computes.
         in_float8: layers of both whose products are in float8 (`float8`).
         may_wait: whether products may be deferred at all. Where none is, plain layers of a user stay as they are;
             those of `ranvier.tensor.layers` add straight to their gradients all the same.
         tables: lookup tables of both whose gradients are added to row by row.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], at_once: Sequence[nn.Module], gradients: WeightGradients,
-                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True, compiles: bool = False,
+    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
+                 in_float8: Collection[nn.Module] = (), *, may_wait: bool = True,
                  tables: Collection[nn.Parameter] = ()) -> None:
-        waiting, never = dict.fromkeys(_modules(blocks)), dict.fromkeys(_modules(at_once))
-        modules = list(waiting | never)
-        plain = {module for module in modules if _PlainForward.takes(module)}
-        by_autograd = [module for module in modules if not (module in plain or isinstance(module, SplitLinear))]
-        elsewhere = {*_own_parameters(by_autograd), *set(_own_parameters(waiting)).intersection(_own_parameters(never))}
-        free = {module: None for module in modules if elsewhere.isdisjoint(module.parameters(recurse=False))}
-        ours = set(_modules(module for module in modules if isinstance(module, Layer)))
+        inside, beside = list(dict.fromkeys(_modules(blocks))), list(_modules(others))
+        plain = {module for module in (*inside, *beside) if _PlainForward.takes(module)}
+        by_autograd = [module for module in inside if not (module in plain or isinstance(module, SplitLinear))]
+        elsewhere = set(_own_parameters((*beside, *by_autograd)))
+        free = {module: None for module in inside if elsewhere.isdisjoint(module.parameters(recurse=False))}
+        waiting = plain if may_wait else plain.intersection((*in_float8, *_modules(
+            module for module in inside if isinstance(module, Layer))))
         self._gradients = gradients
-        self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8,
-                                                     waits=module in waiting)
-                          for module in free if module in plain and (module in waiting or not compiles)
-                          and (may_wait or module in ours or module in in_float8)}
-        self.float8_forwards = {module: _Float8Forward(module) for module in modules
+        self._forwards = {module: _DeferrableForward(module, gradients, in_float8=module in in_float8)
+                          for module in free if module in waiting}
+        self.float8_forwards = {module: _Float8Forward(module) for module in (*inside, *beside)
                                 if module in in_float8 and module in plain and module not in self._forwards}
         """Forwards of the layers whose products are in float8 and not queued."""
-        lookups = {module: _LookupForward(module, gradients) for module in modules
+        lookups = {module: _LookupForward(module, gradients) for module in (*inside, *beside)
                    if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
         self._installed: list[tuple[nn.Module, _PlainForward]] = [
             *self._forwards.items(), *self.float8_forwards.items(), *lookups.items()]
-        self._split = [module for module in modules if isinstance(module, SplitLinear)]
-        holders = Counter(_own_parameters(modules))
+        self._split = [module for module in (*inside, *beside) if isinstance(module, SplitLinear)]
+        holders = Counter(_own_parameters((*inside, *beside)))
         for module in self._split:
-            module.may_wait = module in free and module in waiting
+            module.may_wait = module in free
             module.has_own_weights = all(holders[weight] == 1 for weight in module.weights)
 
     def layers_of(self, block: nn.Module) -> list[nn.Linear]:
         """The plain linear layers of a block whose products may be deferred."""
-        return [module for module in block.modules() if isinstance(module, nn.Linear) and module in self._forwards
-                and self._forwards[module].waits]
+        return [module for module in block.modules() if isinstance(module, nn.Linear) and module in self._forwards]
 
     def is_in_float8(self, layer: nn.Linear) -> bool:
         """Whether the products of a layer of `layers_of` are in float8."""

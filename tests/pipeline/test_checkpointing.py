@@ -19,8 +19,6 @@ from ranvier.plan.recomputation import (
     stage_segments,
     stored_bytes,
 )
-from ranvier.system.memory_tracker import MemoryTracker
-from ranvier.tensor.layers import ReplicatedLinear
 from tests.covering import covering
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, chunks_of, frozen, on_mesh, points, share, small_gpt, tokens
@@ -138,20 +136,6 @@ def test_what_is_computed_again(checkpoint, expected):
     assert_parity(partial(chain, *[Counted] * 4), batches, Mesh(), memory=Memory(recompute=checkpoint),
                   also=lambda engine: engine.evaluate(batches[0]).loss)
     assert Counted.forwards == expected + 8 + 8, "the reference's and the evaluation's beside it"
-
-
-def test_layers_that_run_again_add_straight_to_their_gradients():
-    """Autograd would have a gradient of a whole weight beside its sum."""
-    width = 64
-
-    def work(engine):
-        with MemoryTracker() as tracker:
-            engine.forward_backward(share(engine, points([[1, 1]], width, width)))
-        return tracker.peak_bytes()
-
-    make = partial(chain, *[partial(ReplicatedLinear, width, width)] * 4)
-    (again,), (once,) = (on_mesh(make, Mesh(), work, memory=Memory(recompute=recompute)) for recompute in (1, "none"))
-    assert again < once + width * width * 8 / 2
 
 
 def test_reductions_start_while_the_backward_runs():
