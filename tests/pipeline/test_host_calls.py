@@ -69,7 +69,7 @@ def beside_blocks(world: ranvier.World) -> Tensor:
 def test_calls_beside_the_blocks():
     """How often one of two ranks waits is chance."""
     of_microbatch, of_step = run_ranks(beside_blocks, 1)[0].tolist()
-    assert of_microbatch <= 155 and of_step <= 1250
+    assert of_microbatch <= 155 and of_step <= 1255
     least = [min(float(one[0]) for one in found)
              for found in zip(*(run_ranks(beside_blocks, 2) for _ in range(2)), strict=True)]
     assert least[0] <= 350 and least[1] <= 500
