@@ -127,6 +127,7 @@ class EngineParts:
         refuse_initializers(one for name, one in self.parameters.items() if one.shape != layout[name].shape)
         self.stages = RankStages([self._build_stage(one, seed, compile, tables) for one in numbers],
                                  eval_blocks=range(0 if frozen_dropout else given.frozen_blocks))
+        self.stages.last.looks_at_mean = at.is_first_on_pipeline_rank
         self.runner = BatchRunner(
             plan, at, policy=policy, stages=self.stages, connections=self.connections, updater=self.updater,
             statistics=self.statistics, timeline=self.timeline,

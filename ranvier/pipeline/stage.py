@@ -29,6 +29,7 @@ from ranvier.pipeline import carried_tensors
 from ranvier.pipeline.autocast import casting
 from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
+from ranvier.pipeline.mean_loss import warn_of_mean
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import Segment
@@ -142,6 +143,8 @@ class Stage:
         """Takes what the last block returns in this batch, where somebody wants it."""
         self.loss_factor = 1.0
         """Factor of the loss before the backward."""
+        self.looks_at_mean = False
+        """Whether this rank warns of a loss that is a mean."""
         self._weights = weight_gradients
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
@@ -465,6 +468,8 @@ class Stage:
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
                                     "and no_grad.")
+        if self._is_watched and self.looks_at_mean:
+            self.looks_at_mean = not warn_of_mean(total, weight)
         if self.wanted is not None:
             self.wanted.take_loss(total, weight)
         total = total if total.dim() == 0 else total.reshape(())
