@@ -135,6 +135,9 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     if not saved.manifest.step:  # an import
         for place in run_folders(path, saved.folder):
             check_pixels(place)
+        _check_head(saved.manifest.about.get("missing"), saved.folder)
+        if not labels and values.get("data.task") in ("classification", "images"):
+            labels = _unnamed(values.get("model.num_classes"))
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
@@ -165,9 +168,7 @@ def _is_path(text: str) -> bool:
 
 def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     found = Pretrained(path)
-    if found.missing:
-        raise CheckpointError(f"has no trained head: it lacks {', '.join(found.missing)}", code="untrained-head",
-                              where=str(path), remedy="Train it first: `ranvier train --model.pretrained`.")
+    _check_head(found.missing, path)
     check_source(found, user_cache_folder(), tell)
     config = found.config
     task = "images" if config.family == "vit" else _TASK_OF[found.head]
@@ -177,9 +178,21 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)
-    unnamed = tuple(f"LABEL_{number}" for number in range(num_classes(config))) if found.head == "classes" else ()
+    unnamed = _unnamed(num_classes(config)) if found.head == "classes" else []
     return Trained(settings=values, fill=lambda engine: load_pretrained(engine, found), origin=path, pretrained=found,
-                   labels=labels_in(path) or unnamed)
+                   labels=labels_in(path) or tuple(unnamed))
+
+
+def _check_head(missing: object, origin: Path) -> None:
+    """CheckpointError where parameters of a model's head are not in its files."""
+    if missing and isinstance(missing, Collection):
+        raise CheckpointError(f"has no trained head: it lacks {', '.join(map(str, missing))}", code="untrained-head",
+                              where=str(origin), remedy="Train it first: `ranvier train --model.pretrained`.")
+
+
+def _unnamed(count: object) -> list[str]:
+    """The names that transformers gives to classes without one."""
+    return [f"LABEL_{number}" for number in range(count)] if isinstance(count, int) else []
 
 
 def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:

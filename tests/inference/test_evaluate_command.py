@@ -212,6 +212,8 @@ def test_the_harness_that_is_missing(monkeypatch):
     (["BARE", "--data", "TINY"], "tokenizer-missing", "data.tokenizer: "),
     (["HEADLESS", "--data", "THIRD"], "untrained-head", "head."),
     (["UNNAMED", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "numbers: ['LABEL_0',"),
+    (["IMPORTED HEADLESS", "--data", "THIRD"], "untrained-head", "head."),
+    (["IMPORTED UNNAMED", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "['LABEL_0',"),
     pytest.param(["FOLDER", "--lm-eval", "gone"], "unknown-lm-eval-task", "lm-eval: ", marks=HARNESS),
     (["gone"], "folder-without-checkpoint", "gone")])
 def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path):
@@ -225,12 +227,16 @@ def test_refusals(runs, folder, capsys, monkeypatch, args, code, says, tmp_path)
     (tmp_path / "tiny.txt").write_text("a day\n")
     if "BARE" in args:
         shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json"))
-    if args[0] in ("HEADLESS", "UNNAMED"):
+    source = places.get(args[0].removeprefix("IMPORTED "))
+    if source in (places["HEADLESS"], places["UNNAMED"]):
         transformers = pytest.importorskip("transformers")
-        getattr(transformers, places[args[0]].name)(transformers.BertConfig(
+        getattr(transformers, source.name)(transformers.BertConfig(
             vocab_size=90, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=16)).save_pretrained(places[args[0]])
-        wordpiece.train(["a good day"], 90).save(places[args[0]] / "tokenizer.json")
+            max_position_embeddings=16)).save_pretrained(source)
+        wordpiece.train(["a good day"], 90).save(source / "tokenizer.json")
+    if args[0].startswith("IMPORTED"):
+        places[args[0]] = tmp_path / "imported"
+        assert run_command(["import", str(source), str(places[args[0]])]) == 0
     with reports(code) if code else nullcontext():
         assert run_command(["evaluate", *(str(places.get(arg, arg)) for arg in args)]) in (1, 2)
     assert says in capsys.readouterr().err

@@ -88,7 +88,7 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
         (folder / "run.toml").write_text(tomli_w.dumps(recipe), encoding="utf-8")
         labels = named_labels_in(model) if source.head == "classes" and not source.missing else ()
         about = {"run": recipe, "samples": 0, **({} if tokenizer is None else {"tokenizer": tokenizer}),
-                 **({"labels": list(labels)} if labels else {})}
+                 **({"labels": list(labels)} if labels else {}), "missing": list(source.missing)}
         _write_checkpoint(folder, source, slots, shards(list(slots.values()), part_bytes), about)
         saved = Saved(step_folder(folder / "checkpoint", 0))
         kind = "master" if is_half(DTYPES[precision]) else "parameter"
