@@ -37,7 +37,7 @@ from ranvier.pipeline.left_values import LeftValues, SameLeft
 from ranvier.pipeline.microbatch import Microbatch, as_microbatches
 from ranvier.pipeline.rank_stages import RankStages, some_train
 from ranvier.pipeline.replica_randomness import ReplicaRandomness
-from ranvier.pipeline.same_on_ranks import SameRates, SameTargets, settings_of
+from ranvier.pipeline.same_on_ranks import OwnSamples, SameRates, SameTargets, settings_of
 from ranvier.pipeline.shared_values import BufferSync, ReplicaBuffers, SharedValues
 from ranvier.pipeline.stage import Stage
 from ranvier.pipeline.statistics import BatchStatistics, NominalWeight
@@ -111,7 +111,7 @@ class EngineParts:
         self.statistics = BatchStatistics(
             self.connections.all, SameTargets(at, layout.stages), SameRates(at, own=plan.own_optimizer),
             SameLeft(plan.stages.shared_places, at, layout.stages, self._left), self.ties,
-            on_device=world.device.type == "cuda")
+            OwnSamples(at, layout.stages), on_device=world.device.type == "cuda")
         tables = lookup_tables(module for _, _, module in self.blocks)
         self.updater = self._build_updater(optimizer, nominal_weight, guard, tables)
         if plan.mesh.size > plan.mesh.num_replicas:

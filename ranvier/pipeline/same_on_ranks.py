@@ -1,5 +1,5 @@
 """Checks that ranks were given the same: the ranks of a replica the same targets, all ranks the same learning rates and
-settings.
+settings; and that replicas were not given the same samples.
 
 The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
 rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
@@ -10,6 +10,7 @@ evaluation only ranks that read its loss notice.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -124,6 +125,50 @@ def _some(leaf: Tensor) -> Tensor:
     """[n]: at most about `_MAX_ELEMENTS` of the elements."""
     flat, apart = leaf.reshape(-1), leaf.numel() // _MAX_ELEMENTS
     return flat[::apart] if apart > 1 else flat
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+# Whether each share of the first batch has samples of its own: replicas or rows that read the same ones compute the
+# same gradients, and train no faster than one of them.
+
+
+class OwnSamples:
+    """The comparison on one rank. at: its place. placement: which ranks have the first stage, and so inputs."""
+
+    def __init__(self, at: Coordinates, placement: StagePlacement) -> None:
+        axes = at.mesh.over(splits_samples=True)
+        self._axes = [axis for axis in axes if at.mesh[axis] > 1]
+        self._factors = [(1 + at.index([other for other in axes if other != axis])) * (
+            -1 if at[axis] else at.mesh[axis] - 1) for axis in self._axes]
+        self._all = at.mesh.count(axes)
+        self._looks = at.pipeline_rank == placement.rank_of(0) and at.is_first_with_samples and bool(self._axes)
+        self._tells = not any(at.values())
+
+    def numbers(self, batch: Sequence[Microbatch]) -> list[int]:
+        """What this rank adds to the sums of a training batch: 1 if it can say, and for each axis a number made of the
+        inputs; zeros after the first batch, and for inputs all of whose elements are equal. On a GPU it waits for them.
+        """
+        nothing = [0] * (1 + len(self._axes))
+        if not (self._looks and batch):
+            return nothing
+        self._looks = False
+        leaves = [_some(leaf.detach()).cpu() for one in batch for leaf in tree_leaves(one.inputs)
+                  if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel() and not leaf.is_meta]
+        if all(bool((leaf == leaf[0]).all()) for leaf in leaves):
+            return nothing
+        number = 0
+        for leaf in leaves:
+            number = crc32(leaf.contiguous().view(torch.uint8).numpy().data, number)
+        return [1, *((number >> 32 - NUMBER_BITS) * factor for factor in self._factors)]
+
+    def check(self, count: float, *differences: float) -> None:
+        """Warn, on the first rank, of the axes along which all ranks have the same numbers."""
+        if self._tells and count == self._all and not all(differences):
+            axes = [axis for axis, difference in zip(self._axes, differences, strict=True) if not difference]
+            warnings.warn(f"all ranks along {' and '.join(axes)} were given the same samples in the first batch, and "
+                          "train no faster than one: give each its own, as engine.coordinates tells, or use "
+                          "ranvier.shard_loader", stacklevel=2)
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------------

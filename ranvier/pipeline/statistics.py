@@ -16,7 +16,7 @@ from ranvier.comm.protocol import Group, Work
 from ranvier.errors import ModelError
 from ranvier.pipeline.left_values import SameLeft
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.pipeline.same_on_ranks import SAME_TARGETS, SameRates, SameTargets
+from ranvier.pipeline.same_on_ranks import SAME_TARGETS, OwnSamples, SameRates, SameTargets
 from ranvier.pipeline.ties import TiedParameters
 from ranvier.system.pinned_memory import HostCopy
 
@@ -34,17 +34,18 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[14] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train (ranks +
-    1 times those that update by it, and the square of that times those that predict), the numbers of `SameTargets`, 0
-    if all have updated equally often, how many add to an earlier batch, and the numbers of `SameRates`, `SameLeft` and
-    `TiedParameters`."""
+    """[15 or more] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train
+    (ranks + 1 times those that update by it, and the square of that times those that predict), the numbers of
+    `SameTargets`, 0 if all have updated equally often, how many add to an earlier batch, and the numbers of
+    `SameRates`, `SameLeft`, `TiedParameters` and `OwnSamples`."""
     work: Work
     """The reduction of `sums`."""
 
     def __init__(self, ranks: Group, same_targets: SameTargets, same_rates: SameRates, same_left: SameLeft,
-                 ties: TiedParameters, *, on_device: bool = False) -> None:
+                 ties: TiedParameters, own_samples: OwnSamples, *, on_device: bool = False) -> None:
         self._ranks, self._same_targets, self._on_device = ranks, same_targets, on_device
         self._same_rates, self._same_left, self._ties = same_rates, same_left, ties
+        self._own_samples, self._samples = own_samples, own_samples.numbers(())
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
@@ -93,6 +94,7 @@ class BatchStatistics:
         """A batch begins, of which ranks compare the targets. predicts: whether without a loss."""
         self._training, self._predicts = training, predicts
         self._targets = self._same_targets.numbers(() if predicts else batch)
+        self._samples = self._own_samples.numbers(batch if training else ())
 
     def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
         """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
@@ -100,17 +102,19 @@ class BatchStatistics:
         other collective."""
         earlier, ranks, ties = self._earlier, self._ranks, self._ties
         same_targets, same_rates, same_left = self._same_targets, self._same_rates, self._same_left
+        own_samples = self._own_samples
         size, of_targets = len(ranks.ranks), slice(4, 4 + SAME_TARGETS)
         of_training = [self.num_updates * (-1 if ranks.index else size - 1), earlier is not None, same_rates.number(),
                        same_left.number()] if self._training else [0, 0, 0, 0]
         self.sums = sums = torch.tensor([
             0, 0, self._zeroed, self._training * (size + 1 if self._updates else 1) + self._predicts * (size + 1) ** 2,
             *[0] * SAME_TARGETS,
-            *of_training, ties.number()], dtype=torch.float64)  # in one call: this is the host's time in every step
+            *of_training, ties.number(), *self._samples],
+            dtype=torch.float64)  # in one call: this is the host's time in every step
 
         def add_earlier() -> None:
             _, weight, zeroed, calls, *numbers = sums.tolist()
-            updates, continuing, rates, left, of_ties = numbers[SAME_TARGETS:]
+            updates, continuing, rates, left, of_ties, *samples = numbers[SAME_TARGETS:]
             predicting, training = divmod(int(calls), (size + 1) ** 2)
             updating, others = divmod(training, size + 1)
             if size not in (counts := (predicting, updating, others, size - predicting - updating - others)):
@@ -126,6 +130,7 @@ class BatchStatistics:
             same_rates.check(rates, ranks)
             same_left.check(left)
             ties.check(of_ties)
+            own_samples.check(*samples)
             if weight < 0 or math.isinf(weight):
                 raise ModelError("has a negative or infinite weight, which would reverse its gradient or lose it",
                                  code="loss-weight-range", where="loss", value=f"{weight:.4g} in the batch",

@@ -1,4 +1,7 @@
-"""Ranks of one replica that were given other samples: refused on every rank, before anything is updated."""
+"""Ranks of one replica that were given other samples: refused on every rank, before anything is updated. Replicas that
+were given the same ones: a warning."""
+
+import warnings
 
 import pytest
 import torch
@@ -123,6 +126,22 @@ def test_real_targets_of_other_samples_are_refused():
         return chain(lambda: torch.nn.Linear(4, 4), lambda: torch.nn.Linear(4, 4))
 
     assert all(on_mesh(model, Mesh(pipe=2), work, optim=Optim()))
+
+
+@pytest.mark.parametrize(("mesh", "own", "expected"), [
+    (Mesh(data=2, pipe=2), [], "data"), (Mesh(data=2, row=2), [], "data and row"),
+    (Mesh(data=2, row=2), ["data"], "row"), (Mesh(data=2, row=2), ["data", "row"], None),
+    (Mesh(data=2, col=2), ["data"], None), (Mesh(pipe=2), [], None)], ids=str)
+def test_the_same_samples_along_an_axis_are_told(mesh, own, expected):
+    def work(engine):
+        for _ in range(2):
+            engine.train_batch(tokens([[2, 1]], seed=engine.coordinates.index(own))[0])
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        on_mesh(small_gpt, mesh, work, optim=Optim())
+    assert [str(one.message).split(" were given the same samples")[0] for one in told if "same samples" in str(
+        one.message)] == [f"all ranks along {expected}"] * (expected is not None)
 
 
 @pytest.mark.parametrize("targets", [[some(0)], [torch.randn(3, 4)], [some(0), torch.randn(3, 4)]],
