@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ranvier.block import LossBlock, Model, State, meta_device
 from ranvier.comm.meta import MetaGroup
@@ -107,6 +108,12 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
                 raise ModelError("has no shape yet", code="lazy-parameter", where=f"parameter {full}",
                                  value=type(parameter).__name__,
                                  remedy="Run the modules on a sample, model(sample), before the engine gets them.")
+            if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
+                raise ModelError("is no plain tensor, of which ranks could hold parts", code="wrapped-parameter",
+                                 where=f"parameter {full}",
+                                 value=f"{type(parameter.data).__name__}, {parameter.layout}",
+                                 remedy="Give the modules from before fully_shard, parallelize_module or a library's "
+                                        "quantization: the engine shards them itself.")
             if parameter.is_complex() and parameter.requires_grad:
                 raise ModelError("is complex and trains, and gradients add up as real numbers",
                                  code="complex-parameter", where=f"parameter {full}", value=parameter.dtype,

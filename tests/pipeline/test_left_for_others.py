@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
@@ -489,6 +490,18 @@ def test_two_parameters_over_one_memory_are_refused():
 def test_a_parameter_without_a_shape_is_refused():
     with raises("lazy-parameter", where="parameter 1.weight"):
         train(lambda: ([nn.Linear(4, 4), nn.LazyLinear(4)], squared), Mesh())
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(4, 4).to_sparse(), TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4))],
+                         ids=["sparse", "wrapper"])
+def test_a_parameter_that_is_no_plain_tensor_is_refused(weight):
+    def wrapped():
+        blocks = [nn.Linear(4, 4) for _ in range(2)]
+        blocks[1].weight = nn.Parameter(weight)
+        return blocks, squared
+
+    with raises("wrapped-parameter", f"{type(weight).__name__}, {weight.layout}", where="parameter 1.weight"):
+        train(wrapped, Mesh())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
