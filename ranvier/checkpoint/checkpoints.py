@@ -138,7 +138,8 @@ class Checkpoints:
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every, self._background = keep, keep_every, background
         world = engine.world
-        self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
+        with engine.during("Checkpoints(...)"):
+            self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
         self._rank, self._size = world.rank, world.size
         # The threads' own connection, since another thread may be waiting on the shared one; made while there is a way.
         self._store = world.store.clone()  # type: ignore[union-attr]  # which the stub of torch's Store lacks

@@ -22,7 +22,14 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from ranvier.comm.board import EXIT_THREAD, call_with_timeout, find_silent_ranks, find_waiting_rank, read_actions
+from ranvier.comm.board import (
+    EXIT_THREAD,
+    call_with_timeout,
+    describe_actions,
+    find_silent_ranks,
+    find_waiting_rank,
+    read_actions,
+)
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.signed_store import SharedStore, clone_shared_store
 from ranvier.config.run import Launch
@@ -82,7 +89,9 @@ def report_failure(world: World, error: BaseException, *, names_culprit: bool = 
     if first is None and not is_user_error:
         tell(f"ranvier: {name} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
-        tell(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
+        actions = describe_actions(world.store, world.size) if isinstance(
+            error, MessageTimeout) and silence is not None and "\n" not in str(error) else ""
+        tell(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]") + (actions and f"\n{actions}")
              + (_STORE_IS_SILENT if silence is None else silence))
     elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
         tell(f"ranvier: {store_is_gone(world, error)}")

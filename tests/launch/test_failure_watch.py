@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from ranvier.comm.board import _key
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.torch_group import WaitRegistry
 from ranvier.config.run import Launch
-from ranvier.errors import TransportError
+from ranvier.errors import MessageTimeout, TransportError
 from ranvier.launch import failures
 from ranvier.launch.heartbeat import FAILED, FINISHED, LEAVE_CHECKS, FailureWatch
 from ranvier.mesh import Mesh
@@ -139,6 +140,18 @@ def test_the_first_rank_that_a_killed_one_brings_down_reports_it(monkeypatch, ca
     assert error[0].endswith("[rank 1 (data 1, pipe 0, row 0, col 0)]")
     assert error[1:] == ["ranvier: no heartbeat from rank 2 (data 2, pipe 0, row 0, col 0)"]
     assert watch(store).report("rank 2 has failed", str) is None or not watched
+
+
+def test_a_collective_that_is_late_says_what_each_rank_does(monkeypatch, capsys):
+    monkeypatch.setattr(failures, "find_silent_ranks", lambda store, ranks: [])
+    monkeypatch.setattr(failures, "clone_shared_store", lambda store: store)
+    store = HashStore()
+    store.set(_key("action", 1), "2 Checkpoints(...)")
+    world = World(backend=InProcessWorld(2).backend(0), store=store, launcher="srun", local_rank=0, local_size=2,
+                  device=torch.device("cpu"))
+    late = MessageTimeout("a collective did not end", code="collective-failed", where="group 'all'", remedy="Look.")
+    assert failures.report_failure(world, late) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == ["  rank 1: Checkpoints(...)"]
 
 
 PROGRAM = textwrap.dedent("""
