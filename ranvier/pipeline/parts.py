@@ -21,7 +21,7 @@ from ranvier.block import Loss, LossBlock, Model, Modules, as_model, freeze, fro
 from ranvier.comm.protocol import Group
 from ranvier.config import rules
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, ModelError
 from ranvier.mesh import Mesh
 from ranvier.optim.elementwise import refuse_coupled
 from ranvier.optim.guard import BadSteps
@@ -67,6 +67,11 @@ class EngineParts:
                  compile: bool | Literal["auto"], timeout_seconds: float, check_order: bool) -> None:
         self._given, self._plan, self._world, layout = given, plan, world, plan.layout
         self._at = at = plan.mesh.coordinates(world.rank)
+        if (optimizer is not None or plan.own_optimizer) and not given.frozen and not any(
+                one.trainable for one in plan.layout.parameters):
+            raise ModelError("has no trainable parameter, so that steps would change nothing",
+                             code="nothing-trains", where="model", value=f"{len(plan.layout.parameters)} parameters",
+                             remedy="Set requires_grad_(True) where it should train, or leave the optimizer out.")
         numbers, last = layout.stages.stages_of(at.pipeline_rank), layout.stages.num_stages - 1
         self.timeline = timeline_of(world.device, plan.mesh, plan.policy)
         samples_over = plan.mesh.over(splits_samples=True)

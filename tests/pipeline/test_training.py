@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.slow_links import Link
 from ranvier.block import Model
-from ranvier.config.run import Pipeline
+from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
@@ -310,6 +310,16 @@ def test_thawing_needs_a_new_engine():
 def test_training_without_an_optimizer():
     with raises("optimizer-missing"):
         on_mesh(residuals, Mesh(), lambda engine: engine.train_batch([]))
+
+
+def test_a_model_of_which_nothing_trains_is_refused_beside_an_optimizer():
+    def run(world):
+        blocks = [torch.nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+        Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared).close()
+        with raises("nothing-trains", "4 parameters"):
+            Engine(blocks, world, mesh=Mesh(pipe=2), loss=squared, optim=Optim())
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("boundaries", [(9,), (1, 2)])
