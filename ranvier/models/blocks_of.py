@@ -174,9 +174,12 @@ class _Part:
 class _Block(nn.Module):
     """One block: submodules under the names that they have in the whole module, and the traced code between them."""
 
-    def __init__(self, name: str, inputs: Sequence[str], place: Literal["first", "between", "last", "only"]) -> None:
+    def __init__(self, name: str, inputs: Mapping[str, str], place: Literal["first", "between", "last", "only"]
+                 ) -> None:
+        """inputs: argument of the module's forward -> the name of its value: torch.fx renames one that is called
+        `input`, as other names of Python's own functions."""
         super().__init__()
-        self._name, self._inputs, self._place = name, tuple(inputs), place
+        self._name, self._inputs, self._place = name, dict(inputs), place
         self._parts: dict[bool, _Part] = {}
         self._has_modes = False
         """Whether the traced code differs between training and evaluation."""
@@ -243,12 +246,12 @@ class _Block(nn.Module):
                 raise ModelError(f"takes {', '.join(self._inputs)}, and was given one tensor",
                                  code="block-given-one-tensor", where=f"block {self._name}",
                                  remedy="Give microbatches a dict with these names.")
-            return {self._inputs[0]: state}
+            return dict.fromkeys(self._inputs.values(), state)
         for name in self._inputs:
             if name not in state:
                 raise ModelError("is missing", code="input-missing", where=f"input {name} of block {self._name}",
                                  value=list(state), remedy=f"Give microbatches a dict with {', '.join(self._inputs)}.")
-        return state
+        return {value: state[name] for name, value in self._inputs.items()}
 
 
 class _Around(nn.Module):
@@ -267,7 +270,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     if starts != traces[False].starts:
         raise ModelError("are called in another order in evaluation than in training", code="cut-order-by-mode",
                          where="cut", value=traces[False].starts, remedy="Cut where both modes run.")
-    inputs = [node.name for node in traces[True].graph.nodes if node.op == "placeholder"]
+    inputs = {str(node.target): node.name for node in traces[True].graph.nodes if node.op == "placeholder"}
     has_modes = len({trace.graph.python_code("self").src for trace in traces.values()}) > 1
     blocks: dict[str, _Block] = {}
     for number, name in enumerate(starts):

@@ -181,13 +181,13 @@ class Own(nn.Module):
         self.plain = torch.tensor(2.0)
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x, noise=0.0, mask=None):
-        x = self.b(self.a(x) * self.scale + self.constant) * self.plain + self.shift
+    def forward(self, input, noise=0.0, filter=None):  # torch.fx renames values with names of Python's own functions
+        x = self.b(self.a(input) * self.scale + self.constant) * self.plain + self.shift
         if self.training:
             x = x + noise * torch.rand(4)
         x = functional.dropout(self.c(x), 0.0, self.training) * self.scale[:4] + self.constant
         x = self.b(x.tanh())
-        return x if mask is None else x * mask
+        return x if filter is None else x * filter
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2), Mesh(data=2, pipe=2)], ids=str)
@@ -203,12 +203,12 @@ def test_what_belongs_to_the_module_itself(mesh):
 def test_inputs_modes_and_random_numbers(training):
     module = Own()
     x, mask = torch.randn(3, 4), torch.rand(3, 4)
-    blocks = blocks_of(module, ["c"], inputs=["x", "noise", "mask"])
-    check_blocks(module, blocks, {"x": x, "noise": torch.tensor(0.5), "mask": mask}, training=training)
+    blocks = blocks_of(module, ["c"], inputs=["input", "noise", "filter"])
+    check_blocks(module, blocks, {"input": x, "noise": torch.tensor(0.5), "filter": mask}, training=training)
     with raises("block-given-one-tensor"):
         blocks["a"](x)
-    with raises("input-missing", "noise"):
-        blocks["a"]({"x": x, "noise": mask})
+    with raises("input-missing", "input filter of", "noise"):
+        blocks["a"]({"input": x, "noise": mask})
     assert list(blocks_of(module)) == ["a", "c"], "b is called twice, so that no block begins there"
 
 
