@@ -1,4 +1,5 @@
-"""Tensors of a carried state that share memory, such as {"hidden": y, "residual": y}, or have hooks; notes of both.
+"""Tensors of a carried state that share memory, such as {"hidden": y, "residual": y}, or have hooks; notes of both; and
+gradients by what an earlier stage has sent.
 
 Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
 nothing, a block that changes such a tensor in place is refused, wherever the model is cut.
@@ -8,7 +9,7 @@ nothing, a block that changes such a tensor in place is refused, wherever the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -108,6 +109,34 @@ def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
     found = {str(name): one for name, one in tensors.items() if isinstance(one, Tensor) and one._backward_hooks}
     if found:
         refuse_outside(found, hooked(found), in_pass)
+
+
+# --- gradients by what an earlier stage has sent ----------------------------------------------------------------------
+
+# A block or loss that differentiates by a tensor of the carried state, as gradient penalties and forces do.
+#
+#     x.requires_grad_(); return {"x": x, "h": f(x)}                 stage 0
+#     slope, = torch.autograd.grad(g(h, x).sum(), x)                 stage 1: without the part that goes through f
+#
+# On stage 1 no tensor that has arrived depends on another. One that has arrived alone is all that others depend on.
+
+
+def refuse_partial(state: Mapping[str, Tensor], names: Collection[str], in_pass: Callable[[], bool]) -> None:
+    """Refuse gradients by these tensors, which an earlier stage has sent, outside of the stage's own backward."""
+    def hook(gradient: Tensor) -> None:
+        if not in_pass():
+            raise partial_gradient("the carried state")
+
+    for name in names if len(names) > 1 else ():
+        state[name].register_hook(hook)
+
+
+def partial_gradient(where: str) -> ModelError:
+    """The error for a gradient by a tensor from which an earlier stage may have computed others."""
+    return ModelError("has a gradient by a tensor that an earlier stage has sent, without the part through what that "
+                      "stage has computed from it", code="partial-gradient", where=where,
+                      remedy="Put the blocks from that tensor to this gradient on one stage "
+                             "(Pipeline(boundaries=...)), or into one block.")
 
 
 # --- notes for the next stage -----------------------------------------------------------------------------------------

@@ -253,6 +253,7 @@ class Stage:
                 entered[name] = leaf = tensor.detach()
                 if self.training and name in requires_grad:
                     leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
+            carried_tensors.refuse_partial(entered, leaves, self._weights.in_pass)
             self._shared = carried_tensors.SharedMemory()
             if notes:
                 self._shared.watch(entered, notes.get(carried_tensors.SHARED, ()))
@@ -379,7 +380,7 @@ class Stage:
                 except RanvierError:
                     raise
                 except (Exception, SystemExit) as error:
-                    _note(error, f"block {name}, forward of microbatch {number}")
+                    self._note(error, f"block {name}, forward of microbatch {number}")
                     if isinstance(error, (AttributeError, TypeError)):
                         _note_state(error, state)
                     raise
@@ -457,7 +458,7 @@ class Stage:
             with _AS_THEY_ARE if self._others is None else self._others.around("loss"):
                 total, weight = loss_parts(self._loss(state, targets))
         except (Exception, SystemExit) as error:
-            _note(error, f"the loss of microbatch {number}")
+            self._note(error, f"the loss of microbatch {number}")
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
@@ -476,6 +477,12 @@ class Stage:
         self._loss_sum += total.detach()
         self._weight_sum += weight.detach().reshape(()).double() if isinstance(weight, Tensor) else weight
         return total.float() if is_half(total.dtype) else total  # a scaled fp16 loss would overflow
+
+    def _note(self, error: BaseException, where: str) -> None:
+        """As the function; ModelError, too, for a gradient by a tensor that only an earlier stage has used."""
+        _note(error, where)
+        if self.blocks[0][0] and "not have been used in the graph" in str(error):
+            raise carried_tensors.partial_gradient(where) from error
 
     # ------------------------------------------------------------------ backward
 

@@ -280,6 +280,27 @@ def test_lookups_inside_the_backward():
     alike(partial(chain, Looked, linear, linear), batches, Mesh(data=2, pipe=2))
 
 
+class SlopeByInput(nn.Module):
+    """Adds the gradient of the value by what the first block was given, which the value needs only on earlier stages,
+    or here, too."""
+
+    def __init__(self, uses):
+        super().__init__()
+        self.linear, self.uses = nn.Linear(4, 4), uses
+
+    def forward(self, state):
+        value = torch.tanh(self.linear(state["y"] + state["x"] if self.uses else state["y"]))
+        return value + torch.autograd.grad(value.sum(), state["x"], create_graph=True)[0]
+
+
+@pytest.mark.parametrize("uses", [True, False])
+def test_a_gradient_across_stages(uses):
+    model = partial(chain, partial(Carries, True), partial(SlopeByInput, uses))
+    assert_parity(model, points([[2, 3]]), Mesh())
+    with raises("partial-gradient", "boundaries"):
+        assert_parity(model, points([[2, 3]]), Mesh(pipe=2))
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
