@@ -504,6 +504,16 @@ def test_a_parameter_that_is_no_plain_tensor_is_refused(weight):
         train(wrapped, Mesh())
 
 
+def test_batch_norm_over_all_ranks_is_refused_on_several():
+    """Its ranks are all of torch.distributed."""
+    def model(training=True):
+        return [nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4).train(training), nn.Linear(4, 4))], squared
+
+    train(lambda: model(training=False), Mesh(pipe=2))
+    with raises("sync-batch-norm", where="module 1.0"):
+        train(model, Mesh(pipe=2))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_scripted_module_is_refused():
     with raises("scripted-module", where="module 1.0"):
