@@ -353,9 +353,12 @@ def check_learning_rate(rate: float) -> float:
 
 def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
     """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
-    precision, as transformers loads most models."""
+    precision, as transformers loads most models, or some in fp64."""
     found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
     if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
         warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
                       "with fp32 master copies", stacklevel=5)
+    if len(found) > 1 and torch.float64 in found and world.rank == 0:
+        warnings.warn("some parameters are in fp64, and train in fp32 as the others: Engine(dtype=torch.float64) "
+                      "trains all in fp64", stacklevel=5)
     return torch.float64 if found == {torch.float64} else torch.float32

@@ -49,17 +49,20 @@ def run(blocks, work, mesh=None, **options):
     return run_ranks(rank, mesh.size)
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-def test_a_model_in_half_precision_that_trains_in_fp32_is_said(half):
+@pytest.mark.parametrize(("others", "dtype", "told"), [
+    ([], torch.bfloat16, "in torch.bfloat16, and trains in fp32"),
+    ([], torch.float16, "in torch.float16, and trains in fp32"),
+    ([nn.Linear(4, 4)], torch.float64, "some parameters are in fp64, and train in fp32")], ids=["bf16", "fp16", "fp64"])
+def test_a_model_that_trains_in_another_format_is_told(others, dtype, told):
     def formats(**options):
         return run_ranks(lambda world: {one.dtype for one in Engine(
-            [nn.Linear(4, 4).to(half)], world, loss=squared, **options).parameters()}, 1)
+            [*others, nn.Linear(4, 4).to(dtype)], world, loss=squared, **options).parameters()}, 1)
 
-    with pytest.warns(UserWarning, match=f"in {half}, and trains in fp32"):
+    with pytest.warns(UserWarning, match=told):
         assert formats() == [{torch.float32}]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert formats(dtype=half) == [{half}]
+        assert formats(dtype=dtype) == [{dtype}]
 
 
 def formats(engine):
