@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from ranvier import keyed_random
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
-from ranvier.sent_values import SENT, NotSent, pack, unpack
+from ranvier.sent_values import SENT, NotSent, dataclass_hint, pack, unpack
 
 INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
@@ -456,8 +456,7 @@ def named(state: object, where: str) -> dict[str, Tensor]:
             return packed
     except NotSent:
         pass
-    remedy = ("Return the carried state that the next block takes, such as a tuple or a dict; in place of a dataclass "
-              "a dict of its fields.")
+    remedy = f"Return the carried state that the next block takes, such as a tuple or a dict{dataclass_hint(state)}."
     if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
         remedy = f"{hint}."
     raise ModelError(f"must return a tensor, or {SENT}, with at least one tensor{_odd(state)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     except (NotImplementedError, TypeError, ValueError) as error:
         raise NotSent(f"is used in a later block, and only {SENT} can be sent there", code="value-cannot-be-sent",
                       where=f"value {name}", value=type(value).__name__,
-                      remedy="Cut elsewhere, or compute it in the block that uses it.") from error
+                      remedy=f"Cut elsewhere, or compute it in the block that uses it{dataclass_hint(value)}."
+                      ) from error
     return {f"{name}|{number}{kind}|{structure}": tensor for number, (kind, tensor) in enumerate(packed)}
+
+
+def dataclass_hint(value: object) -> str:
+    """What sends a dataclass."""
+    found = next((type(leaf) for leaf in tree_leaves(value) if is_dataclass(leaf)), None)
+    return "" if found is None else (f', or register the dataclass on all ranks: torch.export.register_dataclass('
+                                     f'{found.__name__}, serialized_type_name="{found.__name__}")')
 
 
 def _flattened(value: Any) -> tuple[list[Any], str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -214,6 +215,23 @@ class Output(OrderedDict):
 def test_a_refused_state_says_which_key_and_what_to_do(returned, says):
     with pytest.raises(ModelError, match=r"block b0: must return a tensor, or .*, with at least one tensor" + says):
         run(of(lambda linear, x: returned, torch.tanh), points([[2]]), Mesh(pipe=2))
+
+
+@dataclass
+class Fields:
+    hidden: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def test_a_dataclass_is_sent_once_it_is_registered_as_told():
+    make = of(lambda linear, x: Fields(linear(x)), lambda linear, state: linear(state.hidden))
+    told = 'torch.export.register_dataclass(Fields, serialized_type_name="Fields")'
+    with raises("block-output-type", told):
+        run(make, points([[2]]), Mesh(pipe=2))
+    with raises("value-cannot-be-sent", told):
+        pack("", Fields(torch.ones(1)), ())
+    eval(told)
+    assert_parity(make, points([[2, 1]]), Mesh(pipe=2))
 
 
 def test_the_line_that_is_told_makes_a_block_of_an_lstm():
