@@ -130,6 +130,7 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
 def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
     """Names of the arguments of forward that microbatches have."""
     parameters = inspect.signature(module.forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     named = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
     where = f"forward of {type(module).__name__}"
@@ -144,7 +145,7 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
         raise ModelError("must be a list of names", code="inputs-form", where="inputs", value=inputs,
                          remedy=f'Pass inputs=["{inputs}"].')
     for name in inputs:
-        if name not in named:
+        if name not in named and not takes_any:
             raise ModelError("is not an argument of forward", code="unknown-input", where="inputs", value=name,
                              remedy=f"It has {', '.join(named)}.")
     for name in needed:

@@ -878,6 +878,21 @@ def test_wrong_arguments(options, error):
         blocks_of(module, **options)
 
 
+def test_inputs_of_a_forward_that_takes_any():
+    class Any(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, **batch):
+            return self.b(self.a(batch["x"]) * batch["mask"])
+
+    with raises("forward-without-inputs", "inputs="):
+        blocks_of(Any())
+    module = Any()
+    check_blocks(module, blocks_of(module, inputs=["x", "mask"]), {"x": torch.randn(3, 4), "mask": torch.rand(3, 4)})
+
+
 def test_modules_that_have_no_blocks():
     with raises("cut-not-module", "function"):
         blocks_of(lambda x: x)
