@@ -26,8 +26,8 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     if num_stages > num_blocks:
         raise ConfigError(f"is more than the model's {num_blocks} blocks", code="more-stages-than-blocks",
                           where="mesh.pipe", value=num_stages,
-                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, use a deeper model, or cut it at more submodules "
-                                 "(ranvier.blocks_of(model, cut=[...])).")
+                          remedy=f"Set `--mesh.pipe {num_blocks}` or less, use a deeper model, or cut it at more "
+                                 "submodules (ranvier.blocks_of(model, cut=[...])).")
     sums = list(accumulate(costs, initial=0.0))
     slowest = [sums[-1] - begun for begun in sums]  # of blocks first.. in the stages considered so far, from the back
     for behind in range(1, num_stages):
