@@ -479,10 +479,15 @@ class Stage:
         return total.float() if is_half(total.dtype) else total  # a scaled fp16 loss would overflow
 
     def _note(self, error: BaseException, where: str) -> None:
-        """As the function; ModelError, too, for a gradient by a tensor that only an earlier stage has used."""
+        """As the function; ModelError, too, for a gradient by a tensor that only an earlier stage has used, and for a
+        second derivative of layers that are split."""
         _note(error, where)
         if self.blocks[0][0] and "not have been used in the graph" in str(error):
             raise carried_tensors.partial_gradient(where) from error
+        if self._mesh is not None and "@once_differentiable" in str(error):
+            raise ModelError("differentiates a gradient of layers on rows or columns, which have a first derivative "
+                             "only", code="second-derivative-on-rows", where=where,
+                             remedy="Set Mesh(row=1, col=1), or compute the gradient without create_graph.") from error
 
     # ------------------------------------------------------------------ backward
 
@@ -510,7 +515,7 @@ class Stage:
                 if last:
                     self._close(self.blocks[0][0])
         except (Exception, SystemExit) as error:
-            _note(error, f"the backward of microbatch {number}")
+            self._note(error, f"the backward of microbatch {number}")
             if self._overlaps and "modified by an inplace operation" in str(error):
                 raise _changed_under_way(number) from error
             raise

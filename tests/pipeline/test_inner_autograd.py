@@ -259,6 +259,26 @@ def test_hooks_are_found_on_rows():
     assert caught.value.where == "the carried state" and "view_as" in caught.value.remedy
 
 
+class SlopeOfLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = layers.Linear(4, 4, stationary="output", dtype=torch.float64)
+        self.out = layers.Linear(4, 4, stationary="input", dtype=torch.float64)
+
+    def forward(self, x):
+        return x - torch.autograd.grad(self.out(torch.tanh(self.linear(x))).square().sum(), x, create_graph=True)[0]
+
+
+def test_a_second_derivative_on_rows():
+    def rank(world):
+        engine = Engine([layers.LayerNorm(4, dtype=torch.float64), SlopeOfLayers()], world, mesh=Mesh(row=2),
+                        loss=squared)
+        engine.forward_backward([(torch.ones(2, 2, 4, dtype=torch.float64), torch.zeros(2, 2, 4, dtype=torch.float64))])
+
+    with raises("second-derivative-on-rows", where="the backward of microbatch 0"):
+        run_ranks(rank, 2)
+
+
 class Looked(nn.Module):
     """An embedding inside reentrant checkpointing, and outside."""
 
