@@ -17,6 +17,8 @@ GROUP = 32
 """Samples of similar lengths that stay together, whatever the size of a batch: the order must not depend on it."""
 GROUPS_SORTED = 64
 """Groups whose samples are sorted by length together. More groups are more uniform, fewer keep the order random."""
+_HASHED = 1 << 16
+"""Numbers that are hashed at once."""
 
 
 class Sampler:
@@ -43,11 +45,12 @@ class Sampler:
         epoch, within = self._place(step, global_size, offset)
         batch = np.empty_like(within)
         needed = range(int(epoch[0]), int(epoch[-1]) + 1)
-        self._orders = {number: self._orders[number] if number in self._orders else self._order(number)
-                        for number in needed}
-        for number, order in self._orders.items():
+        self._orders = {number: order for number, order in self._orders.items() if number in needed}
+        for number in needed:
+            if number not in self._orders:
+                self._orders[number] = self._order(number)
             here = epoch == number
-            batch[here] = order[within[here]]
+            batch[here] = self._orders[number][within[here]]
         return batch
 
     def epochs(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
@@ -60,52 +63,61 @@ class Sampler:
 
     def _order(self, epoch: int) -> np.ndarray:
         """The sequence numbers of an epoch in their order."""
-        order = np.concatenate([share.first + self._of_share(share, epoch) for share in self._shares])
+        order = _joined([self._of_share(share, epoch) for share in self._shares])
         if self.seed is None:
             return order
         if len(self._shares) > 1:
             order = order[permutation(len(order), "mixture", self.seed, epoch)]
-        return order if self._lengths is None else grouped(order, self._lengths[order], self.seed, epoch)
+        return order if self._lengths is None else grouped(order, self._lengths, self.seed, epoch)
 
     def _of_share(self, share: Share, epoch: int) -> np.ndarray:
         """[taken] int64: what `epoch` takes of a share, which goes on where the epoch before has ended."""
-        places = np.arange(epoch * share.taken, (epoch + 1) * share.taken, dtype=np.int64)
-        if self.seed is None:
-            return places % share.count
-        rounds, within = np.divmod(places, share.count)
-        found = np.empty_like(places)
-        for number in range(int(rounds[0]), int(rounds[-1]) + 1):
-            here = rounds == number
+        place, stop, found = epoch * share.taken, (epoch + 1) * share.taken, []
+        while place < stop:
+            number, within = divmod(place, share.count)
             key = ("order",) if len(self._shares) == 1 else ("share", share.first)
-            found[here] = permutation(share.count, *key, self.seed, number)[within[here]]
-        return found
+            order = (np.arange(share.count, dtype=np.int64) if self.seed is None
+                     else permutation(share.count, *key, self.seed, number))
+            found.append(order[within:within + stop - place])
+            place += len(found[-1])
+        taken = _joined(found)
+        taken += share.first
+        return taken
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """All of them in one array; of one there is no copy."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
-    """[count] int64: the numbers below `count` in the order of their hashes, keyed by `key`."""
-    hashes = keyed_random.bits(keyed_random.key(*key), torch.arange(count, dtype=torch.int64))
-    return torch.argsort(hashes, stable=True).numpy()
+    """[count] int64: the numbers below `count` in the order of their hashes, keyed by `key`. No two hashes are equal:
+    the hash can be inverted. Beside the result, 8 bytes of each number are needed for a moment."""
+    hashes, keyed = np.empty(count, dtype=np.int64), keyed_random.key(*key)
+    for start in range(0, count, _HASHED):
+        some = torch.arange(start, min(count, start + _HASHED), dtype=torch.int64)
+        hashes[start:start + _HASHED] = keyed_random.bits(keyed, some).numpy()
+    return hashes.argsort()
 
 
 def grouped(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """The same numbers with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are sorted by
-    length and cut into groups, and the groups of a piece are shuffled. lengths: of the numbers in `order`.
+    """`order`, changed in place, with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are
+    sorted by length and cut into groups, and the groups of a piece are shuffled. lengths: by sample number.
 
     Groups begin at multiples of GROUP among the samples of all epochs, so that a batch of as many has one group, and
     not parts of two. The two ends of an epoch, where no whole group fits, have long samples, and share a batch with
     those of the epoch beside it.
     """
     begun, size = -epoch * len(order) % GROUP, GROUP * GROUPS_SORTED  # begun: what the last group before still lacks
-    pieces = []
     for number, stop in enumerate(range(begun + size, max(len(order), begun + 1) + size, size)):
-        piece = slice(stop - size if number else 0, stop)
-        by_length = order[piece][np.argsort(lengths[piece], kind="stable")]
+        piece = order[stop - size if number else 0:stop]
+        by_length = piece[np.argsort(lengths[piece], kind="stable")]
         first = begun if number == 0 else 0
         whole = max(0, len(by_length) - first) // GROUP * GROUP
         groups, rest = microbatches(by_length[:whole], GROUP), by_length[whole:]
-        pieces += [rest[:first], *(groups[place] for place in permutation(len(groups), "groups", seed, epoch, number)),
-                   rest[first:]]
-    return np.concatenate(pieces)
+        piece[:] = np.concatenate([rest[:first], *(groups[place] for place in permutation(
+            len(groups), "groups", seed, epoch, number)), rest[first:]])
+    return order
 
 
 def share(total: int, parts: int, index: int) -> slice:

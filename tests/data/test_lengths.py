@@ -72,9 +72,9 @@ def seen(step, num_replicas, offset, **options):
 def test_a_grouped_order_has_every_number_once_and_depends_on_the_seed(count, seed, epoch):
     lengths = np.random.default_rng(1).integers(1, 100, count)
     order = np.random.default_rng(2).permutation(count)
-    found = grouped(order, lengths[order], seed, epoch)
+    found = grouped(order.copy(), lengths, seed, epoch)
     assert sorted(found) == list(range(count))
-    assert (grouped(order, lengths[order], seed, epoch) == found).all()
+    assert (grouped(order, lengths, seed, epoch) == found).all()
 
 
 @pytest.mark.parametrize(("count", "most"), [(1000, 0.04), (2500, 0.03)])

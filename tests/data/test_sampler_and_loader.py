@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from ranvier.data.arrays import Tokens, open_arrays, write_tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
 from ranvier.data.sampler import Sampler, at_home, microbatches, share
+from ranvier.testing.memory import MemoryTracker
 from tests.covering import examples
 
 
@@ -45,6 +48,21 @@ def test_order_looks_random():
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
     assert (order == np.arange(10_000)).sum() < 10
+
+
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_an_order_is_made_in_twice_its_memory(has_lengths):
+    """Of a large corpus it is the largest allocation on the host, on each rank; in later epochs, too."""
+    count, tracker = 500_000, MemoryTracker()
+    sampler = Sampler(count, 0, lengths=np.ones(count, dtype=np.int64) if has_lengths else None)
+    tracemalloc.start()
+    try:
+        with tracker:
+            for step in range(2):
+                sampler.global_batch(step * count // 8, 8)
+        assert tracemalloc.get_traced_memory()[1] + tracker.peak_bytes() < 1.3 * 2 * 8 * count
+    finally:
+        tracemalloc.stop()
 
 
 def test_without_a_seed_in_order():
