@@ -73,6 +73,10 @@ class BlockCost:
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     loss_bytes: int = 0
     """Bytes that the loss behind the last block keeps for its backward, such as the logits."""
+    loss_allocated_bytes: int = 0
+    """Bytes of new memory that the loss writes."""
+    target_bytes: int = 0
+    """Bytes of the targets, where the loss follows."""
     operand_bytes: int = 0
     """The part of these bytes that products and attention read or write."""
     input_bytes: int

@@ -10,12 +10,13 @@
              buckets      what streams through (optim.offload), and room for scaled gradients
              activations  of the microbatches that a stage stores
              deferred    operands of weight gradients that wait
+             inputs       and targets of all microbatches of a step, on CUDA of two steps
              workspace    what the widest block writes on the way, with what a product in float8 works in; or, when the
                           step ends, copies of what an update may have to leave alone
-             messages     receives that are posted, and what arrives before its turn
+             messages     receives that are posted, and what arrives before its turn, such as gradients of ties
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
              reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
-             arriving     small sums of gradients, which all replicas gather, and ends of ties between stages
+             arriving     small sums of gradients, which all replicas gather
 
 Parameters, gradients, states and buckets are what the run's optimizer allocates, built on the meta device
 (`ranvier.planner.count`); the others are bounds, from the operations of one microbatch. Activations stored by a stage:
@@ -105,8 +106,21 @@ class StoredMicrobatches:
         return max(0, min(may_wait - self.stored, self.deferred))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TiedGradients:
+    """Gradients of tied parameters that a stage sends to their owners, and gets as an owner."""
+
+    sent: Mapping[int, int] = field(default_factory=dict)
+    """Place on the stage -> bytes that go when the backward of a batch is through with that block."""
+    arriving: int = 0
+    """Bytes that come when the last microbatch's backward begins on the stage of another end."""
+    distance: int = 1
+    """Stages from here to there. In stages that take about the same time, as many microbatches are stored here then."""
+
+
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
-                     kept_again: Mapping[str, int], gradients: Sequence[int]) -> dict[str, int]:
+                     kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None
+                     ) -> dict[str, int]:
     """Bytes that the microbatches on their way keep alive on a stage of these blocks, by category.
 
     Args:
@@ -114,7 +128,9 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         segments: runs of blocks, as places on the stage, that are recomputed in their backward.
         kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
         gradients: of each block, bytes that gradients of weights take before they are added to those of the batch.
+        ties: what the stage sends and gets of tied parameters.
     """
+    ties = ties or TiedGradients()
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
     kept = [cost.kept_bytes + cost.loss_bytes for cost in costs]
     inside = {place for segment in segments for place in segment}
@@ -135,18 +151,21 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
             size for place, size in outside.items() if place >= segment.stop and not (may_wait and costs[place].defers))
         recomputed = max(recomputed, sum(kept_again.get(costs[place].name, costs[place].inside_bytes)
                                          for place in segment) - behind)
-    workspace = behind = 0  # as before, where a backward comes to a block
+    workspace, behind = costs[-1].loss_allocated_bytes, 0  # behind as before, where a backward comes to a block
+    sending = free = 0  # what is sent has all of its products, so nothing behind waits
     for place, cost in reversed([*enumerate(costs)]):
-        workspace = max(workspace, cost.allocated_bytes + max(0, gradients[place] - behind))
-        if place in outside:
-            behind += 0 if may_wait and cost.defers else outside[place]
-        else:
-            behind += next((again for again, segment in zip(until_again, segments, strict=True)
-                            if segment.start == place), 0)
-    return {"activations": stored * (sum(outside.values()) + sum(until_again)) + recomputed,
+        workspace = max(workspace, cost.allocated_bytes + max(0, gradients[place] - behind, sending - free))
+        left = outside[place] if place in outside else next(
+            (again for again, segment in zip(until_again, segments, strict=True) if segment.start == place), 0)
+        behind += 0 if place in outside and may_wait and cost.defers else left
+        free, sending = free + left, sending + ties.sent.get(place, 0)
+    workspace = max(workspace, sending - free)
+    each = sum(outside.values()) + sum(until_again)
+    arriving = max(0, ties.arriving - each * max(0, stored - ties.distance))
+    return {"activations": stored * each + recomputed,
             "deferred": waiting,
             "workspace": workspace,
-            "messages": (microbatches.in_flight + 1) * entering + 2 * leaving}
+            "messages": (microbatches.in_flight + 1) * entering + 2 * leaving + arriving}
 
 
 def segment_bytes(costs: Sequence[BlockCost], segment: Sequence[int]) -> int:

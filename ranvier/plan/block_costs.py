@@ -230,9 +230,12 @@ def _with_loss(last: BlockCost, model: Model, state: State, targets: object, dty
     with kernels.KernelCount() as count, kept:
         if not counting.on_cuda:
             check_loss(model, state, targets, dtype)
+    logits = last.output_bytes if overwrites_logits(model.loss) else 0  # which the loss keeps
+    scratch = loss_scratch_bytes(model.loss, state, counting)
     return replace(last, kernels=(*last.kernels, *kernels.loss_kernels(count, state, counting)),
-                   loss_bytes=max(last.output_bytes, kept.count),
-                   allocated_bytes=_allocated_with_loss(last, count.allocated, model.loss, state, counting))
+                   loss_bytes=max(last.output_bytes, kept.count), target_bytes=_state_bytes(targets),
+                   allocated_bytes=last.allocated_bytes - logits,
+                   loss_allocated_bytes=max(0, count.allocated - scratch))
 
 
 def numbers_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
@@ -254,15 +257,6 @@ def loss_scratch_bytes(loss: object, outputs: State, counting: kernels.Counting)
     rows, vocab = logits_RV.shape
     left_out = rows - scratch_rows(rows, vocab, "cuda" if counting.on_cuda else "cpu")
     return left_out * vocab * torch.promote_types(logits_RV.dtype, torch.float32).itemsize
-
-
-def _allocated_with_loss(last: BlockCost, allocated: int, loss: object, outputs: State, counting: kernels.Counting
-                         ) -> int:
-    """`BlockCost.allocated_bytes` of the last block, or what the loss behind it allocates if that is more; without the
-    logits, where the loss keeps them and overwrites them. allocated: without data."""
-    if not overwrites_logits(loss):
-        return max(last.allocated_bytes, allocated)
-    return max(last.allocated_bytes - last.output_bytes, allocated - loss_scratch_bytes(loss, outputs, counting))
 
 
 def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> kernels.KernelCount:
@@ -309,7 +303,7 @@ def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int]:
     return weight, table
 
 
-def _tensors(state: State) -> list[Tensor]:
+def _tensors(state: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
@@ -318,7 +312,7 @@ def _shapes(state: State) -> tuple[object, ...]:
     return str(spec), tuple((plain(leaf).shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _state_bytes(state: State) -> int:
+def _state_bytes(state: object) -> int:
     return sum(map(kernels.tensor_bytes, _tensors(state)))
 
 

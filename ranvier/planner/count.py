@@ -28,7 +28,14 @@ from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
 from ranvier.cost.blocks import BlockCost
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.memory import KEPT_STEPS, RankMemory, StoredMicrobatches, activation_bytes, checkpoint_bytes
+from ranvier.cost.memory import (
+    KEPT_STEPS,
+    RankMemory,
+    StoredMicrobatches,
+    TiedGradients,
+    activation_bytes,
+    checkpoint_bytes,
+)
 from ranvier.layout import Chunking, Layout, Parameter
 from ranvier.models import families
 from ranvier.optim.buckets import Bucket
@@ -273,11 +280,11 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     (host if run.device_type == "cuda" and offload == "host" else device)["workspace"] = (
         wide.itemsize * copied + working)
     reductions, scatters = gradients.reductions, optim.shard and not has_owners
-    device["reduction"], device["arriving"] = reductions.bytes(scatter=scatters)
-    device["arriving"] += reductions.widened_bytes(scatter=scatters)
-    device["arriving"] += max(gradients.dtype.itemsize, dtype.itemsize) * sum(
-        prod(shapes[key]) for key, p in held.items() if p.trainable and layout.is_tied(p) and any(
-            other.owner == p.owner and layout.pipe_of(other.block) != pipe for other in layout.parameters))
+    device["reduction"], passing = reductions.bytes(scatter=scatters)
+    passing += reductions.widened_bytes(scatter=scatters)
+    at_end = len(gradients.chunks) == 1 and not optim.update_in_backward  # all gradients are there when its sum begins
+    device["workspace"] = max(device["workspace"], passing if at_end else 0)
+    device["arriving"] = 0 if at_end else passing
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
     return {"device": device, "host": {name: size for name, size in host.items() if size or name != "staging"}}
@@ -378,7 +385,8 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             working[name] = needs.working_bytes
             if last:  # of what the loss works in, what is certain
                 cost = costs[row.stage][place]
-                working[name] = max(working[name], cost.allocated_bytes + needs.cast_bytes)
+                working[name] = max(working[name], needs.cast_bytes + max(
+                    cost.allocated_bytes, cost.loss_allocated_bytes))
             if place in recomputed:
                 kept_again[name] = needs.kept_bytes
             gathered[pipe] += needs.gathered_bytes
@@ -525,6 +533,26 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
             for place, one in enumerate(found)]
 
 
+def _tied_gradients(run: ResolvedRun, layout: Layout, stage: int) -> TiedGradients:
+    """Of a stage. Values of the owners come back when no backward is left."""
+    blocks, sent, arriving, distance = layout.blocks(stage), Counter[int](), 0, 1
+    itemsize = max(_gradient_dtype(run).itemsize, DTYPES[run.precision].itemsize)
+    known = set[tuple[int, str]]()
+    for end in layout.parameters:  # in model order: the backward comes last to the first block of an end
+        if end.is_owner or not end.trainable:
+            continue
+        home, place = layout[end.owner].block, (layout.pipe_of(end.block), layout.key(end))
+        if place[0] == layout.pipe_of(home) or place in known or not {home, end.block} & {*blocks}:
+            continue
+        known.add(place)
+        size = itemsize * prod(stop - start for start, stop in layout.box(end, layout.mesh.positions[0]))
+        if end.block in blocks:
+            sent[end.block - blocks.start] += size
+        else:
+            arriving, distance = arriving + size, max(distance, layout.stage_of(end.block) - stage)
+    return TiedGradients(sent=sent, arriving=arriving, distance=distance)
+
+
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
                  on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None = None) -> dict[str, int]:
     """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of
@@ -538,11 +566,13 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
         defer_bytes=run.pipeline.defer_bytes,
         update_in_backward=run.optim.update_in_backward, at_peak=at_peak,
-        is_alone=layout.stages.per_rank == 1), on_mesh.kept_again, gradients)
+        is_alone=layout.stages.per_rank == 1), on_mesh.kept_again, gradients, _tied_gradients(run, layout, stage))
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner
                                    for product in cost.float8_products), default=0)
+    given = (0 if stage else costs[0].input_bytes) + costs[-1].target_bytes  # the loader has all of a step
+    found["inputs"] = given * run.num_microbatches * (2 if run.device_type == "cuda" else 1)  # and there the next one's
     if run.device_type == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
                                       + (costs[-1].output_bytes if stage < num_stages - 1 else 0))

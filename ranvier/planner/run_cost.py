@@ -188,7 +188,8 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
         found.append((sum(block.num_owned * of_each + (block.num_parameters - block.num_trainable) * frozen
                           for block in blocks) + of_states
                       + stored * max(activations)
-                      + (max(block.allocated_bytes for block in blocks) if run.mesh.stage_size == 1 else 0), of_states))
+                      + (max(max(block.allocated_bytes, block.loss_allocated_bytes) for block in blocks)
+                         if run.mesh.stage_size == 1 else 0), of_states))
     return max(found)
 
 

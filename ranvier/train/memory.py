@@ -33,7 +33,7 @@ from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker, free_bytes
 from ranvier.system.terminal import TextTable, three_digits
 from ranvier.world import World
 
-_WORKING = ("activations", "deferred", "workspace", "messages", "arriving")
+_WORKING = ("activations", "deferred", "inputs", "workspace", "messages", "arriving")
 
 
 def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:

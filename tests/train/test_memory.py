@@ -133,6 +133,8 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
+    pytest.param({"batch": Batch(global_size=64, microbatch_size=1), "model": Transformer(
+        num_layers=1, hidden=8, heads=2, vocab=300, sequence=64)}, id="samples of a step"),
     *(pytest.param({"optim": Optim(algorithm=algorithm), "batch": ONE}, id=f"update by {algorithm}")
       for algorithm in ("lion", "adafactor")),
     pytest.param({"optim": Optim(algorithm="muon"), "batch": ONE, "model": LARGE}, id="update by muon"),
@@ -170,6 +172,21 @@ def test_no_prediction_is_below_what_is_measured(corpus, tmp_path, changed):
         size, entry = sum(measured["device"].values()), predicted[run.mesh.coordinates(rank).pipe]
         assert size < 1.01 * entry.device_bytes < 1.3 * size, f"rank {rank}"
         assert sum(measured["host"].values()) <= entry.host_bytes, f"rank {rank}"
+
+
+TIED = Transformer(num_layers=2, hidden=64, heads=2, vocab=2048, sequence=32)
+
+
+@pytest.mark.parametrize("changed", [
+    pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="1f1b"), "model": TIED}, id="ends of a tie"),
+    pytest.param({"mesh": Mesh(), "model": TIED}, id="gradients of a table, after the loss"),
+    pytest.param({"mesh": Mesh(data=2), "precision": "bf16", "model": replace(TIED, vocab=300)}, id="sums of all")])
+def test_what_comes_when_activations_are_gone_takes_their_place(corpus, tmp_path, changed):
+    run = larger(corpus, tmp_path / "run", **changed)
+    predicted = laid_out(resolve(run))[1]
+    for rank, measured in enumerate(run_all(run)[0][0]["memory"]):
+        size, entry = sum(measured["device"].values()), predicted[run.mesh.coordinates(rank).pipe]
+        assert size < 1.01 * entry.device_bytes < 1.06 * size, f"rank {rank}"
 
 
 @pytest.mark.parametrize("recompute", ["none", 1])
