@@ -39,7 +39,7 @@ _WORKING = ("activations", "deferred", "inputs", "workspace", "messages", "arriv
 def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
     """The run with device and `optim.offload` resolved for this rank, and the first of its `schedules` that fits on all
     machines. ConfigError when a rank of this machine needs more memory than is free now (the ranks themselves are there
-    already). Collective."""
+    already), and for a report that cannot be measured. Collective."""
     on_cuda = world.device.type == "cuda"
     available_bytes = free_bytes(world.device) if on_cuda else 0
 
@@ -48,6 +48,10 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
         return [memory[run.mesh.coordinates(rank).pipeline_rank] for rank in world.local_ranks]
 
     run = resolve(run, Facts(device="cuda" if on_cuda else "cpu"))
+    if run.memory_report and run.model.compile is True and run.mesh.stage_size == 1 and not on_cuda:
+        raise ConfigError("does not measure compiled blocks on a CPU", code="memory-report-compiled",
+                          where="memory-report", value="true",
+                          remedy="Leave `--memory-report` out, or set `--model.compile false`.")
     needed_bytes = max(with_overhead(entry).device_bytes if on_cuda else entry.device_bytes
                        for entry in local_memory(resolve(run, Facts(offload="none"))))
     run = resolve(run, Facts(offload=auto_offload(world.device.type, needed_bytes, available_bytes)))

@@ -92,9 +92,9 @@ def test_costs_of_a_chain_of_linear_layers():
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, operand_bytes=7 * 3 * 4,
                   input_bytes=7 * 3 * 4),
         BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
-                  loss_bytes=14 * 4 + 14, loss_allocated_bytes=3 * 14 * 4 + 14 + 4 + 8, num_trainable=10, num_owned=10,
-                  weight_elements=10, output_bytes=7 * 2 * 4, num_parameters=10, kept_bytes=7 * 5 * 4,
-                  operand_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
+                  loss_bytes=14 * 4 + 14, loss_allocated_bytes=3 * 14 * 4 + 14 + 4 + 8, target_bytes=7 * 2 * 4,
+                  num_trainable=10, num_owned=10, weight_elements=10, output_bytes=7 * 2 * 4, num_parameters=10,
+                  kept_bytes=7 * 5 * 4, operand_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
     (product,) = first.kernels
     assert (product.flops, product.shape) == (2 * 7 * 3 * 5, (1, 7, 5, 3))
     assert product.moved_bytes == 4 * (7 * 3 + 3 * 5 + 5 + 7 * 5)

@@ -230,6 +230,12 @@ def test_no_report_unless_it_is_asked_for(corpus, tmp_path):
     assert "memory" not in summaries[0] and "memory in MiB" not in text
 
 
+def test_compiled_blocks_are_not_measured_on_a_cpu(corpus, tmp_path):
+    """torch compiles nothing where operations are watched, and says so of a block as if it could not be compiled."""
+    with raises("memory-report-compiled", "--model.compile false"):
+        run_all(larger(corpus, tmp_path / "run", mesh=Mesh(), model=replace(LARGE, compile=True)))
+
+
 def test_the_whole_process_is_compared_with_the_whole_run(corpus, tmp_path, monkeypatch):
     """Also of what it needed before layers froze."""
     compared = []
