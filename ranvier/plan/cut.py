@@ -196,14 +196,13 @@ def _check_quantized(layout: Layout) -> None:
 
 
 def _refuse_sync_batch_norm(modules: Mapping[str, nn.Module]) -> None:
-    """On several ranks ModelError for one over all ranks of torch.distributed: those of other stages do not call it,
-    and replicas may have other numbers of microbatches."""
+    """Where a replica has several ranks, ModelError for one over all ranks of torch.distributed: those of other stages
+    do not call it."""
     for block, module in modules.items():
         for path, part in module.named_modules(prefix=block):
             if isinstance(part, nn.SyncBatchNorm) and part.training and part.process_group is None:
-                raise ModelError("waits in each forward for all ranks, of which other stages do not call it, and other "
-                                 "replicas perhaps not as often", code="sync-batch-norm", where=f"module {path}",
-                                 value="SyncBatchNorm",
+                raise ModelError("waits in each forward for all ranks, of which other stages do not call it",
+                                 code="sync-batch-norm", where=f"module {path}", value="SyncBatchNorm",
                                  remedy="Leave out convert_sync_batchnorm: with BatchNorm replicas keep the first "
                                         "one's statistics (Engine(buffers=...)).")
 
@@ -222,7 +221,7 @@ class Parts:
         self.modules = modules = build_on_meta(model) if modules is None else modules
         self.names = tuple(modules)
         self.parameters, self.shards = global_parameters(model, modules), None
-        if mesh.size > 1:
+        if mesh.size > mesh.num_replicas:
             _refuse_sync_batch_norm(modules)
         self._sizes = [1.0 + sum(parameter.numel() for parameter in module.parameters())
                        for module in modules.values()]
