@@ -591,7 +591,7 @@ class Engine:
             self._values.updated()
         elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
-        self._values.wait_for_buffers()
+        self._values.wait_for_step()
         self._connections.board.action = _OUTSIDE
         return BatchResult(self._statistics.sums, self._statistics.work, status, kept)
 

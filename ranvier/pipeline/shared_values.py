@@ -6,7 +6,7 @@
     parameters that a program has replaced        their values are taken over                   held_parameters
     a user's modules that other ranks train       are old here, and say so                      trained_elsewhere
 
-They travel while the program goes on, and are waited for when somebody reads them, or the next batch begins.
+A step returns when they are here: a program may read and write its modules without asking the engine for them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,15 @@ class SharedValues:
     def wait(self) -> None:
         """Return when parameters and buffers are those of the last step, and what has been replaced since is taken
         over."""
-        self._updater.wait()
-        self._ties.receive_values()
-        self.wait_for_buffers()
+        self.wait_for_step()
         self._held.adopt()
+
+    def wait_for_step(self) -> None:
+        """Return when parameters and buffers are those of the last step."""
+        self._updater.wait()
+        if self._ties.ties:
+            self._ties.receive_values()
+        self.wait_for_buffers()
 
     def wait_for_buffers(self) -> None:
         """Return when the buffers are those that replicas share."""

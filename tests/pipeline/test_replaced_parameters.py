@@ -94,6 +94,31 @@ def test_new_values_train(mesh, dtype, kind, write):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize(("mesh", "options"), [
+    (Mesh(data=2), {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=7, shard=True)}),
+    (Mesh(pipe=2), {"optimizer": SGD})], ids=["sharded", "tied"])
+def test_a_program_writes_its_modules_as_soon_as_a_step_returns(mesh, options):
+    """Values that other ranks have updated came later, and took the place of what was written."""
+    def rank(world, asks):
+        modules = [nn.Linear(4, 4) for _ in range(4)]
+        with torch.no_grad():
+            for number, module in enumerate(modules):
+                in_place(module, new_values(number))
+        modules[3].weight = modules[0].weight
+        engine = Engine(modules, world, mesh=mesh, loss=squared, dtype=torch.float64, learning_rate=0.1, **options)
+        for step in range(3):
+            engine.train_batch(share(engine, points([[2, 1]] * mesh.data, seed=step)))
+            if asks:  # waits for what is on its way
+                engine.named_parameters()
+            with torch.no_grad():
+                for one in nn.ModuleList(modules).parameters():
+                    one.mul_(0.5)
+        return {name: parameter.detach().clone() for name, parameter in engine.named_parameters().items()}
+
+    for mine, theirs in zip(*(run_ranks(partial(rank, asks=asks), mesh.size) for asks in (False, True)), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.parametrize("kind", ["flat", "torch"])
 def test_new_values_train_step_by_step(kind):
     expected, found = (run_ranks(partial(trained, mesh=Mesh(), write=one, apart=True, **OPTIMIZERS[kind]), 1)[0]
