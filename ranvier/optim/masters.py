@@ -84,18 +84,25 @@ class MasterCopies:
         """Update copies and parameters from these' gradients times `factor`."""
         self.take_gradients(factor)
         if not self._steps_are_noticed:
-            self.settle(by_value=True)
+            self.settle()
         self._optimizer.step()
         self.write_parameters()  # hooks of the program may have written copies
 
     @torch.no_grad()
-    def settle(self, *, by_value: bool = False) -> None:
+    def settle(self) -> None:
         """Parameters and copies are the same again, where someone has written the ones or the others since they were.
-        by_value: also elements of parameters that versions say nothing of."""
+        """
         self._take_places()
-        looks = by_value and self._watch.looks()
+        looks = self._watch.looks()
         for parameter, master in self.of.items():
             self._settle(parameter, master, looks)
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Parameters are the copies that someone has written. What has been written into parameters may be taken back
+        before the next update, as averages for an evaluation are: copies would have lost what they have more."""
+        for parameter, master in self.of.items():
+            self._show(parameter, master)
 
     @torch.no_grad()
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -105,15 +112,20 @@ class MasterCopies:
             self._settle(parameter, master, self._watch.is_on)
         return master
 
+    def _show(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
+        """Whether the copy alone has been written since both were the same: the parameter becomes it."""
+        was, now = self._known.get(parameter), _written(parameter, master)
+        if was is None or was[0] != now[0] or was[1] == now[1]:
+            return False
+        parameter.copy_(master)
+        self._known[parameter] = _written(parameter, master)
+        return True
+
     def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
         was, now = self._known.get(parameter), _written(parameter, master)
-        if was is not None and was[0] == now[0] and was[1] != now[1]:
-            parameter.copy_(master)
-        elif looks or was is None or was[0] != now[0]:
+        if not self._show(parameter, master) and (looks or was is None or was[0] != now[0]):
             self._watch.found(follow(master, parameter) and looks)
-        else:
-            return
-        self._known[parameter] = _written(parameter, master)
+            self._known[parameter] = _written(parameter, master)
 
     def _begin_step(self) -> None:
         """What a program has done with parameters' gradients since copies were given theirs is done with these."""
@@ -121,7 +133,7 @@ class MasterCopies:
             if (given := self._given.get(master)) and given[0].is_still(master.grad) and (
                     not given[1].is_still(parameter.grad)):
                 self._take_gradient(parameter, master, 1.0)
-        self.settle(by_value=True)
+        self.settle()
 
     def take_gradients(self, factor: float) -> None:
         """Each copy has its parameter's gradient times `factor`, in fp32; without one where that is None."""

@@ -395,7 +395,7 @@ class Updater:
         if self.flat is not None:
             self.flat.finish()
         if self.masters is not None:
-            self.masters.settle()
+            self.masters.show()
 
     def progress(self) -> None:
         """Let messages, reductions and gathers move."""

@@ -307,6 +307,37 @@ def test_a_program_that_writes_what_the_optimizer_updates(by_hook):
     run_ranks(rank, 1)
 
 
+def by_copy(parameter, values):
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def by_memory(parameter, values):
+    parameter.data = values
+
+
+@pytest.mark.parametrize("swap", [by_copy, by_memory])
+def test_an_evaluation_of_other_values_leaves_the_copies_what_they_have_below_the_parameters_resolution(swap):
+    """A program puts averages in the places of parameters, evaluates, and puts these back."""
+    def rank(world, swaps):
+        engine = Engine(linears(), world, dtype=torch.bfloat16,
+                        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-5))
+        for _ in range(5):
+            engine.train_batch(batch_of(torch.bfloat16, 0))
+            kept = {one: one.detach().clone() for one in engine.parameters()}
+            for one in kept if swaps else ():
+                swap(one, torch.ones_like(one))
+            engine.evaluate(batch_of(torch.bfloat16, 0))
+            for one, values in kept.items() if swaps else ():
+                swap(one, values)
+        found = [engine.updated(one).detach().clone() for one in engine.parameters()]
+        engine.close()
+        return found
+
+    (swapped,), (plain,) = (run_ranks(partial(rank, swaps=swaps), 1) for swaps in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(swapped, plain, strict=True))
+
+
 class Alone:
     """An optimizer in which nothing but its own list says what it updates."""
 
