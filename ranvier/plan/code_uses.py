@@ -46,6 +46,7 @@ _COMPUTING = frozenset({
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _BRANCHES = (*_LOOPS, ast.If, ast.Try, ast.TryStar, ast.Match, ast.IfExp, ast.BoolOp)
 
+_ASKS_FOR_CLASSES = frozenset({"isinstance", "issubclass", "super"})
 _OF_ELEMENTS = frozenset({"get", "pop", "setdefault"})
 _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals", "dir", "attrgetter", "asdict",
                         "astuple", "deepcopy", "__getattribute__"})
@@ -71,14 +72,16 @@ class ElementRead(NamedTuple):
 @dataclass(frozen=True)
 class Uses:
     """own: names that methods read of their own object. others: other attributes and variables that are read.
-    called: names of attributes that are called. whole, elements: of names that are read, those of which more than an
-    element is, and elements of others. stores: names that are written, or of which an element is. accumulates: names
-    whose old value is needed for the new one. reads_any, stores_any: whether it may be any name.
+    called: names of attributes that are called. given: names that are called or passed on: of a class that has one,
+    objects may be made. whole, elements: of names that are read, those of which more than an element is, and elements
+    of others. stores: names that are written, or of which an element is. accumulates: names whose old value is needed
+    for the new one. reads_any, stores_any: whether it may be any name.
     """
 
     own: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
     stores: frozenset[str] = frozenset()
     accumulates: frozenset[str] = frozenset()
@@ -122,7 +125,7 @@ def _all_names(code: CodeType) -> Uses:
     """Every name of a function is read, and what it stores comes of what there was."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
-    return Uses(own=names, others=names, whole=names,
+    return Uses(own=names, others=names, given=names, whole=names,
                 stores=stores, accumulates=names, reads_any=not (_READS_ANY | trees.BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | trees.BY_NAME).isdisjoint(names))
 
@@ -135,7 +138,9 @@ class _Function(FunctionTree):
         computed = {node.id for node in self._places if isinstance(node, ast.Name)} & trees.BY_NAME
         reads_any = names & _READS_ANY or computed & {"getattr", "hasattr"} or any(
             isinstance(node, ast.MatchClass) for node in self._numbers)
-        stored = ((one.name, "stores") for one in self._stores if one.place not in self._locals)
+        new = f"{self._own}." if self._code.co_name == "__init__" else "."  # an object that had nothing
+        stored = ((one.name, "stores") for one in self._stores
+                  if one.place not in self._locals and one.place != f"{new}{one.name}")
         found: dict[str, set[Any]] = {}
         for what, kind in chain(stored, *map(self._uses_of_node, self._numbers)):
             found.setdefault(kind, set()).add(what)
@@ -156,10 +161,20 @@ class _Function(FunctionTree):
             yield name, "called" if self._call(node) else "own" if self._is_own(node) else "others"
             key = self._element(node)
             yield (name, "whole") if key is None else (ElementRead(name, key), "elements")
+            if self._is_given(node):
+                yield name, "given"
         if how == "accumulates" or self._is_stored_later(node):
             yield name, "accumulates"
 
     # ------------------------------------------------------------------ what is done with a value
+
+    def _is_given(self, node: Any) -> bool:
+        """Whether more is done with a value than to take an attribute of it, or to ask for a class."""
+        parent = self._parents[node]
+        call = self._parents.get(parent) if isinstance(parent, ast.Tuple) else parent
+        return not isinstance(parent, ast.Attribute | ast.ExceptHandler) and not (
+            isinstance(call, ast.Call) and call.func is not node and isinstance(call.func, ast.Name)
+            and call.func.id in _ASKS_FOR_CLASSES)
 
     def _change(self, node: Any) -> str | None:
         """How a container is changed, of which nothing is read for it; None where it is not."""

@@ -67,13 +67,15 @@ class PlaceName(NamedTuple):
 
 class _Link(NamedTuple):
     """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object."""
+    method: its name in a class. bound: the class, where its first argument is the object. constructs: whether code that
+    reaches a class so may make objects of it."""
 
     path: str
     value: Any
     name: str | None = None
     method: str | None = None
     bound: type | None = None
+    constructs: bool = True
 
 
 class CodeReach:
@@ -99,6 +101,8 @@ class CodeReach:
         """Names in code that may run."""
         self._unnamed: dict[str, list[_Link]] = {}
         """Methods that nothing has named so far, by name."""
+        self._constructed: set[type] = set()
+        """Classes of which code may make objects."""
 
     @classmethod
     def of(cls, roots: Iterable[tuple[str, object]], whole: CodeReach | None = None) -> CodeReach:
@@ -116,6 +120,9 @@ class CodeReach:
             link = waiting.popleft()
             if link.bound is not None:
                 self._classes.setdefault(link.bound, set()).add(id(link.value))
+            if link.constructs and isinstance(link.value, type) and link.value not in self._constructed:
+                self._constructed.add(link.value)
+                waiting.extend(_constructors_of(link.path, link.value))
             if type(link.value) in _HOLD_NOTHING or id(link.value) in self._seen:
                 continue
             if link.method is None or self._may_run(link.method):
@@ -173,7 +180,10 @@ class CodeReach:
 
     def _linked(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
+        uses, _ = self._functions.get(id(value), (None, None))
         for link in _next(path, value):
+            if uses is not None and link.name is not None and link.name not in uses.given:
+                link = link._replace(constructs=False)
             self._links.setdefault(id(link.value), set()).add((holder, link.name))
             yield link
 
@@ -291,7 +301,7 @@ _BEHIND: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
 def _next(path: str, value: Any) -> Iterable[_Link]:
     """The values that lie behind one."""
     if is_per_stage(value):
-        return [_Link(path, type(value))]
+        return [_Link(path, type(value), constructs=False)]
     if isinstance(value, nn.Module):
         return _of_module(path, value)
     if container(value) is not None:
@@ -311,7 +321,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[_Link]:
     if not is_foreign(type(module)):
         yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
                     if name not in objects.OF_EVERY_MODULE)
-        yield _Link(path, type(module))
+        yield _Link(path, type(module), constructs=False)
     yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
     for hook in (hook for kind in HOOKS for hook in own.get(kind, {}).values()):
         yield _Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
@@ -330,13 +340,16 @@ def _of_container(path: str, value: Any) -> Iterator[_Link]:
 
 def _of_object(path: str, value: Any) -> Iterator[_Link]:
     yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
-    yield _Link(path, type(value))
+    yield _Link(path, type(value), constructs=False)
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
     code = function.__code__
-    yield from (_Link(f"{path}.{variable}", cell, variable)
-                for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True))
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if variable == "__class__":  # of super()
+            yield from (_Link(path, one, constructs=False) for _, one in objects.contents(cell))
+        else:
+            yield _Link(f"{path}.{variable}", cell, variable)
     given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (_Link(f"{path}.default", one) for one in given)
     if is_foreign(function):
@@ -378,7 +391,7 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
     """Methods and attributes of a class, and what it inherits from."""
     if is_foreign(kind):
         return
-    yield from (_Link(path, one) for one in kind.__bases__)
+    yield from (_Link(path, one, constructs=False) for one in kind.__bases__)
     for name, value in vars(kind).items():
         match value:
             case staticmethod() | classmethod():
@@ -395,3 +408,13 @@ def _of_class(path: str, kind: type) -> Iterator[_Link]:
             elif not name.startswith("__"):
                 yield _Link(f"{path}.{name}", one, name)
 
+
+def _constructors_of(path: str, kind: type) -> Iterator[_Link]:
+    """What runs when code makes an object of a class. What Python has written, as of dataclasses, stores in that alone.
+    """
+    of_kind: type = type(kind)
+    of_objects = [(one, base) for base in kind.__mro__ for one in map(vars(base).get, ("__init__", "__post_init__"))]
+    others = [getattr(vars(base).get("__new__"), "__func__", None) for base in kind.__mro__]
+    others += [vars(base).get("__call__") for base in of_kind.__mro__]
+    yield from (_Link(path, one, bound=base) for one, base in (*of_objects, *((one, None) for one in others))
+                if isinstance(one, FunctionType) and one.__code__.co_filename != "<string>" and not is_foreign(one))
