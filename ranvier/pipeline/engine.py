@@ -551,12 +551,12 @@ class Engine:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows. wanted: takes what
         the last block returns."""
         self._values.begin(training=True)
+        self._users_changes.begin()
         if self._came_in_evaluation and self.world.rank == 0 and not some_train(
                 module for _, _, module in self._stages.blocks):
             warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "
                           "trains without dropout: call model.train() before training", stacklevel=4)
         self._came_in_evaluation = False
-        self._users_changes.begin()
         self._step += 1
         self._stages.last.loss_factor = self._updater.loss_factor
         self._statistics.begin_training(

@@ -31,6 +31,7 @@ from ranvier.pipeline.autocast import check_autocast
 from ranvier.pipeline.batch import BatchRunner
 from ranvier.pipeline.build import StageCopies, build_stage, stage_parameters
 from ranvier.pipeline.connections import Connections, share_start_values
+from ranvier.pipeline.copied_modules import LOSS, CopiedModules
 from ranvier.pipeline.device_timeline import timeline_of
 from ranvier.pipeline.held_parameters import HeldParameters, refuse_left_behind
 from ranvier.pipeline.left_values import LeftValues, SameLeft
@@ -142,7 +143,11 @@ class EngineParts:
                                    self.connections.board)
         self.users_changes = UsersChanges(
             layout, self.parameters, given.names_in_whole, self.updater.gradients, held=self.held,
-            elsewhere=self.elsewhere, buffers=SharedBufferChanges(plan.stages.shared_buffers, self.blocks))
+            elsewhere=self.elsewhere, buffers=SharedBufferChanges(plan.stages.shared_buffers, self.blocks),
+            copied=None if self.connections.tensor_mesh is None else CopiedModules(
+                ready_made(given.model) | ({LOSS: given.model.loss} if isinstance(given.model.loss, nn.Module) else {}),
+                self.blocks, self.parameters, lambda name, whole: whole[
+                    tuple(slice(*edges) for edges in layout.box(layout[name], at.position))]))
 
     def _split_model(self) -> Model:
         """The model with this rank's part of each block, where several ranks split them."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
+from ranvier.pipeline.copied_modules import CopiedModules
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, HeldParameters
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere, used_from_outside
 from ranvier.plan.shared_buffers import shared_buffer_error
@@ -24,13 +25,14 @@ from ranvier.plan.shared_buffers import shared_buffer_error
 
 class UsersChanges:
     """parameters: those of this rank by key. names_in_whole: name -> those in the user's module. elsewhere: the modules
-    that other ranks train. buffers: those that blocks of several stages share."""
+    that other ranks train. buffers: those that blocks of several stages share. copied: those of which rows and columns
+    train copies."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, nn.Parameter],
                  names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held: HeldParameters,
-                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges) -> None:
+                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges, copied: CopiedModules | None) -> None:
         self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held
-        self._elsewhere, self._buffers = elsewhere, buffers
+        self._elsewhere, self._buffers, self._copied = elsewhere, buffers, copied
         self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
         self._parts = [(name, one) for name, one in parameters.items()
@@ -50,6 +52,8 @@ class UsersChanges:
 
     def begin(self) -> None:
         """A training batch begins, after `HeldParameters.adopt`."""
+        if self._copied is not None:
+            self._copied.begin()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise ModelError("was frozen when the engine was built, and is trainable now",

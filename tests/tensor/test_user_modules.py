@@ -444,6 +444,98 @@ def test_the_modules_of_a_split_model_warn_of_old_values(mesh):
     assert run_ranks(rank, 2) == [[True], []]
 
 
+def set_a_number(blocks):
+    blocks[1].factor = 0.5
+
+
+def set_a_layers_number(blocks):
+    blocks[1].up.out_features += 1
+
+
+def add_a_hook(blocks):
+    blocks[1].register_forward_hook(lambda module, args, y: 0.5 * y)
+
+
+def replace_a_layer(blocks):
+    blocks[1].act = nn.Tanh()
+
+
+def freeze_a_weight(blocks):
+    blocks[1].up.weight.requires_grad_(False)
+
+
+def write_a_weight(blocks):
+    blocks[1].down.bias.data.add_(1.0)
+
+
+def load_other_values(blocks):
+    blocks[1].load_state_dict({name: 2 * value for name, value in blocks[1].state_dict().items()})
+
+
+def set_a_losss_number(blocks):
+    blocks[-1].factor = 3.0
+
+
+def change_nothing(blocks):
+    blocks.eval()
+    blocks.train()
+
+
+CHANGES = {set_a_number: "1.factor", set_a_layers_number: "1.up.out_features", add_a_hook: "1.forward_hooks",
+           replace_a_layer: "1.act", freeze_a_weight: "1.up.weight", write_a_weight: "1.down.bias",
+           load_other_values: "1.", set_a_losss_number: "loss.factor", change_nothing: None}
+
+
+class Penalty(nn.Module):
+    def forward(self, scores, targets):
+        return summed(scores, targets)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_of_the_users_modules_are_told_of_where_copies_of_them_train(change, mesh):
+    """They have no effect. The state of the engine, loaded into the modules, is no change."""
+    def rank(world):
+        blocks, penalty = nn.Sequential(Words(), MLP(MLP.method), Scores()), Penalty()
+        engine = Engine(blocks, world, mesh=mesh, loss=penalty, optimizer=partial(torch.optim.SGD, lr=0.1))
+        batch = [(IDS.chunk(mesh.row)[engine.coordinates.row],) * 2]
+        engine.train_batch(batch)
+        if (state := engine.full_state_dict()) is not None:
+            blocks.load_state_dict(state)
+        change([*blocks, penalty] if CHANGES[change] else blocks)
+        for _ in range(2):
+            engine.train_batch(batch)
+        engine.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(rank, 2)
+    told = [str(one.message) for one in caught if "changed in the model" in str(one.message)]
+    assert len(told) == (2 if CHANGES[change] else 0) and all(one.startswith(CHANGES[change]) for one in told)
+
+
+class Still(MLP):
+    def forward(self, x):
+        return self.method(x, 2 if self.training else 3)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
+def test_copies_follow_the_modes_of_the_users_modules(mesh):
+    def rank(world, mode):
+        blocks = nn.Sequential(Words(), Still(), Scores())
+        engine = Engine(blocks, world, mesh=mesh, loss=summed, optimizer=partial(torch.optim.SGD, lr=0.0))
+        batch, losses = [(IDS.chunk(mesh.row)[engine.coordinates.row],) * 2], []
+        for block in (blocks[1], nn.Identity(), nn.Identity()):
+            losses.append(engine.train_batch(batch).loss)
+            block.train(mode)
+        modes = [one.training for one in engine.blocks["1"].modules()]
+        engine.close()
+        return losses[1] == losses[2], losses[0] == losses[1], set(modes)
+
+    for mode in (True, False):
+        assert run_ranks(partial(rank, mode=mode), 2) == [(True, mode, {mode})] * 2
+
+
 @pytest.mark.parametrize("name", ["norm", "head"])
 def test_numbers_of_a_running_layer_are_its_own(name):
     def rank(world):

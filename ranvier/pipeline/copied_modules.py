@@ -1,0 +1,134 @@
+"""A user's modules on rows and columns, where the engine trains copies with this rank's part of each layer.
+
+    model.eval()                                          copies follow their modes
+    model[0].dropout.p = 0.2; model[0].register_forward_hook(f)
+    model[0].weight.requires_grad_(False); model[0].weight.data.mul_(0.5)
+
+The others have no effect in the copies: a warning names the first one. On other meshes these modules train themselves.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.block import HOOKS
+from ranvier.originals.object_contents import OF_EVERY_MODULE
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, of_other_norm, with_norms
+from ranvier.tensor.splittable import Splittable
+
+LOSS = "loss"
+"""The name of a loss that is a module."""
+_PLAIN = frozenset({type(None), bool, int, float, complex, str})
+
+
+class CopiedModules:
+    """given: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of the copies that
+    this rank has. parameters: those of the copies, by name. part: of a parameter's name and whole value, this rank's.
+
+    Modules are not kept in memory here: a program may drop its model."""
+
+    def __init__(self, given: Mapping[str, nn.Module], blocks: Iterable[tuple[int, str, nn.Module]],
+                 parameters: Mapping[str, nn.Parameter], part: Callable[[str, Tensor], Tensor]) -> None:
+        self._copies = {name: ref(module) for _, name, module in blocks if name in given}
+        self._modules = [(name, path, ref(one)) for name, module in given.items()
+                         if name in self._copies or name == LOSS for path, one in module.named_modules()]
+        self._parameters, self._part = parameters, part
+        self._batches, self._has_warned = 0, False
+        self._modes = self._modes_now()
+        self._marks = self._marks_now()
+        self._whole = {f"{block}.{name}": (ref(one), _written(one)) for block in self._copies
+                       for name, one in given[block].named_parameters() if f"{block}.{name}" in parameters}
+        self._norms = with_norms(self._parameters_now().values())
+
+    def _modes_now(self) -> list[bool | None]:
+        return [None if (one := module()) is None else one.training for _, _, module in self._modules]
+
+    def _marks_now(self) -> list[dict[str, object]]:
+        return [{} if (one := module()) is None else _marks(one) for _, _, module in self._modules]
+
+    def _parameters_now(self) -> dict[str, nn.Parameter]:
+        return {name: held for name, (one, _) in self._whole.items() if (held := one()) is not None}
+
+    def begin(self) -> None:
+        """A training batch begins."""
+        if (modes := self._modes_now()) != self._modes:
+            self._modes = modes
+            self._follow_modes()
+        if self._has_warned:
+            return
+        self._batches += 1
+        if (what := self._changed() or self._written()) is not None:
+            self._has_warned = True
+            warnings.warn(f"{what} was changed in the model after the engine was built, which trains copies of its "
+                          "modules on rows and columns: the change has no effect. Change engine.blocks, and values in "
+                          "engine.named_parameters(), on all ranks, or build a new engine", stacklevel=5)
+
+    def _follow_modes(self) -> None:
+        for (block, path, module), mode in zip(self._modules, self._modes, strict=True):  # parents first
+            copied, original = self._copies[block]() if block in self._copies else None, module()
+            one = None if copied is None else _submodule(copied, path)
+            if one is not None and mode is not None:
+                for part in one.modules() if isinstance(original, Splittable) else (one,):
+                    part.training = mode
+
+    def _changed(self) -> str | None:
+        """An attribute, submodule, hook or parameter that is another one, or was frozen or unfrozen."""
+        for (block, path, module), known in zip(self._modules, self._marks, strict=True):
+            if (one := module()) is None or (now := _marks(one)) == known:
+                continue
+            name = next(name for name in (*now, *known) if now.get(name, _Nothing) != known.get(name, _Nothing))
+            return ".".join(filter(None, (block, path, name)))
+        return None
+
+    def _written(self) -> str | None:
+        """A parameter that has other values than the engine's: those of `Engine.full_state_dict` are no change."""
+        by_value = set(of_other_norm(self._norms)) if self._batches <= BATCHES_BY_VALUE else set[Tensor]()
+        for name, held in self._parameters_now().items():
+            if (now := _written(held)) == self._whole[name][1] and held not in by_value:
+                continue
+            self._whole[name] = ref(held), now
+            mine = self._parameters[name].detach()
+            if held.numel() and not held.is_meta:
+                part = self._part(name, held.detach())
+                if part.shape == mine.shape and not torch.equal(part.to(mine), mine):
+                    return name
+        if by_value:
+            self._norms = with_norms(self._parameters_now().values())
+        return None
+
+
+class _Nothing:
+    """In place of what is not there."""
+
+
+def _marks(module: nn.Module) -> dict[str, object]:
+    """What changes with each change of a module but those of its mode, and of tensors in place."""
+    own = vars(module)
+    found: dict[str, object] = {name: value if type(value) in _PLAIN else id(value) for name, value in own.items()
+                                if name not in OF_EVERY_MODULE}
+    for kind in HOOKS:
+        if hooks := [number for number, hook in own[kind].items() if not type(hook).__module__.startswith("ranvier.")]:
+            found[kind.strip("_")] = hooks
+    for name, one in (*own["_modules"].items(), *own["_buffers"].items()):
+        found[name] = id(one)
+    for name, one in own["_parameters"].items():
+        found[name] = one is not None and (id(one), one.requires_grad, len(one._backward_hooks or ()))
+    return found
+
+
+def _written(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    for name in path.split(".") if path else ():
+        found = module._modules.get(name)
+        if found is None:
+            return None
+        module = found
+    return module
