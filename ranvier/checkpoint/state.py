@@ -439,6 +439,7 @@ def _names_of_updated(engine: Engine) -> dict[nn.Parameter, str]:
 
 def optimizer_groups(engine: Engine) -> list[OptimizerGroup]:
     """The groups of a user's optimizer on this rank. CheckpointError for what has no place in a checkpoint."""
+    engine.unsaved.warn()
     return [] if engine.optimizer is None else groups_of(engine.optimizer, _names_of_updated(engine))
 
 

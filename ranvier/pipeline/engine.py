@@ -54,6 +54,7 @@ from ranvier.pipeline.replica_comparison import ReplicaComparison
 from ranvier.pipeline.result import BatchResult, LastOutputs
 from ranvier.pipeline.shared_values import BufferSync
 from ranvier.pipeline.state_dict import StateDict, gather_full_state, load_state, take_state
+from ranvier.pipeline.users_changes import UnsavedAttributes
 from ranvier.plan.cut import Sample
 from ranvier.plan.plan import Plan, refuse_settings_beside
 from ranvier.schedule.limits import Limits
@@ -190,6 +191,8 @@ class Engine:
         self._parameters, self._statistics, self._updater = parts.parameters, parts.statistics, parts.updater
         self._stages, self._runner = parts.stages, parts.runner
         self._values, self._users_changes = parts.values, parts.users_changes
+        self.unsaved = UnsavedAttributes(self._updater.users)
+        """Warns of attributes of the user's optimizer that no checkpoint has."""
         self._updater.learning_rate = check_learning_rate(learning_rate)
         if learning_rate != _LEARNING_RATE and not plan.own_optimizer and world.rank == 0:
             warnings.warn("Engine(learning_rate=...) has no effect: it is that of Ranvier's own optimizers (optim= "

@@ -138,6 +138,7 @@ def _optimizer_state(engine: Engine) -> StateDict | None:
                 "missed_updates": engine.flat_optimizer.missed_updates}
     if engine.optimizer is None:
         return None
+    engine.unsaved.warn()
     masters = {name: updated.detach() for name, parameter in engine.named_parameters().items()
                if (updated := engine.updated(parameter)) is not parameter}
     return {"kind": engine.optimizer_name, "states": engine.optimizer.state_dict(), "masters": masters}

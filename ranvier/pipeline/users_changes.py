@@ -17,10 +17,15 @@ from torch import Tensor, nn
 from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.optim.gradients import Gradients, refuse_others
+from ranvier.originals.object_contents import container
 from ranvier.pipeline.copied_modules import CopiedModules
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, HeldParameters
+from ranvier.pipeline.left_values import Mark
 from ranvier.pipeline.trained_elsewhere import TrainedElsewhere, used_from_outside
 from ranvier.plan.shared_buffers import shared_buffer_error
+
+_BY_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count", "grad_scale", "found_inf"})
+"""Attributes that torch's schedulers and scalers write into an optimizer."""
 
 
 class UsersChanges:
@@ -112,3 +117,30 @@ class SharedBufferChanges:
             one, version, value = self._before.get(name, (None, 0, now))
             if now is not one or now._version != version or not (value is now or torch.equal(value, now)):
                 raise shared_buffer_error(name, self._shared[name], None)
+
+
+class UnsavedAttributes:
+    """Attributes of a user's optimizer that have changed since the engine was built, as a count of its own steps has:
+    they are in no state, so that whoever resumes begins with those of a new optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer, self._has_warned = optimizer, False
+        self._of_torch = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])), *_BY_SCHEDULERS}
+        self._marks = self._now()
+
+    def _now(self) -> dict[str, Mark]:
+        own = getattr(self._optimizer, "__dict__", {})
+        values = {name: value.state if isinstance(value, torch.optim.Optimizer) else value
+                  for name, value in own.items() if name not in self._of_torch}
+        return {name: Mark(value) for name, value in values.items() if value is not own.get("state") and (
+            type(value) in (int, float, type(None)) or isinstance(value, Tensor) or container(value) is not None)}
+
+    def warn(self) -> None:
+        """The state of the optimizer is being saved."""
+        changed = [] if self._has_warned else [name for name, now in self._now().items() if not (
+            name in self._marks and now.is_same(self._marks[name]))]
+        if changed:
+            self._has_warned = True
+            warnings.warn(f"attribute {changed[0]} of the optimizer {type(self._optimizer).__name__} has changed since "
+                          "the engine was built, and is not saved: whoever resumes begins with that of a new one. Keep "
+                          "it in param_groups or in state, or save it yourself", stacklevel=5)

@@ -295,6 +295,46 @@ def test_what_cannot_be_kept_is_refused(kind, code, value, tmp_path):
         run_ranks(lambda world: Checkpoints(build(world, Mesh(), kind), tmp_path).save(), 1)
 
 
+class WithAttributes(torch.optim.SGD):
+    """Their changes are those of `change`, in each step."""
+
+    def __init__(self, parameters, change=None):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.count, self.history, self.average, self.is_ready, self.change = 0, [], None, False, change
+        self.inner = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+        self.outer_state = self.state
+
+    def step(self, closure=None):
+        super().step()
+        self.is_ready = True
+        if self.change is not None:
+            self.change(self)
+
+
+def averages(optimizer):
+    optimizer.average = torch.ones(2)
+
+
+@pytest.mark.parametrize(("change", "name"), [
+    (None, None), (lambda one: setattr(one, "count", one.count + 1), "count"), (averages, "average"),
+    (lambda one: one.history.append(one.count), "history"), (lambda one: one.inner.step(), "inner")],
+    ids=["none", "count", "average", "history", "inner"])
+def test_attributes_that_are_in_no_state_are_told_of_once(change, name, tmp_path):
+    def rank(world):
+        engine = build(world, Mesh(), partial(WithAttributes, change=change))
+        scheduler = lr_scheduler.StepLR(engine.optimizer, 2)
+        train(engine, scheduler, BATCHES[:2])
+        engine.state_dict()
+        Checkpoints(engine, tmp_path).save()
+        engine.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(rank, 1)
+    told = [str(one.message) for one in caught if "is not saved" in str(one.message)]
+    assert [one.split()[1] for one in told] == ([] if name is None else [name])
+
+
 # ---------------------------------------------------------------------- objects
 
 ONE_RANK = Mesh(), Mesh()
