@@ -66,7 +66,7 @@ class CopiedModules:
             self._has_warned = True
             warnings.warn(f"{what} was changed in the model after the engine was built, which trains copies of its "
                           "modules on rows and columns: the change has no effect. Change engine.blocks, and values in "
-                          "engine.named_parameters(), on all ranks, or build a new engine", stacklevel=5)
+                          "engine.named_parameters(), on all ranks, or build a new engine", stacklevel=6)
 
     def _follow_modes(self) -> None:
         for (block, path, module), mode in zip(self._modules, self._modes, strict=True):  # parents first

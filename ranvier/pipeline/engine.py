@@ -554,7 +554,7 @@ class Engine:
         """Run forwards and backwards, and start every reduction. updates: whether a step follows. wanted: takes what
         the last block returns."""
         self._values.begin(training=True)
-        self._users_changes.begin()
+        self._users_changes.begin(len(batch))
         if self._came_in_evaluation and self.world.rank == 0 and not some_train(
                 module for _, _, module in self._stages.blocks):
             warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "

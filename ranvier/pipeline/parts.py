@@ -147,7 +147,8 @@ class EngineParts:
             copied=None if self.connections.tensor_mesh is None else CopiedModules(
                 ready_made(given.model) | ({LOSS: given.model.loss} if isinstance(given.model.loss, nn.Module) else {}),
                 self.blocks, self.parameters, lambda name, whole: whole[
-                    tuple(slice(*edges) for edges in layout.box(layout[name], at.position))]))
+                    tuple(slice(*edges) for edges in layout.box(layout[name], at.position))]),
+            is_of_mean=nominal_weight != "auto" and plan.mesh.count(samples_over) == 1)
 
     def _split_model(self) -> Model:
         """The model with this rank's part of each block, where several ranks split them."""

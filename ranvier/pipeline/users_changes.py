@@ -31,18 +31,20 @@ _BY_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count", "grad_scale", 
 class UsersChanges:
     """parameters: those of this rank by key. names_in_whole: name -> those in the user's module. elsewhere: the modules
     that other ranks train. buffers: those that blocks of several stages share. copied: those of which rows and columns
-    train copies."""
+    train copies. is_of_mean: whether one microbatch has the gradient of the mean loss, and one replica computes it."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, nn.Parameter],
                  names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held: HeldParameters,
-                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges, copied: CopiedModules | None) -> None:
+                 elsewhere: TrainedElsewhere, buffers: SharedBufferChanges, copied: CopiedModules | None,
+                 is_of_mean: bool) -> None:
         self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held
         self._elsewhere, self._buffers, self._copied = elsewhere, buffers, copied
         self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
-        self._parts = [(name, one) for name, one in parameters.items()
-                       if layout.split_axes(name) or layout.summed(name)]
-        """Those of which, or of whose gradient, each row or column has a part, until one is known to have a hook."""
+        self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed(name)}
+        """Those of which, or of whose gradient, each row or column has a part."""
+        self._trained = [(name, one) for name, one in parameters.items() if layout[name].trainable]
+        self._is_of_mean, self._has_warned = is_of_mean, False
 
     def refuse_gradients(self, *, applied: bool) -> None:
         """Of `refuse_others`, for the parameters that this rank owns."""
@@ -55,7 +57,7 @@ class UsersChanges:
             self.refuse_gradients(applied=False)
         self._elsewhere.check_start()
 
-    def begin(self) -> None:
+    def begin(self, num_microbatches: int) -> None:
         """A training batch begins, after `HeldParameters.adopt`."""
         if self._copied is not None:
             self._copied.begin()
@@ -64,14 +66,26 @@ class UsersChanges:
                 raise ModelError("was frozen when the engine was built, and is trainable now",
                                  code="parameter-unfrozen", where=f"parameter {self._name(name)}",
                                  remedy="Build a new engine to train more parameters.")
-        if hooked := next((name for name, one in self._parts if one._backward_hooks), None):
-            self._parts.clear()
-            warnings.warn(f"a gradient hook of parameter {self._name(hooked)} sees one rank's part of the gradient, "
-                          "which rows and columns share: it may scale or mask elements, but what it computes of "
-                          "several, such as a norm, is of that part", stacklevel=5)
+        if not self._has_warned and (hooked := next((
+                name for name, one in self._trained if one._backward_hooks or one._post_accumulate_grad_hooks), None)):
+            self._warn_of_hook(hooked, num_microbatches)
         self._buffers.begin()
         self._elsewhere.begin()
         self._held.begin()
+
+    def _warn_of_hook(self, name: str, num_microbatches: int) -> None:
+        """A gradient hook is called, unless it sees that of a plain loop."""
+        if name in self._parts:
+            what = "one rank's part of the gradient, which rows and columns share"
+        elif num_microbatches > 1 or not self._is_of_mean:
+            what = "the gradient of the summed loss of one or more of this replica's microbatches, not of the mean loss"
+        else:
+            return
+        self._has_warned = True
+        warnings.warn(f"a gradient hook of parameter {self._name(name)} sees {what}: it may mask elements, and with "
+                      "register_hook scale them, but what it clips or computes of several, such as a norm, is of that "
+                      "alone. Gradients are summed between engine.forward_backward(batch) and engine.step(result)",
+                      stacklevel=6)
 
     def check(self) -> None:
         """Its forwards and backwards have run. ModelError for what they must not do."""
@@ -143,4 +157,4 @@ class UnsavedAttributes:
             self._has_warned = True
             warnings.warn(f"attribute {changed[0]} of the optimizer {type(self._optimizer).__name__} has changed since "
                           "the engine was built, and is not saved: whoever resumes begins with that of a new one. Keep "
-                          "it in param_groups or in state, or save it yourself", stacklevel=5)
+                          "it in param_groups or in state, or save it yourself", stacklevel=4)

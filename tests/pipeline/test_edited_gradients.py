@@ -144,6 +144,42 @@ def test_a_hook_replaces_gradients_in_the_backward(mesh, options, edit):
     assert_close(merge(on_mesh(make, mesh, work, learning_rate=1e-2, **options), mesh), expected)
 
 
+def clip_by_hook(parameter):
+    parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
+def clip_when_added(parameter):
+    parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", one.grad.clamp(-0.1, 0.1)))
+
+
+@pytest.mark.parametrize("hook", [clip_by_hook, clip_when_added], ids=label)
+@pytest.mark.parametrize(("mesh", "counts", "options", "is_told"), [
+    (Mesh(), [[2]], {"nominal_weight": 8.0}, False), (Mesh(), [[2]], {}, True), (Mesh(), [[1, 1]],
+    {"nominal_weight": 8.0}, True), (Mesh(data=2), [[1], [1]], {"nominal_weight": 8.0}, True)],
+    ids=["one microbatch", "its summed loss", "two microbatches", "two replicas"])
+def test_a_hook_that_sees_another_gradient_than_in_a_plain_loop_is_told_of(hook, mesh, counts, options, is_told):
+    batch = points(counts)
+    reference = Reference(make(), seed=SEED, dtype=torch.float64)
+    list(map(hook, reference.parameters.values()))
+    whole = [torch.cat([getattr(one, name) for replica in batch for one in replica]) for name in ("inputs", "targets")]
+    reference.forward_backward([type(batch[0][0])(*whole)])
+
+    def work(engine):
+        list(map(hook, engine.named_parameters().values()))
+        for _ in range(2):
+            engine.zero_grad()
+            engine.forward_backward(share(engine, batch))
+        return {name: gradient.clone() for name, gradient in engine.gradients().items()}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = merge(on_mesh(make, mesh, work, **options), mesh)
+    if not is_told:
+        assert_close(found, reference.gradients())
+    told = [one for one in caught if "gradient hook" in str(one.message)]
+    assert len(told) == (mesh.size if is_told else 0)
+
+
 @pytest.mark.parametrize(("options", "mesh"), covering(KINDS, [Mesh(data=2, pipe=2), Mesh()]), ids=label)
 def test_freezing_between_the_batches_of_a_step(options, mesh):
     """What was trained in any of them is updated once; what was frozen in all, or only not reached besides, is not."""

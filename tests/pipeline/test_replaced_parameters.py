@@ -336,7 +336,7 @@ def test_a_parameter_that_each_replica_changes_during_a_batch(how):
             return super().forward(x)
 
     def work(mesh, world):
-        engine = Engine(chain(Changes, Changes), world, mesh=mesh, seed=SEED, dtype=torch.float64)
+        engine = Engine(chain(Changes, Changes), world, mesh=mesh, seed=SEED, dtype=torch.float64, nominal_weight=8.0)
         engine.forward_backward(share(engine, points([[2], [2]][:mesh.data])))
 
     with warnings.catch_warnings():
