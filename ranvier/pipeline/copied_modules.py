@@ -23,6 +23,7 @@ from ranvier.tensor.splittable import Splittable
 
 LOSS = "loss"
 """The name of a loss that is a module."""
+_GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 
 
@@ -38,7 +39,7 @@ class CopiedModules:
         self._modules = [(name, path, ref(one)) for name, module in given.items()
                          if name in self._copies or name == LOSS for path, one in module.named_modules()]
         self._parameters, self._part = parameters, part
-        self._batches, self._has_warned = 0, False
+        self._batches, self._has_warned, self._has_warned_of_hooks = 0, False, False
         self._modes = self._modes_now()
         self._marks = self._marks_now()
         self._whole = {f"{block}.{name}": (ref(one), _written(one)) for block in self._copies
@@ -59,6 +60,11 @@ class CopiedModules:
         if (modes := self._modes_now()) != self._modes:
             self._modes = modes
             self._follow_modes()
+        if any(_GLOBAL_HOOKS) and not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            warnings.warn("a hook of all modules (torch.nn.modules.module.register_module_forward_hook) gets what "
+                          "stands for a model's layers on rows and columns, of other classes: one that asks for "
+                          "nn.Linear has no effect. Register hooks on modules of engine.blocks", stacklevel=6)
         if self._has_warned:
             return
         self._batches += 1

@@ -26,6 +26,8 @@ from ranvier.plan.shared_buffers import shared_buffer_error
 
 _BY_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count", "grad_scale", "found_inf"})
 """Attributes that torch's schedulers and scalers write into an optimizer."""
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The functions of the innermost hooks of saved tensors, or None."""
 
 
 class UsersChanges:
@@ -44,7 +46,7 @@ class UsersChanges:
         self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed(name)}
         """Those of which, or of whose gradient, each row or column has a part."""
         self._trained = [(name, one) for name, one in parameters.items() if layout[name].trainable]
-        self._is_of_mean, self._has_warned = is_of_mean, False
+        self._is_of_mean, self._has_warned, self._has_warned_of_saved = is_of_mean, False, False
 
     def refuse_gradients(self, *, applied: bool) -> None:
         """Of `refuse_others`, for the parameters that this rank owns."""
@@ -69,6 +71,13 @@ class UsersChanges:
         if not self._has_warned and (hooked := next((
                 name for name, one in self._trained if one._backward_hooks or one._post_accumulate_grad_hooks), None)):
             self._warn_of_hook(hooked, num_microbatches)
+        if (hooks := _saved_tensor_hooks(True)) and not self._has_warned_of_saved and not any(
+                str(getattr(one, "__module__", "")).startswith("torch.") for one in hooks):
+            self._has_warned_of_saved = True
+            warnings.warn("torch.autograd.graph.saved_tensors_hooks around a training batch get other tensors than in "
+                          "a plain loop: a part of one, or none where weight gradients are deferred. They may move and "
+                          "pack tensors, as save_on_cpu does, but what changes values gives other gradients than there",
+                          stacklevel=5)
         self._buffers.begin()
         self._elsewhere.begin()
         self._held.begin()

@@ -3,11 +3,13 @@
 import copy
 import math
 import pickle
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import ranvier
 from ranvier.config.run import Optim, Pipeline
@@ -380,3 +382,20 @@ def test_an_optimizer_with_a_closure_needs_all_parameters(kind):
     assert isinstance(run_ranks(partial(rank, Mesh(data=2)), 2)[0], kind)
     with raises("optimizer-needs-closure", where="optimizer", value=kind.__name__):
         run_ranks(partial(rank, Mesh(pipe=2)), 2)
+
+
+@pytest.mark.parametrize(("around", "is_told"), [
+    (lambda: saved_tensors_hooks(lambda tensor: tensor.half(), lambda tensor: tensor.double()), True),
+    (save_on_cpu, False)], ids=["lossy", "on the host"])
+def test_hooks_of_saved_tensors_around_a_batch_are_told_of_once(around, is_told):
+    def work(world):
+        engine = Engine([nn.Linear(4, 4)], world, loss=squared, dtype=torch.float64)
+        for _ in range(2):
+            with around():
+                engine.forward_backward([(torch.ones(1, 4, dtype=torch.float64), torch.ones(1, 4))])
+        engine.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(work, 1)
+    assert len([one for one in caught if "saved_tensors_hooks" in str(one.message)]) == is_told

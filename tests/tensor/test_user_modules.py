@@ -514,6 +514,24 @@ def test_changes_of_the_users_modules_are_told_of_where_copies_of_them_train(cha
     assert len(told) == (2 if CHANGES[change] else 0) and all(one.startswith(CHANGES[change]) for one in told)
 
 
+def test_a_hook_of_all_modules_is_told_of_where_others_stand_for_them():
+    def rank(world):
+        engine = Engine([Words(), MLP(MLP.method), Scores()], world, mesh=Mesh(col=2), loss=summed)
+        for _ in range(2):
+            engine.forward_backward([(IDS, IDS)])
+        engine.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, y: 0.5 * y if isinstance(module, nn.Linear) else None)
+        try:
+            run_ranks(rank, 2)
+        finally:
+            hook.remove()
+    assert len([one for one in caught if "a hook of all modules" in str(one.message)]) == 2
+
+
 class Still(MLP):
     def forward(self, x):
         return self.method(x, 2 if self.training else 3)
