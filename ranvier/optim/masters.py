@@ -40,8 +40,10 @@ class MasterCopies:
         """Parameter -> its master copy."""
         self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
         """Copy -> its gradient when it was given, and its parameter's."""
-        self._known: dict[nn.Parameter, tuple[tuple[int, int], int]] = {}
+        self._known: dict[nn.Parameter, tuple[tuple[int, int], tuple[int, int]]] = {}
         """Parameter -> `_written` when it and its copy were last the same."""
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        """Parameter -> the norm of its copy then, where copies are compared: writes through `data` are no version."""
         self._take_places()
         self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
         if self._steps_are_noticed:  # also those that the program takes
@@ -118,14 +120,24 @@ class MasterCopies:
         if was is None or was[0] != now[0] or was[1] == now[1]:
             return False
         parameter.copy_(master)
-        self._known[parameter] = _written(parameter, master)
+        self._note(parameter, master)
         return True
 
     def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
         was, now = self._known.get(parameter), _written(parameter, master)
-        if not self._show(parameter, master) and (looks or was is None or was[0] != now[0]):
+        if looks and was == now and not torch.equal(_norm(master), self._norms.get(parameter, _norm(master))):
+            parameter.copy_(master)
+            self._watch.found(True)
+            self._note(parameter, master)
+        elif not self._show(parameter, master) and (looks or was is None or was[0] != now[0]):
             self._watch.found(follow(master, parameter) and looks)
-            self._known[parameter] = _written(parameter, master)
+            self._note(parameter, master)
+
+    def _note(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
+        """Both are the same now."""
+        self._known[parameter] = _written(parameter, master)
+        if self._watch.is_on:
+            self._norms[parameter] = _norm(master)
 
     def _begin_step(self) -> None:
         """What a program has done with parameters' gradients since copies were given theirs is done with these."""
@@ -170,12 +182,17 @@ class MasterCopies:
         for parameter, master in self.of.items():
             if master.grad is not None:
                 parameter.copy_(master)
-            self._known[parameter] = _written(parameter, master)
+            self._note(parameter, master)
 
 
-def _written(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], int]:
+def _written(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is no version."""
-    return (parameter._version, parameter.data_ptr()), master._version
+    return (parameter._version, parameter.data_ptr()), (master._version, master.data_ptr())
+
+
+def _norm(master: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(master.detach())
+    return norm
 
 
 class _Noted:

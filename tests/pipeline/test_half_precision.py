@@ -284,21 +284,35 @@ def halve(optimizer, *_):
             one.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("by_hook", [True, False])
-def test_a_program_that_writes_what_the_optimizer_updates(by_hook):
-    """Forwards compute with it."""
+def halve_in_place(one):
+    with torch.no_grad():
+        one.mul_(0.5)
+
+
+def halve_data(one):
+    """The version is as it was, and evaluations do not see it: the next update does."""
+    one.data.mul_(0.5)
+
+
+def halve_memory(one):
+    one.data = one.data * 0.5
+
+
+@pytest.mark.parametrize("write", [None, halve_in_place, halve_data, halve_memory])
+def test_a_program_that_writes_what_the_optimizer_updates(write):
+    """By a hook, or between steps. Forwards compute with it."""
     def rank(world):
         engine = Engine(linears(), world, dtype=torch.bfloat16,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
         before = [one.detach().clone() for one in engine.parameters()]
-        if by_hook:
+        if write is None:
             engine.optimizer.register_step_post_hook(halve)
             engine.train_batch(batch_of(torch.bfloat16, 0))
         else:
             engine.train_batch(batch_of(torch.bfloat16, 0))
-            with torch.no_grad():
-                for one in groups_of(engine):
-                    one.mul_(0.5)
+            list(map(write, groups_of(engine)))
+        if write is halve_data:
+            engine.train_batch(batch_of(torch.bfloat16, 0))
         engine.evaluate(batch_of(torch.bfloat16, 0))
         found = [one.detach().clone() for one in engine.parameters()]
         assert all(torch.equal(one, 0.5 * other) for one, other in zip(found, before, strict=True))
