@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 
 from ranvier import keyed_random
+from ranvier.arguments import check_arguments
 from ranvier.errors import ModelError
 from ranvier.layout import frozen_blocks
 from ranvier.sent_values import SENT, NotSent, dataclass_hint, pack, unpack
@@ -53,6 +54,9 @@ class Initial:
     kind: Literal["normal", "uniform", "constant"]
     scale: float
 
+    def __post_init__(self) -> None:
+        check_arguments(Initial, vars(self))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -83,6 +87,11 @@ class Model:
     keep_fp32: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_arguments(Model, vars(self))
+        if isinstance(self.loss, type):
+            raise ModelError("is a class, and no loss", code="loss-is-class", where="loss", value=self.loss.__name__,
+                             remedy="Pass f with f(output, targets) -> (sum of losses, number of valid targets), or "
+                                    "an object of the class that is called so.")
         if not self.blocks:
             raise ModelError("has no blocks", code="model-without-blocks", where="model",
                              remedy="Give at least one named block.")

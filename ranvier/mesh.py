@@ -494,4 +494,8 @@ def mesh_of(mesh: Mesh | None, where: str, **sizes: Any) -> Mesh:
     if mesh is not None and (axis := next((axis for axis, size in sizes.items() if size != 1), None)):
         raise ConfigError("is given beside a mesh, which has sizes of its own", code="size-beside-mesh",
                           where=f"{where}({axis}=...)", value=sizes[axis], remedy=f"Give either mesh= or {axis}=.")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError("is not a mesh", code="mesh-of-other-type", where=f"{where}(mesh=...)",
+                          value=type(mesh).__name__,
+                          remedy="Give ranvier.Mesh(data=2, pipe=2), or the sizes themselves: data=2, pipe=2.")
     return mesh or Mesh(**sizes)

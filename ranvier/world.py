@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from ranvier.arguments import check_arguments
 from ranvier.comm.hang import HangDetector
 from ranvier.comm.protocol import Backend, Group
 from ranvier.comm.signed_store import SharedStore
@@ -129,9 +131,10 @@ class World:
     def all_reduce(self, value: Tensor | float, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor | float:
         """The sum, mean, minimum or maximum of all ranks' `value`: numbers, or tensors of the same shape, which are
         not modified. Sums of whole numbers and truth values are int64, and their means fp64. Collective."""
-        if op not in ("sum", "mean", "min", "max"):
-            raise ConfigError("must be sum, mean, min or max", code="reduce-op", where="World.all_reduce(op=...)",
-                              value=op, remedy="Leave it out for sum.")
+        check_arguments(World.all_reduce, locals(), but=("value",))  # which may be NaN, and true
+        if not isinstance(value, (Tensor, Real)):
+            raise ConfigError("is neither a tensor nor a number", code="reduce-value", where="World.all_reduce(value)",
+                              value=type(value).__name__, remedy="Pass torch.as_tensor(values), or one number.")
         reduced = _copied(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
         if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
@@ -148,6 +151,7 @@ class World:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The `value` of rank `source`, on all ranks: a tensor, for which all ranks pass one of the same shape, or a
         value as in `gather_objects`. Collective."""
+        check_arguments(World.broadcast, locals())
         if not 0 <= source < self.size:
             raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
                               where="World.broadcast(source=...)", value=source, remedy="Give the number of a rank.")

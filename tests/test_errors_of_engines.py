@@ -101,8 +101,10 @@ def test_transports_that_fail():
 
 
 def test_calls_of_a_world():
-    with raises("reduce-op", value="median"):
+    with raises("malformed-argument", where="World.all_reduce(op=...)", value="median"):
         alone().all_reduce(1.0, "median")
+    with raises("reduce-value", value="list"):
+        alone().all_reduce([1.0])
     with raises("broadcast-source", 1, value=3):
         alone().broadcast(1.0, source=3)
     for call in (alone().gather_objects, alone().broadcast):

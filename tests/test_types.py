@@ -14,7 +14,7 @@ from typing import get_type_hints
 import pytest
 
 import ranvier
-from ranvier.config.section import alternatives
+from ranvier.arguments import alternatives
 from tests.test_readme import blocks
 
 ROOT = Path(__file__).parents[1]

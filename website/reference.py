@@ -15,6 +15,7 @@ from itertools import groupby
 
 import click
 
+from ranvier.arguments import words
 from ranvier.cli.main import command
 from ranvier.config import aliases, effects, read
 from ranvier.config.run import (
@@ -31,7 +32,6 @@ from ranvier.config.run import (
     TensorParallel,
     Train,
 )
-from ranvier.config.section import words
 from ranvier.mesh import Mesh
 from website import links
 

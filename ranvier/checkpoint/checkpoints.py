@@ -27,12 +27,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ranvier.arguments import check_arguments
 from ranvier.checkpoint import files, state
 from ranvier.checkpoint.files import acquire_folders
 from ranvier.checkpoint.manifest import (
@@ -50,11 +52,10 @@ from ranvier.checkpoint.objects import SavedObjects
 from ranvier.checkpoint.state import Piece
 from ranvier.checkpoint.user_optimizer import merged
 from ranvier.comm.board import read_actions
+from ranvier.config.run import Positive, Seconds
 from ranvier.errors import CheckpointError, OwnershipError, TransportError
+from ranvier.pipeline.engine import Engine
 from ranvier.system.lease import Lease
-
-if TYPE_CHECKING:
-    from ranvier.pipeline.engine import Engine
 
 _POLL_SECONDS = 0.02
 _STORE = "ranvier/checkpoint"
@@ -127,14 +128,11 @@ class Checkpoints:
             learning-rate schedulers; None on a rank that has none.
     """
 
-    def __init__(self, engine: Engine, folder: Path | str, *, keep: int = 3, keep_every: int = 0,
-                 timeout_seconds: float = 300.0, background: bool = True, lease: Lease | None = None,
+    def __init__(self, engine: Engine, folder: Path | str, *, keep: Positive = 3,
+                 keep_every: Annotated[int, Ge(0)] = 0, timeout_seconds: Seconds = 300.0,
+                 background: bool = True, lease: Lease | None = None,
                  objects: Mapping[str, object] | None = None) -> None:
-        for name, value, least in (("keep", keep, 1), ("keep_every", keep_every, 0)):
-            if not isinstance(value, int) or value < least:
-                raise CheckpointError(f"must be a whole number of at least {least}", code="checkpoints-to-keep",
-                                      where=f"Checkpoints({name})", value=value, remedy="Give a number of checkpoints."
-                                      if least else "Give a number of steps, or 0.")
+        check_arguments(Checkpoints.__init__, locals())
         self.engine, self.folder, self._timeout = engine, Path(folder).absolute(), timeout_seconds
         self._keep, self._keep_every, self._background = keep, keep_every, background
         world = engine.world
@@ -210,6 +208,7 @@ class Checkpoints:
         `close`.
         """
         began = time.monotonic()
+        check_arguments(Checkpoints.save, locals(), but=("about",))
         _check_about({} if about is None else about)
         if self._closed:
             raise CheckpointError("is called after close, and the folder may be another's", code="checkpoints-closed",
@@ -437,6 +436,7 @@ class Checkpoints:
         CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
         folder has checkpoints but no whole one.
         """
+        check_arguments(Checkpoints.load, locals())
         if engine_for is None:
             self.engine.check_usable("Checkpoints.load")
             self.engine.refuse_in_averages("Checkpoints.load")

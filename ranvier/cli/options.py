@@ -13,9 +13,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from ranvier.arguments import words
 from ranvier.cli.problems import ConfigProblems
 from ranvier.config import aliases, read
-from ranvier.config.section import words
 
 cluster_option = click.option("--cluster", required=True,
                               help="A shipped cluster (summit, frontera, a100, h100, h200, laptop), or a TOML file.")

@@ -17,8 +17,8 @@ from itertools import groupby
 from types import NoneType
 from typing import Concatenate, ParamSpec, TypeVar, get_type_hints
 
+from ranvier.arguments import alternatives
 from ranvier.config.run import Run
-from ranvier.config.section import alternatives
 from ranvier.errors import NamedSetting, RanvierError, command_names
 
 _CALLS = {"mesh": "Mesh", "tensor": "TensorParallel", "optim": "Optim", "guard": "Guard", "pipeline": "Pipeline",

@@ -31,10 +31,10 @@ from typing import Any, get_origin, get_type_hints
 import tomli_w
 from pydantic import TypeAdapter
 
+from ranvier.arguments import alternatives, bare, describe, words
 from ranvier.config import aliases, named_code, presets
 from ranvier.config.named_object import call_named
 from ranvier.config.run import MeshSettings, Run
-from ranvier.config.section import alternatives, bare, describe, words
 from ranvier.config.urls import has_user_information, without_user_information
 from ranvier.errors import ConfigError
 from ranvier.mesh import AXES, Mesh

@@ -22,6 +22,7 @@ from ranvier.mesh import AXES, Mesh, Size
 
 Positive = Annotated[int, Ge(1)]
 Bytes = Annotated[int, Ge(0)]
+Seconds = Annotated[float, Gt(0), Le(1e8)]
 ObjectName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """A Python object of the user's: module:name (ranvier/config/named_object.py)."""
 
@@ -198,7 +199,7 @@ class Comm:
     collectives: Literal["auto", "torch", "mpi"] = "auto"
     """Library of the collectives, where `transport` is mpi: torch.distributed (Gloo, NCCL) or MPI. auto: NCCL between
     CUDA devices, MPI between CPUs. AxoNN has MPI for messages and NCCL for collectives."""
-    timeout_seconds: Annotated[float, Gt(0), Le(1e8)] = 300.0
+    timeout_seconds: Seconds = 300.0
     """Timeout of one message or collective, in seconds; the run then fails with a report of which rank waits for
     which."""
 

@@ -23,8 +23,10 @@ from zlib import crc32
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ranvier.arguments import check_arguments
 from ranvier.comm.board import call_of_all_ranks, describe_actions
-from ranvier.errors import ConfigError, DataError
+from ranvier.config.run import Positive
+from ranvier.errors import DataError
 from ranvier.layout import part
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch, cut_batch
@@ -34,7 +36,7 @@ _BATCHES_AT_ONCE = 1 << 14
 """Batches whose sample numbers are drawn and sent together; some samplers never end."""
 
 
-def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
+def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: Positive,
                  mesh: Mesh | None = None) -> ShardedLoader:
     """The batches of `loader`, which each rank gives, as this rank's microbatches.
 
@@ -45,6 +47,7 @@ def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: int,
     Raises DataError for a loader that is none of these, that has an iteration of its own, or a sampler that gives each
     process another part of the data.
     """
+    check_arguments(shard_loader, locals(), but=("loader",))
     return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh.of_replicas(world.size))
 
 
@@ -69,10 +72,6 @@ class ShardedLoader:
                                 value=type(sampler).__name__,
                                 remedy="Leave it out: shard_loader divides each batch among the replicas. shuffle=True "
                                        "shuffles; batch_size is that of all replicas together.")
-        if not hasattr(microbatch_size, "__index__") or microbatch_size < 1:
-            raise ConfigError("must be a whole number of at least 1", code="loader-microbatch-size",
-                              where="shard_loader(microbatch_size=...)", value=microbatch_size,
-                              remedy="Give samples per microbatch.")
         mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
         # A state that a program saves in the middle of an epoch must not be ahead of the batches that it has seen.

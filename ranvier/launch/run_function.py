@@ -28,6 +28,8 @@ from typing import Any, Literal
 
 import torch
 
+from ranvier.arguments import check_arguments
+from ranvier.config.run import Positive, Seconds
 from ranvier.errors import LaunchError
 from ranvier.launch.start import start
 from ranvier.mesh import Mesh, mesh_of
@@ -38,8 +40,8 @@ _GRACE_SECONDS = 10.0
 
 def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data: int = 1, pipe: int = 1,
         row: int = 1, col: int = 1, transport: Literal["auto", "torch", "mpi"] = "auto",
-        threads: int | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
-        timeout_seconds: float = 300.0) -> list[Any]:
+        threads: Positive | Literal["auto"] = "auto", device: Literal["auto", "cpu", "cuda"] = "auto",
+        timeout_seconds: Seconds = 300.0) -> list[Any]:
     """Run `function(world, *args)` on local ranks, and return what each of them returns, in rank order.
 
     For notebooks and prompts. The output of rank 0 and errors of all ranks appear while they run, and Ctrl-C (a
@@ -53,6 +55,7 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
 
     LaunchError, with the rank and its error, if a rank fails; ConfigError for a mesh that cannot be.
     """
+    check_arguments(run, locals(), but=("mesh", "data", "pipe", "row", "col"))
     mesh = mesh_of(mesh, "ranvier.run", data=data, pipe=pipe, row=row, col=col)
     pickler = cloudpickle_module()
     settings = dict(mesh=mesh, transport=transport, threads=threads, device=device, timeout_seconds=timeout_seconds)

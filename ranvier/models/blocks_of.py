@@ -14,13 +14,14 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
+from ranvier.arguments import check_arguments, fits
 from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.forward_trace import Trace, trace_forward, unchanged
@@ -53,6 +54,7 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
 
     ModelError, with the line of code or the submodule that is at fault, for a module that cannot be cut.
     """
+    check_arguments(blocks_of, locals(), but=("module", "cut", "inputs"))
     if not isinstance(module, nn.Module):
         raise ModelError("is not an nn.Module", code="cut-not-module", where="module", value=type(module).__name__,
                          remedy="Pass the module whose forward is to be cut.")
@@ -91,9 +93,9 @@ def carried_output(found: Any) -> Any:
 
 def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
     """Names of submodules."""
-    if cut == "auto":
+    if isinstance(cut, str) and cut == "auto":
         return list(_parts(module, ""))
-    if isinstance(cut, str) or not isinstance(cut, Iterable) or not all(isinstance(name, str) for name in cut):
+    if not fits(cut, Sequence[str]):
         raise ModelError('must be a list of names of submodules, or "auto"', code="cut-form", where="cut", value=cut,
                          remedy=f'Pass cut=["{cut}"].' if isinstance(cut, str) else 'Pass cut=["layer2"], or no cut.')
     paths = [name for name, _ in module.named_modules() if name]
@@ -141,7 +143,7 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
                              remedy=f"Pass the module that it wraps, model.{wraps[0]}." if len(wraps) == 1 else
                              "Pass inputs= with the names of those that microbatches have.")
         return needed
-    if isinstance(inputs, str):
+    if not fits(inputs, Sequence[str]):
         raise ModelError("must be a list of names", code="inputs-form", where="inputs", value=inputs,
                          remedy=f'Pass inputs=["{inputs}"].')
     for name in inputs:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ranvier.arguments import check_arguments
 from ranvier.block import HOOKS, KEPT_IN_FP32, Loss, Model, State, as_model, beside_modules, keep_names
 from ranvier.errors import ModelError
 from ranvier.models.decoding_cache import WholeTexts
@@ -39,7 +40,7 @@ TOLERANCE = 1e-4
 _INPUT, _SIZES = "input ", "sizes of "
 
 
-def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
+def from_transformers(model: nn.Module, sample: Mapping[str, Any] | Tensor | None = None, *,
                       loss: Loss | None = None, output: Callable[[Any], State] | None = None) -> Model:
     """The blocks of a Hugging Face decoder, encoder or vision model, cut at its own list of layers
     (`model.model.layers` and its like), for data and pipeline parallelism. Parameters stay the model's own.
@@ -63,12 +64,13 @@ def from_transformers(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | 
 
     ModelError, with the module that is at fault, for a model that cannot be cut.
     """
+    check_arguments(from_transformers, locals())
     modules = transformer_blocks(model, sample, output=output)
     made = as_model(modules, loss or _loss(model))
     return replace(made, layers=tuple((name,) for name in modules if name.startswith("layer")))
 
 
-def transformer_blocks(model: nn.Module, sample: Mapping[str, Tensor] | Tensor | None = None, *,
+def transformer_blocks(model: nn.Module, sample: Mapping[str, Any] | Tensor | None = None, *,
                        output: Callable[[Any], State] | None = None) -> dict[str, nn.Module]:
     """The blocks of `from_transformers` as modules by name."""
     inputs = _sample(model) if sample is None else (

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ranvier.arguments import check_arguments
 from ranvier.block import Initial, Loss, Model, Modules, alike_by_kind, as_model, initialise, meta_device, ready_made
 from ranvier.config.run import Lora
 from ranvier.errors import ConfigError, ModelError
@@ -58,6 +59,7 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
 
     ConfigError for a pattern that matches no linear layer; ModelError for a head that is tied to a frozen parameter.
     """
+    check_arguments(with_adapters, locals(), but=("model",))
     model = as_model(model, loss)
     if not lora.rank:
         raise ConfigError("must be at least 1", code="lora-rank", where="lora.rank", value=lora.rank,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ranvier.block import Model, initialise
+from ranvier.block import Initial, Model, initialise
 from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.mesh import Coordinates
@@ -69,8 +69,12 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
                     _replace_parameter(module, name, parameter, until_close)
                 if model.initial is not None:
                     start = layout[owner].settings_name
-                    initialise(parameter.data, start, model.initial(start), seed, whole.shape,
-                               layout.box(whole, at.position))
+                    values = model.initial(start)
+                    if not isinstance(values, Initial):
+                        raise ModelError("must return a ranvier.Initial", code="initial-result",
+                                         where=f"Model(initial=...) of {start}", value=type(values).__name__,
+                                         remedy='Return one for every name, such as Initial("constant", 1.0).')
+                    initialise(parameter.data, start, values, seed, whole.shape, layout.box(whole, at.position))
                 if whole.quantized is not None:
                     parameter = nn.Parameter(QuantizedWeight.of(parameter, whole.quantized), requires_grad=False)
                     _replace_parameter(module, name, parameter, None)

@@ -21,16 +21,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import inf
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import torch
+from annotated_types import Ge, Gt, Lt
 from torch import Tensor, nn
 
+from ranvier.arguments import check_arguments
 from ranvier.block import Loss, Model, Modules, State
 from ranvier.config import rules
 from ranvier.config.python_names import of_engine
-from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
+from ranvier.config.run import Guard, Memory, Optim, Pipeline, Seconds, TensorParallel
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
 from ranvier.optim.guard import BadSteps
@@ -43,9 +46,8 @@ from ranvier.pipeline.lifetime import Lifetime
 from ranvier.pipeline.microbatch import Batch, Microbatch, as_microbatches, check_microbatches
 from ranvier.pipeline.parts import (
     EngineParts,
-    check_arguments,
     check_learning_rate,
-    check_values,
+    check_objects,
     make_plan,
     prepare,
 )
@@ -143,26 +145,25 @@ class Engine:
     def __init__(self, /, model: Model | Modules, world: World, *,
                  mesh: Mesh | None = None, plan: Plan | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
-                 optim: Optim | None = None, learning_rate: float = _LEARNING_RATE, pipeline: Pipeline | None = None,
-                 policy: Policy | None = None, tensor: TensorParallel | None = None, memory: Memory | None = None,
-                 guard: Guard | None = None, sample: Sample | Microbatch | None = None, seed: int = 0,
-                 dtype: torch.dtype | None = None, keep_fp32: str | Sequence[str] = (),
+                 optim: Optim | None = None,
+                 learning_rate: Annotated[float, Ge(0), Lt(inf)] = _LEARNING_RATE,
+                 pipeline: Pipeline | None = None, policy: Policy | None = None, tensor: TensorParallel | None = None,
+                 memory: Memory | None = None, guard: Guard | None = None, sample: Sample | Microbatch | None = None,
+                 seed: int = 0, dtype: torch.dtype | None = None, keep_fp32: str | Sequence[str] = (),
                  autocast: torch.dtype | None = None,
-                 nominal_weight: float | Literal["auto"] = "auto",
+                 nominal_weight: Annotated[float, Gt(0), Lt(inf)] | Literal["auto"] = "auto",
                  frozen: int = 0, frozen_above: Sequence[int] = (), frozen_dropout: bool = True,
-                 buffers: BufferSync = "broadcast", timeout_seconds: float = 300.0, check_order: bool = False,
-                 flags: bool = False, compile: bool | Literal["auto"] = "auto", float8: bool = False) -> None:
+                 buffers: BufferSync = "broadcast", timeout_seconds: Seconds = 300.0,
+                 check_order: bool = False, flags: bool = False, compile: bool | Literal["auto"] = "auto",
+                 float8: bool = False) -> None:
+        check_objects(policy, optimizer)
+        check_arguments(Engine.__init__, locals(), but=("model", "sample"))
         self.world, self.flags = world, flags
         refuse_default_device()
         if plan is not None:
-            check_arguments(policy, optimizer, plan=(plan, Plan))
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
                                    sample=sample)
             dtype, optim = dtype or plan.dtype, plan.optim
-        check_arguments(policy, optimizer, mesh=(mesh, Mesh), optim=(optim, Optim), pipeline=(pipeline, Pipeline),
-                        tensor=(tensor, TensorParallel), memory=(memory, Memory), guard=(guard, Guard),
-                        dtype=(dtype, torch.dtype))
-        check_values(nominal_weight, compile)
         own = optimizer is None and (optim is not None if plan is None else plan.own_optimizer)
         given = prepare(model, loss, world=world, dtype=dtype, autocast=autocast, float8=float8, keep_fp32=keep_fp32,
                         frozen=frozen, frozen_above=frozen_above, optim=optim, own_optimizer=own)
@@ -184,7 +185,7 @@ class Engine:
         parts = EngineParts(given, plan, world, container=model if isinstance(model, nn.Module) else None,
                             optimizer=optimizer, policy=policy, guard=guard, seed=seed, nominal_weight=nominal_weight,
                             buffers=buffers, frozen_dropout=frozen_dropout, compile=compile,
-                            timeout_seconds=timeout_seconds, check_order=check_order)
+                            timeout_seconds=float(timeout_seconds), check_order=check_order)
         self.timeline, self.cast_buffers = parts.timeline, parts.cast_buffers
         """Buffers of this rank's blocks that `dtype` has cast to less precision: name -> number format before."""
         self._connections, self._copies, self._randomness = parts.connections, parts.copies, parts.randomness
@@ -193,7 +194,7 @@ class Engine:
         self._values, self._users_changes = parts.values, parts.users_changes
         self.unsaved = UnsavedAttributes(self._updater.users)
         """Warns of attributes of the user's optimizer that no checkpoint has."""
-        self._updater.learning_rate = check_learning_rate(learning_rate)
+        self._updater.learning_rate = learning_rate
         if learning_rate != _LEARNING_RATE and not plan.own_optimizer and world.rank == 0:
             warnings.warn("Engine(learning_rate=...) has no effect: it is that of Ranvier's own optimizers (optim= "
                           "without optimizer=)", stacklevel=3)
@@ -222,7 +223,9 @@ class Engine:
         self._runner.use_limits(limits)
 
     def rank_of_outputs(self, replica: int = 0) -> int:
-        """The first rank of that replica which has the last stage, and so what the model returns."""
+        """The first rank of that replica which has the last stage, and so what the model returns. IndexError where
+        there is no such replica."""
+        check_arguments(Engine.rank_of_outputs, locals())
         stages = self.layout.stages
         return self.mesh.rank(self.mesh.place(replica=replica, pipeline_rank=stages.rank_of(stages.num_stages - 1)))
 
@@ -248,12 +251,12 @@ class Engine:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if value != self._updater.learning_rate and self._updater.flat is None:
+        if check_learning_rate(value) != self._updater.learning_rate and self._updater.flat is None:
             raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
                               code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
                               remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
                                      "of torch.optim.lr_scheduler.")
-        self._updater.learning_rate = check_learning_rate(value)
+        self._updater.learning_rate = value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -326,6 +329,7 @@ class Engine:
         to values. `step`: the numbers of the former, where they are not 1, 2, 3, ... ConfigError before the first
         batch and for other curves, RanvierError when the file cannot be written.
         """
+        check_arguments(Engine.report, locals(), but=("curves",))
         return self.timeline.report(path, curves)
 
     def named_buffers(self) -> dict[str, object]:
@@ -524,7 +528,7 @@ class Engine:
         self._stepped(status)
 
     @of_engine
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: Annotated[float, Ge(0)]) -> Tensor:
         """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
         most `max_norm`. Returns the norm before, a zero-dimensional tensor. All ranks call it.
 
@@ -532,10 +536,7 @@ class Engine:
         `optim.clip_norm` does the same in every step by itself.
         """
         self.check_usable("clip_grad_norm_")
-        if not isinstance(max_norm, (int, float, Tensor)) or not max_norm >= 0:
-            raise ConfigError("is not a number of at least 0", code="clip-norm-range",
-                              where="Engine.clip_grad_norm_(max_norm)", value=max_norm,
-                              remedy="Give the largest norm that gradients may have, or leave out the call.")
+        check_arguments(Engine.clip_grad_norm_, locals())
         if not self._updater.has_averaged:
             raise ConfigError("has no gradients to clip", code="clip-without-gradients", where="Engine.clip_grad_norm_",
                               value=max_norm,
@@ -683,6 +684,7 @@ class Engine:
         last stage, all of which give one, with each microbatch's number and what the last block has returned for it,
         whole on every column."""
         self.check_usable("evaluate")
+        check_arguments(Engine.evaluate, locals(), but=("microbatches",))
         batch = self._checked(microbatches, training=False)
         self._run(batch, training=False, wanted=None if observe is None else LastOutputs(observe))
         return BatchResult(self._statistics.sums, self._statistics.work, None)
@@ -705,6 +707,7 @@ class Engine:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
         self.check_usable("predict")
+        check_arguments(Engine.predict, locals(), but=("microbatches",))
         batch = self._checked(microbatches, training=False, has_loss=False)
         wanted = LastOutputs(observe, has_loss=False)
         self._run(batch, training=False, wanted=wanted)

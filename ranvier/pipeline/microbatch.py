@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ranvier.arguments import fits
 from ranvier.block import State
 from ranvier.errors import ModelError
 
@@ -43,7 +44,7 @@ def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: in
     """
     inputs = _as_dict(inputs)
     count = _batch_size(inputs, targets, samples)
-    if not hasattr(size, "__index__") or size < 1:
+    if not (isinstance(size, int) or fits(size, int)) or size < 1:
         raise ModelError("must be a whole number of at least 1", code="microbatch-size",
                          where="microbatches(size)", value=size, remedy="Give samples per microbatch.")
     return _cut(inputs, targets, samples, [slice(start, start + size) for start in range(0, count, size)])
@@ -104,12 +105,13 @@ def _is_list_of_values(tree: object) -> bool:
         isinstance(one, (Tensor, list, tuple, Mapping)) for one in tree)
 
 
-def as_microbatches(batch: Batch) -> list[Microbatch]:
+def as_microbatches(batch: Batch, where: str = "batch") -> list[Microbatch]:
     """The batch with a `Microbatch` for each pair. ModelError for other entries."""
-    entries: list[Any] = [batch] if isinstance(batch, Tensor) or not isinstance(batch, Iterable) else list(batch)
+    is_one = isinstance(batch, (Tensor, str, bytes, Mapping)) or not isinstance(batch, Iterable)
+    entries: list[Any] = [batch] if is_one else list(batch)
     for entry in entries:
         if not isinstance(entry, Microbatch) and not (isinstance(entry, (tuple, list)) and 1 <= len(entry) <= 3):
-            raise ModelError("is not a microbatch", code="not-a-microbatch", where="batch", value=type(entry).__name__,
+            raise ModelError("is not a microbatch", code="not-a-microbatch", where=where, value=type(entry).__name__,
                              remedy="Pass a list of ranvier.Microbatch or of (inputs, targets), for example "
                                     "ranvier.microbatches(inputs, targets, size=8).")
     return [entry if isinstance(entry, Microbatch) else Microbatch(*entry) for entry in entries]

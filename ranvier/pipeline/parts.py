@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from numbers import Real
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from torch import Tensor, nn
+from annotated_types import Ge, Lt
+from torch import nn
 
+from ranvier.arguments import fits
 from ranvier.block import Loss, LossBlock, Model, Modules, as_model, freeze, frozen_prefix, names_in_whole, ready_made
 from ranvier.comm.protocol import Group
 from ranvier.config import rules
@@ -281,13 +282,13 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
                           value=dtype, remedy="Give torch.float32, torch.bfloat16, torch.float16 or torch.float64.")
     check_autocast(autocast, dtype=dtype, float8=float8)
     names, in_evaluation = names_in_whole(model), bool(modules) and not some_train(modules)
-    if keep_fp32:
+    if len(keep_fp32):
         keep_fp32 = [keep_fp32] if isinstance(keep_fp32, str) else keep_fp32
         model = replace(model, keep_fp32=(*model.keep_fp32, *keep_fp32))
         if not is_half(dtype) and world.rank == 0:
             warnings.warn(f"Engine(keep_fp32=...) has no effect: dtype is {dtype}", stacklevel=4)
     model = freeze(model, frozen, frozen_above)
-    if keep_fp32 or is_half(dtype):
+    if len(keep_fp32) or is_half(dtype):
         check_formats(model, build_on_meta(model), dtype, own=own_optimizer,
                       accumulates_half=optim is not None and optim.accumulate == "half")
     return PreparedModel(model=model, dtype=dtype, autocast=autocast, float8=float8, frozen=frozen,
@@ -312,22 +313,15 @@ def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Sam
             idle := rules.idle_beside_torch_optimizer(optim)):
         warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
                       "is Ranvier's own optimizer's", stacklevel=4)
-    one = None if sample is None else as_microbatches([sample])[0]
+    one = None if sample is None else as_microbatches([sample], "Engine(sample=...)")[0]
     shape = None if one is None or one.inputs is None else (one.inputs, one.targets)
     return make(given.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
                 memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=given.dtype,
                 device=world.device.type)
 
 
-def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,
-                    **arguments: tuple[object, type]) -> None:
-    """ConfigError for the first argument of the engine that is not of its type (name -> its value, the type)."""
-    for name, (value, kind) in arguments.items():
-        if value is not None and not isinstance(value, kind):
-            example = "torch.bfloat16" if kind is torch.dtype else f"ranvier.{kind.__name__}(...)"
-            raise ConfigError(f"is not a {kind.__module__.partition('.')[0]}.{kind.__name__}",
-                              code="argument-of-other-type", where=f"Engine({name}=...)", value=repr(value),
-                              remedy=f"Pass {name}={example}, or leave it out.")
+def check_objects(policy: Policy | None, optimizer: OptimizerFactory | None) -> None:
+    """ConfigError for a policy or an optimizer that the engine cannot use."""
     if isinstance(policy, str):
         raise ConfigError("is not a policy object", code="policy-object-is-a-name", where="Engine(policy=...)",
                           value=policy, remedy="Name a policy in Pipeline(policy=...).")
@@ -339,20 +333,9 @@ def check_arguments(policy: Policy | None, optimizer: OptimizerFactory | None,
                           remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
 
 
-def check_values(nominal_weight: float | Literal["auto"], compile: bool | Literal["auto"]) -> None:
-    """ConfigError for values of the engine's arguments that mean nothing."""
-    if nominal_weight != "auto" and not (isinstance(nominal_weight, (Real, Tensor)) and 0 < nominal_weight < inf):
-        raise ConfigError("is not a finite number above 0", code="nominal-weight-range",
-                          where="Engine(nominal_weight=...)", value=nominal_weight,
-                          remedy="Give the usual number of valid targets in a global batch, or leave it out.")
-    if not isinstance(compile, bool) and compile != "auto":
-        raise ConfigError("must be True, False or auto", code="compile-choice", where="Engine(compile=...)",
-                          value=repr(compile), remedy="Leave it out for auto, which compiles on CUDA devices.")
-
-
 def check_learning_rate(rate: float) -> float:
     """`rate`. ConfigError for one that would lose the parameters, or is none."""
-    if not isinstance(rate, (Real, Tensor)) or not 0 <= rate < inf:
+    if not fits(rate, Annotated[float, Ge(0), Lt(inf)]):
         raise ConfigError("is not a finite number of at least 0", code="learning-rate-range", where="learning_rate",
                           value=repr(rate), remedy="Look at the schedule that it comes from.")
     return rate

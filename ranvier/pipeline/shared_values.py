@@ -146,7 +146,6 @@ class SharedValues:
 
 
 BufferSync = Literal["broadcast", "average", "local"]
-CHOICES = ("broadcast", "average", "local")
 
 
 class ReplicaBuffers:
@@ -156,10 +155,6 @@ class ReplicaBuffers:
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], replicas: Group, how: BufferSync) -> None:
-        if how not in CHOICES:
-            raise ConfigError(f"must be one of {', '.join(CHOICES)}", code="unknown-buffer-sync",
-                              where="Engine(buffers=...)", value=how,
-                              remedy="Leave it out for broadcast, which is what DistributedDataParallel does.")
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
         parameters = ByMemory((None, one) for _, _, module in blocks for one in module.parameters())

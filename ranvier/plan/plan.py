@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ranvier.arguments import check_arguments
 from ranvier.block import Model
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
@@ -205,6 +206,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
 
     Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
     """
+    check_arguments(make, locals(), but=("sample", "policy"))
     mesh.require_known_axes("the engine")
     own = optim is not None if own_optimizer is None else own_optimizer
     policy, placement = policy or policy_named(pipeline.policy), stage_placement(mesh.pipeline_size, pipeline)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ranvier.arguments import check_arguments
 from ranvier.block import State, carried, named
 from ranvier.errors import ModelError
 from ranvier.models.blocks_of import carried_output
@@ -38,6 +39,7 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
 
     Returns the largest relative error. ModelError names the tensor that differs.
     """
+    check_arguments(check_blocks, locals(), but=("sample",))
     inputs = tree_map(lambda x: x.detach().double() if x.is_floating_point() else x, sample)
     runs = []
     for whole in (True, False):

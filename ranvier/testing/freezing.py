@@ -10,16 +10,19 @@ import math
 import random
 from collections.abc import Callable
 
+from ranvier.arguments import check_arguments
+from ranvier.config.run import Positive
 from ranvier.elastic.freezing import Facts, FreezePolicy, FrozenLayers, Remembers, decide
 
 
-def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: int = 100, seed: int = 0) -> None:
+def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: Positive = 100, seed: int = 0) -> None:
     """Ask fresh policies from `make` through made-up runs of many depths, with gradients that vanish, grow or are NaN,
     losses and learning rates that fall, and outputs that change less and less.
 
     AssertionError, with the run, where an answer is neither a number of layers nor a set of them, or where a policy
     that is restored from its state answers otherwise than the one that went on.
     """
+    check_arguments(check_freeze_policy, locals())
     for case in range(cases):
         choose = random.Random(f"{seed} {case}")
         policy, frozen, layers = make(), FrozenLayers(0), choose.randint(1, 12)

@@ -16,6 +16,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TypedDict
 
+from ranvier.arguments import check_arguments
+from ranvier.config.run import Positive
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.schedule import Action, Policy, Ready, actions_text, check_policy_object
 from ranvier.schedule.simulator import Simulated, StageTimes, simulate
@@ -49,13 +51,14 @@ class _Watched:
         return chosen
 
 
-def check_policy(policy: Policy, *, cases: int = 200, seed: int = 0) -> None:
+def check_policy(policy: Policy, *, cases: Positive = 200, seed: int = 0) -> None:
     """Run `policy` through simulated pipelines with random depths, limits, times, delays and frozen stages.
 
     AssertionError, with the settings and every stage's actions, where a batch does not end, something runs twice or out
     of order, a bound is passed, or the policy chooses what is not ready or changes its mind.
     ConfigError for an object that lacks a part of `Policy`.
     """
+    check_arguments(check_policy, locals())
     check_policy_object(policy)
     for case in range(cases):
         choose = random.Random(f"{seed} {case}")

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ranvier.arguments import check_arguments
 from ranvier.comm.hang import frames_of_threads
 from ranvier.comm.inprocess import InProcessWorld
+from ranvier.config.run import Positive, Seconds
 from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.world import World
 
@@ -27,12 +29,13 @@ __all__ = ["RanksFailed", "run_processes", "run_ranks"]
 Result = TypeVar("Result")
 
 
-def run_ranks(fn: Callable[[World], Result], size: int, *, timeout_seconds: float = 60.0) -> list[Result]:
+def run_ranks(fn: Callable[[World], Result], size: Positive, *, timeout_seconds: Seconds = 60.0) -> list[Result]:
     """`fn(world)` on `size` ranks that are threads of this process; their results in rank order.
 
     Raises the first failure of any rank, with a note that names the rank; ranks that wait for a message or a collective
     are woken by it and end too. RanksFailed with every thread's stack when some have not ended in `timeout_seconds`.
     """
+    check_arguments(run_ranks, locals())
     shared, store = InProcessWorld(size), dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout_seconds))
     results: list[Any] = [None] * size

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
+from ranvier.arguments import check_arguments
 from ranvier.block import Loss, Model, State, as_model, beside_modules, carried, initialise, named
 from ranvier.config.named_object import call_named
 from ranvier.config.run import TensorParallel
@@ -116,6 +117,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
     such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are no error, unless no mesh can
     divide them.
     """
+    check_arguments(check_split, locals(), but=("model", "sample"))
     has_loss = loss is not None or isinstance(model, Model)
     blocks: Any = model  # as_model checks what it is
     if isinstance(model, nn.Module) and beside_modules(model):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ranvier.arguments import check_arguments
 from ranvier.mesh import Mesh
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker
 
@@ -47,6 +48,7 @@ def check_tracker(make: Callable[[], Tracker], run_dir: Path = Path("run")) -> N
 
     AssertionError, or the tracker's own error, when one does not stand it.
     """
+    check_arguments(check_tracker, locals())
     for events in (example_run(run_dir), example_run(run_dir)[:3], example_run(run_dir, steps=1), []):
         tracker = make()
         for event in events:

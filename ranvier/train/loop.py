@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from ranvier.arguments import check_arguments
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Run
@@ -48,6 +49,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     {"stopped_after": its last step}; after Ctrl-C a process that is the whole run raises KeyboardInterrupt instead.
     Raises RanvierError if data, settings or folder do not allow the run, and if the loss becomes NaN.
     """
+    check_arguments(train, locals(), but=("stream",))
     closed = resolve(run)
     if origins is None:
         origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.arguments import words
 from ranvier.config import effects
 from ranvier.config.named_object import load_object
 from ranvier.config.read import settings
 from ranvier.config.run import Data, Elastic, Optim, Run, Transformer
-from ranvier.config.section import words
 from ranvier.config.task_form import SHIPPED
 from ranvier.data.prepare import task_of
 from ranvier.elastic.named_policy import policy_of

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from ranvier.arguments import words
 from ranvier.config.read import settings
 from ranvier.config.run import Optim
-from ranvier.config.section import words
 from ranvier.mesh import Mesh
 from ranvier.optim.adafactor import Adafactor
 from ranvier.optim.rules import rules_of

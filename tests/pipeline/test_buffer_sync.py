@@ -197,11 +197,6 @@ def test_a_choice_without_effect_is_told(make, mesh, why):
         on_mesh(make, mesh, lambda engine: None)
 
 
-def test_what_can_be_chosen():
-    with raises("unknown-buffer-sync"):
-        on_mesh(NORMED, Mesh(), lambda engine: None, buffers="first")
-
-
 def test_a_buffer_that_the_step_changes_keeps_that():
     """As an average of weights does that a hook of the optimizer updates."""
     def rank(world):

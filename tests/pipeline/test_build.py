@@ -192,6 +192,7 @@ def test_microbatches_cut_along_the_batch():
     ((torch.zeros(4), {"y": SimpleNamespace(labels=torch.zeros(4))}, 2), ("batch-of-arrays", "SimpleNamespace")),
     ((torch.zeros(4), torch.zeros(4), 0), ("microbatch-size", 0)),
     ((torch.zeros(4), torch.zeros(4), 2.5), ("microbatch-size", 2.5)),
+    ((torch.zeros(4), torch.zeros(4), torch.ones(2)), ("microbatch-size",)),
     ((torch.zeros(4), torch.zeros(4), 2, torch.zeros(3)), ("batch-not-in-dim-0",)),
 ])
 def test_what_cannot_be_cut(arguments, error):

@@ -105,8 +105,6 @@ def test_what_is_no_plan_and_no_limits_is_refused():
     for limits in (Pipeline(), replace(plan.limits, deferred=(1, 1, 1))):
         with raises("limits-of-other-pipeline"):
             plan.with_limits(limits)
-    with raises("argument-of-other-type", where="Engine(plan=...)"):
-        engine(plan=vars(plan))
     with raises("dtype-not-trained", torch.int64):
         engine(dtype=torch.int64)
     moved = replace(plan.layout.parameters[0], block=3)

@@ -426,7 +426,7 @@ def test_an_optimizer_that_computes_the_loss_itself():
         run_ranks(lambda world: Engine(residuals(), world, mesh=Mesh(), optimizer=torch.optim.LBFGS), 1)
 
 
-@pytest.mark.parametrize("batch", [(torch.zeros(8, 4), torch.zeros(8, 4)), torch.zeros(8, 4), ["text"]])
+@pytest.mark.parametrize("batch", [(torch.zeros(8, 4), torch.zeros(8, 4)), torch.zeros(8, 4), ["text"], "", {}])
 def test_a_batch_that_is_no_list_of_microbatches(batch):
     def work(world):
         Engine(residuals(), world, mesh=Mesh()).forward_backward(batch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ranvier import keyed_random
+from ranvier.arguments import check_arguments
 from ranvier.tensor import keyed_dropout
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.fused import Fused, current
@@ -21,7 +23,8 @@ class Dropout(Layer):
     probability: of an element to be zeroed. whole: the input is replicated, such as what a `ClassifierHead` returns.
     """
 
-    def __init__(self, probability: float, *, whole: bool = False) -> None:
+    def __init__(self, probability: Annotated[float, Ge(0), Le(1)], *, whole: bool = False) -> None:
+        check_arguments(Dropout.__init__, locals())
         super().__init__()
         self.probability, self.whole = probability, whole
         self.takes = self.gives = "whole" if whole else "stream"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ranvier.arguments import check_arguments
 from ranvier.config.run import TensorParallel
 from ranvier.layout import Split
 from ranvier.tensor import splittable
@@ -45,6 +46,7 @@ class Linear(Layer, nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *,
                  stationary: Literal["output", "input"], units: int | None = None, reuse_input: bool = False,
                  parts: Sequence[str] = (), dtype: torch.dtype | None = None) -> None:
+        check_arguments(Linear.__init__, locals())
         super().__init__(in_features, out_features, bias, dtype=dtype)
         self.stationary, self.units, self.reuse_input, self.parts = stationary, units, reuse_input, tuple(parts)
         self.takes, self.gives = ("stream", "inner") if stationary == "output" else ("inner", "stream")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ranvier.arguments import check_arguments
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.columns import layout_of_tensor, mark, plain
 from ranvier.tensor.fused import Fused, current
@@ -49,6 +50,9 @@ class Rotary:
     limits: tuple[float, float] | None = None
     magnitude: float | None = None
     whole_limits: bool = True
+
+    def __post_init__(self) -> None:
+        check_arguments(Rotary, vars(self))
 
     def frequencies(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """[D / 2], fp64, for sequences of `length`."""
