@@ -549,10 +549,10 @@ class Updater:
         """Sum up gradients by block from here on; 0 for no more."""
         self._by_block = torch.zeros(num_blocks, dtype=torch.float64) if num_blocks else None
 
-    def squared_by_block(self) -> Tensor:
-        """[blocks] fp64: what this rank knows of the squared norms of each block's gradient of the mean loss."""
-        assert self._by_block is not None, "nobody watches blocks"
-        return self._by_block * self._by_block_factor ** 2
+    def squared_by_block(self) -> Tensor | None:
+        """[blocks] fp64: what this rank knows of the squared norms of each block's gradient of the mean loss; None
+        where nobody watches them."""
+        return None if self._by_block is None else self._by_block * self._by_block_factor ** 2
 
     def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
         for _ in self._own.update(chunk, factor):

@@ -181,7 +181,7 @@ class Engine:
         self.layers, self.block_names = given.model.layers, list(given.model.blocks)
         self.frozen, self.frozen_above, self.frozen_blocks = given.frozen, given.frozen_above, given.frozen_blocks
         self.names_in_whole, self._came_in_evaluation = given.names_in_whole, given.in_evaluation
-        self._step, self._refuses_bad_losses, self._lifetime = 0, guard is None, Lifetime()
+        self._step, self._refuses_bad_losses, self._lifetime = 0, guard is None, Lifetime(forks=world.size == 1)
         parts = EngineParts(given, plan, world, container=model if isinstance(model, nn.Module) else None,
                             optimizer=optimizer, policy=policy, guard=guard, seed=seed, nominal_weight=nominal_weight,
                             buffers=buffers, frozen_dropout=frozen_dropout, compile=compile,
@@ -329,6 +329,7 @@ class Engine:
         to values. `step`: the numbers of the former, where they are not 1, 2, 3, ... ConfigError before the first
         batch and for other curves, RanvierError when the file cannot be written.
         """
+        self.check_usable("report")
         check_arguments(Engine.report, locals(), but=("curves",))
         return self.timeline.report(path, curves)
 
@@ -468,7 +469,7 @@ class Engine:
                                      "out.")
         kept = LastOutputs() if keep_outputs and self.is_last_stage else None
         self._accumulate(batch, updates=True, wanted=kept)
-        with self._lifetime.working():
+        with self._lifetime.batch():  # an optimizer and its hooks are the user's code
             if self._updater.users is not None:
                 self._values.wait_for_buffers()  # its hooks may change them
             status = self._updater.finish()
@@ -522,7 +523,7 @@ class Engine:
         self._values.wait()
         self._connections.board.action = "the optimizer"
         updates = self._updater.gradients.unapplied  # unless they have been let go
-        with self._lifetime.working():
+        with self._lifetime.batch():  # an optimizer and its hooks are the user's code
             status = self._updater.apply()
         self._statistics.stepped(updates and status.may_update)
         self._stepped(status)
@@ -657,10 +658,15 @@ class Engine:
         stages = self.layout.stages
         return tuple(stages.rank_of(self.layout.stage_of(self.block_names.index(layer[-1]))) for layer in self.layers)
 
+    @of_engine
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
         Collective, and the same on every rank. A tied parameter counts in the block of its first end."""
+        self.check_usable("layer_gradient_norms")
         squared = self._updater.squared_by_block()
+        if squared is None:
+            raise ConfigError("needs a step whose layers were watched", code="layers-not-watched",
+                              where="Engine.layer_gradient_norms", remedy="Call engine.watch_layers() before the step.")
         self._connections.all.all_reduce(squared).wait()
         names = self.block_names
         return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,9 +10,11 @@ from ranvier.errors import RanvierError
 
 
 class Lifetime:
-    """Of one engine, from its start on."""
+    """Of one engine, from its start on. forks: whether it may be called in a forked process, which has no connections
+    to other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forks: bool) -> None:
+        self._process = None if forks else os.getpid()
         self.is_closed = False
         self.failure: str | None = None
         """The first error inside of `working`."""
@@ -27,8 +30,11 @@ class Lifetime:
             raise RanvierError(f"cannot be used: a call of the engine failed in the middle with {self.failure}",
                                code="engine-failed", where=where,
                                remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
+        if self._process not in (None, os.getpid()):
+            raise RanvierError("is called in a forked process, which other ranks do not know", code="engine-forked",
+                               where=where, value=os.getpid(), remedy="Call it in the process that built the engine.")
         if self._runs_batch:
-            raise RanvierError("is called while the engine runs a batch, as by observe, a hook or a block",
+            raise RanvierError("is called while the engine runs a batch, as by observe, a block or an optimizer",
                                code="engine-in-batch", where=where, remedy="Call it after the batch.")
 
     @contextmanager

@@ -2,7 +2,9 @@
 
 import copy
 import time
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ CALLS = {
     "train_batch": lambda engine: engine.train_batch(GOOD), "evaluate": lambda engine: engine.evaluate(GOOD),
     "forward_backward": lambda engine: engine.forward_backward(GOOD), "predict": lambda engine: engine.predict(GOOD),
     "state_dict": lambda engine: engine.state_dict(), "load_state_dict": lambda engine: engine.load_state_dict({}),
-    "compare_replicas": lambda engine: engine.compare_replicas(), "examine": lambda engine: engine.examine(GOOD)}
+    "compare_replicas": lambda engine: engine.compare_replicas(), "examine": lambda engine: engine.examine(GOOD),
+    "report": lambda engine: engine.report("page.html"),
+    "layer_gradient_norms": lambda engine: engine.layer_gradient_norms()}
 
 
 @pytest.mark.parametrize("failing", ["train_batch", "evaluate"])
@@ -170,6 +174,38 @@ def test_a_call_amid_a_batch_is_refused(call):
         engine = build(world)
         with raises("engine-in-batch"):
             engine.evaluate(GOOD, observe=lambda number, outputs: CALLS[call](engine))
+        engine.close()
+        updated = Engine([Plain()], world, loss=squared, optimizer=partial(torch.optim.SGD, lr=0.1),
+                         dtype=torch.float64)
+        updated.optimizer.register_step_post_hook(lambda *arguments: CALLS[call](updated))
+        for train in (updated.train_batch, lambda batch: updated.step(updated.forward_backward(batch))):
+            with raises("engine-in-batch"):
+                train(GOOD)
+            updated._lifetime.failure = None
+        updated.close()
+
+    run_ranks(rank, 1)
+
+
+def test_a_call_in_a_forked_process_is_refused():
+    """Its threads and connections are the first process's."""
+    def rank(world):
+        engine = build(world, Mesh(data=world.size))
+        if world.rank == 0:
+            with mock.patch("os.getpid", lambda: 1), nullcontext() if world.size == 1 else raises("engine-forked"):
+                engine.check_usable("train_batch")
+        engine.close()
+
+    for size in (1, 2):
+        run_ranks(rank, size)
+
+
+def test_norms_of_layers_that_nobody_has_watched():
+    def rank(world):
+        engine = build(world)
+        engine.train_batch(GOOD)
+        with raises("layers-not-watched"):
+            engine.layer_gradient_norms()
         engine.close()
 
     run_ranks(rank, 1)
