@@ -56,6 +56,15 @@ class Started:
     def __str__(self) -> str:
         return f"{self.launcher} says rank {self.rank} of {self.size}"
 
+    @property
+    def impossible(self) -> str:
+        """What cannot be so; empty for a rank that can be."""
+        if self.rank >= self.size:
+            return f"rank {self.rank} of {self.size}"
+        if self.local_rank is not None and self.local_size is not None and self.local_rank >= self.local_size:
+            return f"rank {self.local_rank} of {self.local_size} on this machine"
+        return f"port {self.master[1]}" if self.master is not None and not 0 < self.master[1] < 1 << 16 else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherForm:
@@ -83,8 +92,8 @@ def detect(environ: Mapping[str, str], setting: Setting = "auto") -> Started | N
     if a launcher's variables are incomplete, or if the secret is empty.
     """
     started = _detect(environ, setting)
-    if started is not None and started.rank >= started.size:
-        raise _refusal("launcher-contradicts", f"is not possible: {started}", setting,
+    if started is not None and (impossible := started.impossible):
+        raise _refusal("launcher-contradicts", f"is not possible: {started.launcher} says {impossible}", setting,
                        f"Start the command with {started.launcher} itself, or set `--launch.launcher`.")
     secret = environ.get(SECRET)
     if started is not None and secret is not None and not secret.strip():
@@ -196,7 +205,7 @@ def _mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, loca
 
 def _srun(environ: Mapping[str, str]) -> Started | None:
     step = environ.get("SLURM_STEP_ID", "")
-    if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+    if not (step.isascii() and step.isdigit()) or int(step) >= _FIRST_SPECIAL_STEP:
         return None  # an sbatch script or a salloc shell: no srun started this process
     rank = _number(environ, "SLURM_PROCID", "srun")
     size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS", "srun")

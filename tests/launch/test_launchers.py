@@ -136,9 +136,14 @@ def test_a_number_that_is_none(value):
         detect({**MPICH, "PMI_RANK": value})
 
 
-def test_a_rank_beyond_the_size():
-    with raises("launcher-contradicts"):
-        detect({**MPICH, "PMI_RANK": "8"})
+@pytest.mark.parametrize(("variables", "fact"), [
+    ({**MPICH, "PMI_RANK": "8"}, "rank 8 of 8"), ({**TORCHRUN, "LOCAL_RANK": "9"}, "rank 9 of"),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "of 0 on this machine"),
+    ({**TORCHRUN, "MASTER_PORT": "99999"}, "port 99999"), ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "port 0")])
+def test_what_cannot_be_so(variables, fact):
+    """Later, they are a wrong device, a division by zero and an OverflowError of torch."""
+    with raises("launcher-contradicts", fact):
+        detect(variables)
 
 
 def test_our_own_ranks_before_any_other_launcher():
