@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ranvier
 from ranvier.arguments import describe, fits
 from ranvier.block import as_model
-from ranvier.config.run import Lora, Memory, Optim, Pipeline, Train
+from ranvier.config.run import Checkpoint, Lora, Memory, Optim, Pipeline, Train
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.plan.plan import make
 from ranvier.tensor.layers import Dropout, Linear, Rotary
@@ -125,7 +125,7 @@ def test_an_argument_of_an_engine(options, where):
     (lambda: ranvier.start("data=2"), "mesh-of-other-type"),
     (lambda: ranvier.run(len, mesh=4), "mesh-of-other-type"),
     (lambda: Pipeline(in_flight=True), "malformed-argument"), (lambda: Memory(recompute=True), "malformed-argument"),
-    (lambda: Train(learning_rate=math.inf), "malformed-argument"),
+    (lambda: Train(learning_rate=math.inf), "malformed-argument"), (lambda: Checkpoint(dir=""), "malformed-argument"),
     (lambda: Optim(clip_norm=math.nan), "malformed-argument"),
     (lambda: alone(lambda world: ranvier.Engine(ranvier.Model(
         blocks={"a": partial(nn.Linear, 4, 4)}, loss=squared, initial=lambda name: None), world)), "initial-result"),

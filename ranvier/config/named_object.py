@@ -153,6 +153,9 @@ def call_named(text: str, where: str, code: str) -> Any:
 
 def _attribute(text: str, setting: str) -> object:
     module, _, name = text.partition(":")
+    if not is_object_name(text):
+        raise ConfigError("does not have the form module:name", code="object-name-form", where=setting, value=text,
+                          remedy="Name an object of a module, such as my_models:small.")
     _search_current_directory()
     try:
         imported = importlib.import_module(module)

@@ -306,7 +306,7 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
     if isinstance(read, Path) and (read := Path(os.path.expanduser(read))).parts and read.parts[0][0] == "~":
         raise ConfigError("is in the home folder of a user who does not exist", code="unknown-home", where=setting.flag,
                           value=value, remedy=f"Correct --{setting.flag}: your own home folder is ~ alone.")
-    if isinstance(read, Path) and not _can_be(read):
+    if isinstance(read, Path) and (value == "" or not _can_be(read)):  # a variable of the shell that is not set
         raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):

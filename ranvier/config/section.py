@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform, get_type_hints
 
 from pydantic import ConfigDict, ValidationError
@@ -41,8 +42,9 @@ def _checked(construct: Callable[..., None]) -> Callable[..., None]:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise _refusal(type(self), str(first["loc"][0]) if first["loc"] else "", first["input"]) from None
-        for name, value in values.items():
-            if isinstance(value, bool) and not isinstance(getattr(self, name), bool):  # pydantic takes it for 1 or 0
+        for name, value in values.items():  # which pydantic takes for 1, 0 and the current directory
+            kind = type(getattr(self, name, value))
+            if (isinstance(value, bool) and kind is not bool) or (value == "" and issubclass(kind, Path)):
                 raise _refusal(type(self), name, value)
 
     return init

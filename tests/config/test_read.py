@@ -91,7 +91,7 @@ def test_each_wrong_flag_is_one_problem(name, text):
     assert f"--{read.flag(name)}" in found.problems[0].remedy
 
 
-@pytest.mark.parametrize("text", ["a\0b", "x" * 256, "ab/" * 2000, "\ud800"])
+@pytest.mark.parametrize("text", ["", "a\0b", "x" * 256, "ab/" * 2000, "\ud800"])
 def test_names_that_no_file_can_have(text):
     problem, = resolved(flags={"run_dir": text}).problems
     assert (problem.code, problem.where) == ("invalid-file-name", "run-dir")
@@ -207,6 +207,7 @@ def test_a_run_begins_with_an_imported_folder(tmp_path):
     ("bad.toml", "recipe-not-toml"), ("pipe.toml", "recipe-unreadable"),
     ("latin.toml", "recipe-not-toml"), ("gpt-tyni", "unknown-recipe"),
     ("x", "unknown-recipe"), ("adapters", "recipe-is-adapters"),
+    (":f", "object-name-form"), ("json:", "object-name-form"),
     ("no_such_module:f", "module-not-found"), ("json:nothing", "name-not-in-module"),
     ("json:dumps", "recipe-function-raised"), ("os:getpid", "recipe-function-result")])
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch, recipe, code):
