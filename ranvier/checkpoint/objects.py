@@ -45,7 +45,7 @@ class SavedObjects:
 
     def __init__(self, objects: Mapping[str, object], mesh: Mesh, rank: int) -> None:
         for name, found in objects.items():
-            if not isinstance(name, str) or not (found is None or isinstance(found, Stateful)):
+            if not (found is None or isinstance(found, Stateful)):
                 raise CheckpointError("has no state_dict and load_state_dict", code="object-without-state",
                                       where="Checkpoints(objects=...)", value=f"{name}: {type(found).__name__}",
                                       remedy="Give objects={'scheduler': scheduler}.")

@@ -403,9 +403,10 @@ def test_objects_that_are_missing_on_either_side(tmp_path):
     assert ["no one" in str(one.message) for one in found] == [True]
 
 
-@pytest.mark.parametrize("objects", [{"it": 3}, {3: Kept(1)}])
-def test_what_is_no_object_is_refused(objects, tmp_path):
-    with raises("object-without-state", where="Checkpoints(objects=...)"):
+@pytest.mark.parametrize(("objects", "code"), [({"it": 3}, "object-without-state"),
+                                               ({3: Kept(1)}, "malformed-argument")])
+def test_what_is_no_object_is_refused(objects, code, tmp_path):
+    with raises(code, where="Checkpoints(objects=...)"):
         run_ranks(lambda world: Checkpoints(build(world, Mesh()), tmp_path, objects=objects), 1)
 
 
