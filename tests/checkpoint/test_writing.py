@@ -189,7 +189,9 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
         assert kept.host_bytes > 0
         threads.clear()
         direct.of_first("")
-        direct.save()
+        began = time.monotonic()
+        stall_seconds = direct.save()
+        assert 0 < stall_seconds <= time.monotonic() - began
         assert rank in threads and direct.host_bytes == 0
         train(engine, 1)  # what is written is the state at the call
         assert [one.error for one in direct.wait()] == [None]
@@ -201,6 +203,7 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
 
 
 def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
+    """None leaves keys in the store, in which ranks tell of their parts."""
     monkeypatch.setattr(files, "retain", lambda *args, **options: None)
 
     def work(engine):
@@ -208,9 +211,12 @@ def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
         for _ in range(4):
             train(engine, 1)
             checkpoints.save()
-        return [one.step for one in checkpoints.wait()]
+        saved = [one.step for one in checkpoints.wait()]
+        left = [number for number in saved for rank in range(2)
+                if checkpoints._store.check([checkpoints._name(number, rank)])]
+        return saved, left
 
-    assert on(Mesh(pipe=2), work) == [[1, 2, 3, 4]] * 2
+    assert on(Mesh(pipe=2), work) == [([1, 2, 3, 4], [])] * 2
     assert len(find(tmp_path)) == 4
 
 
