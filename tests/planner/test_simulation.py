@@ -45,6 +45,12 @@ def test_weight_gradients_that_wait_fill_the_end(pipe, count):
     assert least <= real + 1e-9 and real <= 1.1 * least
 
 
+def test_the_first_stage_ends_with_weight_gradients():
+    stages = [replace(STAGE, weight=4.0), replace(STAGE, weight=0.0)]
+    least = passage(stages, 1, MessageDriven(), 2, exact=False).seconds
+    assert least == simulate(stages, 1, MessageDriven(), 2, defer_bytes="auto").seconds == 8
+
+
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_short_simulations_give_the_long_one(data):
