@@ -87,6 +87,10 @@ def test_windows_are_disjoint_and_full():
         list(range(10)), prefix_token=99, max_seq_len=4, context_len=1)]
 
 
+def test_an_empty_continuation_is_certain():
+    assert loglikelihoods(None, None, [([1], [])], longest=8) == [(0.0, True)]
+
+
 def test_requests_that_cannot_be_scored():
     for request, value in ((([], [1]), 1), (([1], [1] * 9), 8)):
         with raises("request-length", value):

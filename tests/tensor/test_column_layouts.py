@@ -101,8 +101,9 @@ def normed_heads(block, x):
 
 
 def by_einsum(block, x):
+    """Grouped keys, as models repeat them."""
     query, key, value = (block.get_submodule(name)(x).unflatten(-1, (-1, 2)) for name in ("query", "key", "value"))
-    scores = torch.einsum("bsnd,btnd->bnst", query, key).softmax(-1)
+    scores = torch.einsum("bsnd,btnd->bnst", query, key.repeat_interleave(2, 2)).softmax(-1)
     return x + block.back(torch.einsum("bnst,btnd->bsnd", scores, value).flatten(2))
 
 
@@ -162,8 +163,8 @@ RIGHT = {
     "norms of heads": lambda: Own(normed_heads, query=output(units=HEADS), key=output(units=HEADS),
                                   value=output(units=HEADS), norm_query=layers.RMSNorm(HIDDEN, over="inner"),
                                   norm_key=layers.RMSNorm(2, over="heads"), back=inputs(units=HEADS)),
-    "einsum": lambda: Own(by_einsum, query=output(units=HEADS), key=output(units=HEADS), value=output(units=HEADS),
-                          back=inputs(units=HEADS)),
+    "einsum": lambda: Own(by_einsum, query=output(24, HEADS), key=output(HIDDEN, HEADS), value=output(24, HEADS),
+                          back=inputs(24, HEADS)),
     "scattered": lambda: Own(scattered, norm=layers.RMSNorm(HIDDEN), into=output(24), back=inputs(24)),
     "tokens and samples merged": lambda: Own(lambda block, x: x.flatten(0, 1)),
     "norms of what is inside": lambda: Own(lambda block, x: x + block.back(block.norm(block.into(x))), into=output(24),
