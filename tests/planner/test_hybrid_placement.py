@@ -108,3 +108,19 @@ def test_an_update_takes_the_time_of_the_share_that_moves():
         for share in (0.4, 0.8)
     }
     assert seconds[0.8] == pytest.approx(2 * seconds[0.4], rel=0.01)
+
+
+def test_an_update_in_host_memory_waits_for_the_link():
+    cluster = load_cluster("h200")
+    slow = replace(cluster, host_link=replace(cluster.host_link, bandwidth=1e8))
+    seconds = {
+        precision: predict(
+            replace(
+                LARGE, precision=precision, optim=Optim(offload="host", accumulate="half"),
+                batch=Batch(global_size=1, microbatch_size=1)
+            ),
+            slow,
+        ).cost.update_seconds
+        for precision in ("bf16", "fp32")
+    }
+    assert seconds["fp32"] == pytest.approx(2 * seconds["bf16"], rel=0.01)
