@@ -203,16 +203,30 @@ def test_gradients_of_weights_on_cuda(recompute):
     assert laid_out(run)[1][0].device["workspace"] == costs[place].allocated_bytes + 6 * elements - left
 
 
+def two_in_flight(stage=0, num_stages=2, deferred=0):
+    return StoredMicrobatches(stage=stage, num_stages=num_stages, num_microbatches=2, in_flight=2, deferred=deferred,
+                              policy=policy_named("message-driven"), last=None, defer_bytes="auto",
+                              update_in_backward=False)
+
+
+def costs_of_four_blocks(**sizes):
+    run = ResolvedRun(model=Transformer(num_layers=1, hidden=8, heads=2, vocab=16, sequence=4))
+    costs = [replace(cost, loss_bytes=0, **sizes) for cost in Work().stages(run)[0]]
+    assert len(costs) == 4
+    return costs
+
+
+@pytest.mark.parametrize(("stage", "messages"), [(0, 2 * 7), (1, 3 * 10 + 2 * 7), (2, 3 * 10)])
+def test_messages_are_what_enters_and_what_leaves(stage, messages):
+    costs = costs_of_four_blocks(input_bytes=10, output_bytes=7)
+    assert activation_bytes(costs, [], two_in_flight(stage, 3), {}, [0] * 4)["messages"] == messages
+
+
 @pytest.mark.parametrize("deferred", [0, 1])
 def test_a_segment_runs_again_when_what_is_behind_it_is_free(deferred):
     """Where products wait, their operands are not."""
-    run = ResolvedRun(model=Transformer(num_layers=1, hidden=8, heads=2, vocab=16, sequence=4))
-    *layers, head = (replace(cost, kept_bytes=100, loss_bytes=0, input_bytes=10, defers=True)
-                     for cost in Work().stages(run)[0])
-    assert len(layers) == 3
-    microbatches = StoredMicrobatches(stage=0, num_stages=2, num_microbatches=2, in_flight=2, deferred=deferred,
-                                      policy=policy_named("message-driven"), last=None, defer_bytes="auto",
-                                      update_in_backward=False)
+    *layers, head = costs_of_four_blocks(kept_bytes=100, input_bytes=10, defers=True)
+    microbatches = two_in_flight(deferred=deferred)
     assert microbatches.stored == 2
 
     def beside_two(segments, head):
