@@ -10,10 +10,11 @@ from torch import nn
 import ranvier
 from ranvier import Engine, Memory, Mesh, Optim, Pipeline
 from ranvier.block import as_model
+from ranvier.layout import Split
 from ranvier.plan.plan import make
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
-from tests.pipeline.parity import chain, points
+from tests.pipeline.parity import chain, points, squared
 
 MESH = Mesh(data=2, pipe=2)
 SETTINGS = {"pipeline": Pipeline(in_flight=3), "memory": Memory(recompute=2), "optim": Optim(clip_norm=1.0)}
@@ -116,3 +117,21 @@ def test_measured_limits_are_the_second_decision():
     plan = planned()
     later = plan.with_limits(replace(plan.limits, in_flight=2))
     assert later.pipeline.in_flight == 2 and replace(later, limits=plan.limits, pipeline=plan.pipeline) == plan
+
+
+class Diagonal(nn.Linear):
+    """Both dims of its weight are cut by columns: no column holds what is beside the diagonal."""
+
+    def splits(self, settings):
+        return {"weight": Split((("col",), ("col",)))}
+
+    def divisibility_constraints(self, mesh):
+        return ()
+
+    def split(self, mesh):
+        return self
+
+
+def test_a_parameter_of_which_nobody_holds_a_part():
+    with raises("parameter-not-owned-once", where="parameter 0.weight"):
+        make(as_model([Diagonal(4, 4, bias=False)], squared), Mesh(col=2))
