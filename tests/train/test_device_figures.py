@@ -158,6 +158,7 @@ def test_pinned_copies_of_a_checkpoint_are_predicted(background):
     (entry,) = laid_out(run)[1]
     copied = entry.host["checkpoint"]
     assert entry.host.get("rounding", 0) == (pinned_bytes(copied) - copied if background else 0)
+    assert background or copied == 4 * 64 * 256, "the largest parameter"
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
