@@ -66,6 +66,13 @@ def kill(run, process, *, after=5, number=signal.SIGKILL):
     run.wait_until(lambda: len(events(run, "lost")) > lost)
 
 
+def wait_until_resumed(run):
+    """Until it has taken a step since: sooner there is nothing to save, and a signal ends it at once."""
+    run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
+    at = len(steps(run))
+    run.wait_until(lambda: len(steps(run)) > at)
+
+
 def check(run, tmp_path, count):
     """The run ended well, told each of `count` steps once, and computed what one rank does without any loss."""
     code, text = run.end()
@@ -235,7 +242,7 @@ def test_rank_0_is_lost(start_run):
     run = begin(start_run, 3, train__steps=10**6, checkpoint__every=5, max_restarts=1)
     run.wait_until(lambda: len(steps(run)) > 7)
     os.kill(run.ranks()[0], signal.SIGKILL)
-    run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
+    wait_until_resumed(run)
     run.process.send_signal(signal.SIGTERM)
     code, text = run.end()
     assert code == 0 and "restart 1 of 1: the run starts again from its newest checkpoint, on 2 of the 2" in text, text
@@ -257,7 +264,7 @@ def test_sharded_states_of_neighbours_are_lost(start_run):
     ranks = run.ranks()
     for rank in (2, 3):
         os.kill(ranks[rank], signal.SIGKILL)
-    run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
+    wait_until_resumed(run)
     run.process.send_signal(signal.SIGTERM)
     code, text = run.end()
     assert code == 0 and "the run cannot continue without it: no other rank has the state of data 2" in text, text
