@@ -46,6 +46,13 @@ def requests(monkeypatch):
     return made
 
 
+def end_all(started):
+    for each in started:
+        each.process.kill()
+        if not each.process.stdout.closed:
+            each.process.communicate()
+
+
 @pytest.fixture
 def start(sentences, tmp_path):
     started = []
@@ -55,9 +62,7 @@ def start(sentences, tmp_path):
         return started[-1]
 
     yield begin
-    for each in started:
-        each.process.kill()
-        each.process.communicate()
+    end_all(started)
 
 
 @pytest.fixture
@@ -75,6 +80,4 @@ def start_run(sentences, tmp_path):
         return started[-1]
 
     yield begin, join
-    for each in started:
-        each.process.kill()
-        each.process.communicate()
+    end_all(started)

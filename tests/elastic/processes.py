@@ -1,4 +1,6 @@
-"""Elastic runs as real processes: `ranvier train`, `join` and `resize`, their ranks, and what they leave."""
+"""Elastic runs as real processes: `ranvier train`, `join` and `resize`, their ranks, and what they leave.
+
+One that hangs is ended by the time of its test."""
 
 from __future__ import annotations
 
@@ -20,15 +22,13 @@ from ranvier.mesh import Mesh
 from ranvier.train.resize import leave
 from tests.elastic.runs import losses, run_all
 
-DEADLINE_SECONDS = 120
-
 
 class Command:
     """`ranvier train` on a tiny BERT over two epochs, and what it leaves in its folder."""
 
     def __init__(self, sentences, folder, transport, ranks=4, manual="5:2,14:4", faults=(), inside=(), **flags):
         """inside: what runs the command, on another host."""
-        self.folder, self.began = folder, time.monotonic()
+        self.folder = folder
         settings = {
             "model.num-layers": 6, "model.hidden": 16, "model.heads": 2, "model.vocab": 120, "model.sequence": 12,
             "batch.global-size": 8, "batch.microbatch-size": 2, "train.steps": 24, "train.learning-rate": 3e-3,
@@ -65,7 +65,6 @@ class Command:
     def wait_until(self, condition):
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() - self.began < DEADLINE_SECONDS
             time.sleep(0.03)
 
     def ranks(self):
@@ -75,7 +74,7 @@ class Command:
 
     def end(self):
         """Exit code and output; no process of it is left."""
-        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        text, _ = self.process.communicate()
         return self.process.returncode, text
 
 
@@ -91,14 +90,13 @@ class Joining:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ | {"OMP_NUM_THREADS": "1"})
 
     def end(self):
-        text, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
+        text, _ = self.process.communicate()
         return self.process.returncode, text
 
 
 def resize(run, data, pipe, wait=60):
     return subprocess.run([sys.executable, "-m", "ranvier", "resize", str(run.folder), "--data", str(data), "--pipe",
-                           str(pipe), "--wait", str(wait)], capture_output=True, text=True, timeout=DEADLINE_SECONDS,
-                          check=False)
+                           str(pipe), "--wait", str(wait)], capture_output=True, text=True, check=False)
 
 
 @contextmanager
