@@ -131,8 +131,7 @@ class EngineParts:
         if (flat := self.updater.flat) is not None:
             refuse_left_behind(flat.left_behind, self.blocks, self.model.loss if numbers[-1] == last else None)
         self.ties.send_values(self.connections.board.calls, trained=False)  # parameters have their places in memory
-        refuse_initializers((one, layout[name].shape) for name, one in self.parameters.items()
-                            if one.shape != layout[name].shape)
+        refuse_initializers(one for name, one in self.parameters.items() if one.shape != layout[name].shape)
         self.stages = RankStages([self._build_stage(one, seed, compile, tables) for one in numbers],
                                  eval_blocks=range(0 if frozen_dropout else given.frozen_blocks))
         self.stages.last.looks_at_mean = at.is_first_on_pipeline_rank

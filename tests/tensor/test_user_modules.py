@@ -601,27 +601,19 @@ def test_the_norm_of_a_part_warns(mesh, options):
             engine.gradients()
             return engine.close()
         weight = max(engine.parameters(), key=torch.numel)
-        name = next(name for name, one in engine.named_parameters().items() if one is weight)
-        cut = [size != weight.shape[dim] for dim, size in enumerate(engine.layout[name].shape)]
-        compiled = torch.compile(lambda x: (x.norm(), x.mean()), fullgraph=True, backend="eager")
+        compiled = torch.compile(lambda x: x.norm(), fullgraph=True, backend="eager")
         found = []
-        for norm in (weight.grad.norm, weight.grad.data.norm, weight.norm, weight.data.norm, weight.std,
-                     weight.grad.t().mean, partial(weight.norm, dim=0), partial(weight.grad.mean, 1),
-                     partial(weight.data.t().sum, 1), torch.ones(3).norm, partial(compiled, torch.ones(3)),
-                     partial(torch.vmap(Tensor.norm), torch.ones(2, 3)), partial(weight.max, weight)):
+        for norm in (weight.grad.norm, weight.grad.data.norm, weight.norm, weight.data.norm, torch.ones(3).norm,
+                     partial(weight.norm, dim=0), partial(compiled, torch.ones(3)),
+                     partial(torch.vmap(Tensor.norm), torch.ones(2, 3))):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 norm()
             found.append(any("rows and columns" in str(one.message) for one in caught))
-        for dim, renormalize in ((0, weight.renorm), (1, weight.data.renorm_)):
-            with raises("renormalized-part") if cut[1 - dim] else nullcontext():
-                renormalize(2, dim, 1.0)
         engine.close()
-        return found, cut
+        return found
 
-    found, cut = run_ranks(rank, 2)[0]
-    assert any(cut) == (mesh.pipe == 1)
-    assert found == [any(cut)] * 6 + [*cut, any(cut)] + [False] * 4
+    assert run_ranks(rank, 2)[0] == [mesh.pipe == 1] * 4 + [False] * 4
 
 
 # ---------------------------------------------------------------------- columns that part at random
