@@ -194,7 +194,7 @@ class Engine:
         self._values, self._users_changes = parts.values, parts.users_changes
         self.unsaved = UnsavedAttributes(self._updater.users)
         """Warns of attributes of the user's optimizer that no checkpoint has."""
-        self._updater.learning_rate = learning_rate
+        self._updater.learning_rate = float(learning_rate)
         if learning_rate != _LEARNING_RATE and not plan.own_optimizer and world.rank == 0:
             warnings.warn("Engine(learning_rate=...) has no effect: it is that of Ranvier's own optimizers (optim= "
                           "without optimizer=)", stacklevel=3)
@@ -251,7 +251,8 @@ class Engine:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if check_learning_rate(value) != self._updater.learning_rate and self._updater.flat is None:
+        value = check_learning_rate(value)
+        if value != self._updater.learning_rate and self._updater.flat is None:
             raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
                               code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
                               remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "

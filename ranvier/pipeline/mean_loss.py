@@ -9,6 +9,8 @@ from torch.autograd.graph import Node
 
 _MEAN = 1
 """`at::Reduction::Mean`, as torch's losses save it for their backward."""
+_LEAST_COUNT = 8
+"""Fewer elements, or a smaller divisor, are perhaps losses of several heads, and no samples."""
 _PASSED_ON = ("AddBackward", "CloneBackward", "SqueezeBackward", "ToCopyBackward", "ViewBackward")
 
 
@@ -41,9 +43,10 @@ def is_mean(loss: Tensor, weight: float) -> bool:
 
 def _divides(name: str, node: Node, weight: float) -> bool:
     if name.startswith("MeanBackward"):
-        return bool(node._saved_self_sym_numel % weight == 0)  # type: ignore[attr-defined]
+        averaged: int = node._saved_self_sym_numel  # type: ignore[attr-defined]
+        return averaged >= _LEAST_COUNT and averaged % weight == 0
     if name.startswith("DivBackward"):
-        return _number(node) == weight
+        return weight >= _LEAST_COUNT and _number(node) == weight
     return getattr(node, "_saved_reduction", 0) == _MEAN
 
 

@@ -337,7 +337,7 @@ def check_learning_rate(rate: float) -> float:
     if not fits(rate, Annotated[float, Ge(0), Lt(inf)]):
         raise ConfigError("is not a finite number of at least 0", code="learning-rate-range", where="learning_rate",
                           value=repr(rate), remedy="Look at the schedule that it comes from.")
-    return rate
+    return float(rate)
 
 
 def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:

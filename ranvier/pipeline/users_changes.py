@@ -148,7 +148,8 @@ class UnsavedAttributes:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer, self._has_warned = optimizer, False
-        self._of_torch = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])), *_BY_SCHEDULERS}
+        self._of_torch = set() if optimizer is None else {  # one of torch's imports its compiler
+            *vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])), *_BY_SCHEDULERS}
         self._marks = self._now()
 
     def _now(self) -> dict[str, Mark]:

@@ -38,8 +38,8 @@ SUMS: dict[str, Loss] = {
 @pytest.mark.parametrize(("loss", "expected"), [*((loss, True) for loss in MEANS.values()),
                                                 *((loss, False) for loss in SUMS.values())], ids=[*MEANS, *SUMS])
 def test_a_mean_is_known_by_its_graph(loss: Loss, expected: bool) -> None:
-    x = torch.randn(4, 5, requires_grad=True)
-    assert is_mean(loss(x, torch.randn(4, 5), torch.arange(4)), 4) is expected
+    x = torch.randn(8, 9, requires_grad=True)
+    assert is_mean(loss(x, torch.randn(8, 9), torch.arange(8)), 8) is expected
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -57,3 +57,8 @@ def test_one_rank_warns_of_a_mean(reduction: str) -> None:
         warnings.simplefilter("always")
         run_ranks(run, 4)
     assert sum("the loss is a mean" in str(one.message) for one in told) == (reduction == "mean")
+
+
+def test_the_mean_of_two_heads_of_two_samples_is_none():
+    x = torch.randn(2, 2, requires_grad=True)
+    assert not is_mean(x.square().sum() / 2, 2) and not is_mean(x.square().sum(1).mean(), 2)

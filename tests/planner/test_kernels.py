@@ -44,6 +44,10 @@ PRODUCT = Kernel(kind="product", flops=2 * 7 * 3 * 5, shape=(1, 7, 3, 5), reads=
 ATTENTION = Kernel(kind="attention", flops=1000, shape=(6, 8, 8, 4), reads=(X, W, Y), writes=(Z,))
 
 
+def squares(outputs, targets):
+    return ((outputs - targets) ** 2).sum(), len(targets)
+
+
 def moved(kernels):
     return sum(kernel.moved_bytes for kernel in kernels)
 
@@ -256,7 +260,7 @@ class Twice(nn.Module):
 
 
 def test_views_move_nothing_and_expanded_tensors_count_once():
-    (cost,) = block_costs(Model(blocks={"a": Twice}, loss=None), torch.zeros(2, 3))
+    (cost,) = block_costs(Model(blocks={"a": Twice}, loss=squares), torch.zeros(2, 3))
     cast, lookup, total = cost.kernels
     assert cast.moved_bytes == 6 * 4 + 6 * 8
     assert lookup.moved_bytes == 6 * 16 + 6 * 8 + 6 * 16  # rows of the table, their numbers, and what is written
@@ -270,11 +274,11 @@ class Attention(nn.Module):
 
 
 def test_causal_attention_computes_what_is_below_the_diagonal():
-    (cost,) = block_costs(Model(blocks={"a": Attention}, loss=None), torch.zeros(2, 8, 3 * 4 * 16))
+    (cost,) = block_costs(Model(blocks={"a": Attention}, loss=squares), torch.zeros(2, 8, 3 * 4 * 16))
     (kernel,) = cost.kernels
     assert cost.flops == 2 * 2 * 2 * 4 * 8 * 8 * 16 and kernel.flops == cost.flops * (8 + 1) / (2 * 8)
     assert kernel.kind == "attention" and kernel.shape == (8, 8, 8, 16)
-    (whole,) = block_costs(Model(blocks={"a": Attention}, loss=None), torch.zeros(2, 8, 3 * 4 * 16),
+    (whole,) = block_costs(Model(blocks={"a": Attention}, loss=squares), torch.zeros(2, 8, 3 * 4 * 16),
                            counting=Counting(has_scores=True))
     assert sum(each.flops for each in whole.kernels) == cost.flops and len(whole.kernels) == 5
 
@@ -285,7 +289,7 @@ def test_frozen_weights_have_no_gradient():
         layer.weight.requires_grad_(False)
         return layer
 
-    model = Model(blocks={"a": build, "b": partial(nn.Linear, 5, 2)}, loss=None)
+    model = Model(blocks={"a": build, "b": partial(nn.Linear, 5, 2)}, loss=squares)
     frozen, trained = block_costs(model, torch.zeros(7, 3))
     assert [kernel.weight for kernel in (*frozen.kernels, *trained.kernels)] == ["frozen", "trains"]
     assert weight_gradients_of(frozen.kernels, 4) == () and len(weight_gradients_of(trained.kernels, 4)) == 2
