@@ -63,11 +63,19 @@ def _annotations(function: Callable[..., object]) -> Mapping[str, Any]:
 
 def fits(value: Any, annotation: Any) -> bool:
     """Whether `value` is one of the annotation's, or counts as one: NumPy's numbers, and tensors of one number."""
-    return any(_fits_one(value, bare(one), getattr(one, "__metadata__", ())) for one in alternatives(annotation))
+    return any([_fits_one(value, *one) for one in _read(annotation)])
 
 
-def _fits_one(value: Any, kind: Any, bounds: tuple[Any, ...]) -> bool:
-    origin, items = get_origin(kind), get_args(kind)
+@cache
+def _read(annotation: Any) -> list[tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]]:
+    """Of each type of a union: itself without its bounds, its origin, its arguments, and the bounds."""
+    return [(kind, get_origin(kind), get_args(kind), getattr(one, "__metadata__", ()))
+            for one in alternatives(annotation) for kind in [bare(one)]]
+
+
+def _fits_one(value: Any, kind: Any, origin: Any, items: tuple[Any, ...], bounds: tuple[Any, ...]) -> bool:
+    if kind is str:
+        return isinstance(value, str)
     if kind is Any:
         return True
     if kind in (int, float):

@@ -286,7 +286,10 @@ class Schedule:
             return backward  # a credit costs nothing and may free the stages before
         if self.queue and self.returns_done == self.num_microbatches:
             return self.weight()
-        ready = Ready(self.forward() if self._may_forward() else None, backward, self.weight(), self.stage,
+        may_forward = self._may_forward()
+        if backward is None and not may_forward and not self.queue:
+            return None  # half of all questions
+        ready = Ready(self.forward() if may_forward else None, backward, self.weight(), self.stage,
                       self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
         chosen = self.policy.choose(ready)
