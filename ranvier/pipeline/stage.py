@@ -380,7 +380,7 @@ class Stage:
                 except RanvierError:
                     raise
                 except (Exception, SystemExit) as error:
-                    self._note(error, f"block {name}, forward of microbatch {number}")
+                    self._explain(error, f"block {name}, forward of microbatch {number}")
                     if isinstance(error, (AttributeError, TypeError)):
                         _note_state(error, state)
                     raise
@@ -458,7 +458,7 @@ class Stage:
             with _AS_THEY_ARE if self._others is None else self._others.around("loss"):
                 total, weight = loss_parts(self._loss(state, targets))
         except (Exception, SystemExit) as error:
-            self._note(error, f"the loss of microbatch {number}")
+            self._explain(error, f"the loss of microbatch {number}")
             if (hint := wrapping_hint(state)) is not None:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
@@ -478,9 +478,9 @@ class Stage:
         self._weight_sum += weight.detach().reshape(()).double() if isinstance(weight, Tensor) else weight
         return total.float() if is_half(total.dtype) else total  # a scaled fp16 loss would overflow
 
-    def _note(self, error: BaseException, where: str) -> None:
-        """As the function; ModelError, too, for a gradient by a tensor that only an earlier stage has used, and for a
-        second derivative of layers that are split."""
+    def _explain(self, error: BaseException, where: str) -> None:
+        """Add to an error of a user's code where it arose. ModelError in its place for a gradient by a tensor that only
+        an earlier stage has used, and for a second derivative of layers on rows and columns."""
         _note(error, where)
         if self.blocks[0][0] and "not have been used in the graph" in str(error):
             raise carried_tensors.partial_gradient(where) from error
@@ -515,7 +515,7 @@ class Stage:
                 if last:
                     self._close(self.blocks[0][0])
         except (Exception, SystemExit) as error:
-            self._note(error, f"the backward of microbatch {number}")
+            self._explain(error, f"the backward of microbatch {number}")
             if self._overlaps and "modified by an inplace operation" in str(error):
                 raise _changed_under_way(number) from error
             raise

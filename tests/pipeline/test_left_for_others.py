@@ -524,12 +524,13 @@ def test_a_parameter_that_is_no_plain_tensor_is_refused(weight):
         train(wrapped, Mesh())
 
 
-def test_batch_norm_over_all_ranks_is_refused_on_several():
+def test_batch_norm_over_all_ranks_is_refused_on_several_stages():
     """Its ranks are all of torch.distributed."""
     def model(training=True):
         return [nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4).train(training), nn.Linear(4, 4))], squared
 
     train(lambda: model(training=False), Mesh(pipe=2))
+    run_ranks(lambda world: Engine(model()[0], world, mesh=Mesh(data=2), loss=squared).close(), 2)  # all call it
     with raises("sync-batch-norm", where="module 1.0"):
         train(model, Mesh(pipe=2))
 
