@@ -71,6 +71,8 @@ class World:
     num_lost_ranks: int = 0
     joins: JoinPoint | None = None
     torch_store: Store | None = None
+    num_calls: int = field(default=0, init=False, repr=False)
+    """Collective calls outside of batches that this rank has begun."""
     _first: Backend | None = field(default=None, init=False, repr=False)
     _users: tuple[Backend, Group] | None = field(default=None, init=False, repr=False)
 
@@ -118,6 +120,7 @@ class World:
 
     def _all_ranks(self) -> Group:
         """A group of all ranks for the calls below, opened at the first one."""
+        self.num_calls += 1
         if self._users is None or self._users[0] is not self.backend:
             self._users = self.backend, self.backend.group("user", [range(self.size)])
         return self._users[1]

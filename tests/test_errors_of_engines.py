@@ -160,7 +160,8 @@ def test_a_start_of_mpi_that_does_not_come():
 def test_a_rank_that_sends_no_heartbeat(monkeypatch):
     world = types.SimpleNamespace(rank=1, size=2, store=types.SimpleNamespace(
         set=lambda key, value: None, check=lambda keys: False))
-    heartbeat = types.SimpleNamespace(longest_silence=lambda: (0, 9.0), timeout_seconds=5.0)
+    heartbeat = types.SimpleNamespace(longest_silence=lambda: (0, 9.0), timeout_seconds=5.0,
+                                      find_waiting_rank=lambda: None)
     monkeypatch.setattr(failures, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(failures, "find_waiting_rank", lambda *args: None)
     with raises("heartbeat-missing", where="rank 0", value="9 s"):

@@ -225,7 +225,7 @@ def _finish(world: World, codes: list[int], heartbeat: Heartbeat | None) -> None
 def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
     """Wait until the program of every rank has ended; some still write reports long after the others have ended.
 
-    MessageTimeout if one sends no heartbeat in time, LaunchError if one is in an engine call that needs this rank.
+    MessageTimeout if one sends no heartbeat in time, LaunchError if one is in a call that needs this rank.
     """
     try:
         world.store.set(f"{FINISHED}/{world.rank}", "")
@@ -239,6 +239,7 @@ def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
             if time.monotonic() - checked >= CHECK_SECONDS:
                 # Two checks in a row: between publishing its last call and its end, a rank may look as if it waited.
                 before, needed_by = needed_by, find_waiting_rank(world.store, world.rank, range(world.size))
+                needed_by = heartbeat.find_waiting_rank() if needed_by is None else needed_by
                 if needed_by is not None and needed_by == before:
                     raise _ended_early(world, needed_by)
                 checked, (rank, seconds) = time.monotonic(), heartbeat.longest_silence()
@@ -252,9 +253,10 @@ def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
 
 def _ended_early(world: World, other: int) -> LaunchError:
     action = (call_with_timeout(lambda: read_actions(world.store, [other])) or {}).get(other, (0, "a call"))[1]
-    return LaunchError(f"ended its program with exit code 0 while rank {other} ({_describe_now(world, other)}) "
-                       f"needs it, which is in {action}", code="rank-ended-early", where=f"rank {world.rank}",
-                       remedy="Make the same calls of the engine on all ranks, and end the program after the last one.")
+    return LaunchError(f"ended its program while rank {other} ({_describe_now(world, other)}) needs it, which is in "
+                       f"{action}", code="rank-ended-early", where=f"rank {world.rank}",
+                       remedy="Make the same calls of the engine, of Checkpoints and of the world on all ranks, and "
+                              "end the program after the last one; sys.exit with an error ends all ranks.")
 
 
 def kill_local_stopped_ranks(launcher: str) -> None:

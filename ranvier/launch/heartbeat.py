@@ -130,6 +130,12 @@ class Heartbeat:
         rank = max(self._heard, key=lambda rank: self._heard[rank][1])
         return rank, self._heard[rank][1] * CHECK_SECONDS
 
+    def find_waiting_rank(self) -> int | None:
+        """A rank that `longest_silence` has found to have begun more calls of all ranks than this one, outside of
+        batches; None if there is none."""
+        calls = {rank: int(beat.partition(" ")[2] or 0) for rank, (beat, _) in self._heard.items()}
+        return next((rank for rank, count in calls.items() if count > self._world.num_calls), None)
+
     def close(self) -> None:
         """Stop. A thread inside a store call while the interpreter shuts down would crash the process."""
         self._ending.set()
@@ -148,7 +154,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", str(self._count))
+        self._store.set(f"{HEARTBEAT_KEY}{self._world.rank}", f"{self._count} {self._world.num_calls}")
 
     def _watch(self) -> None:
         overdue = self._world.overdue()

@@ -159,6 +159,7 @@ class Engine:
         check_objects(policy, optimizer)
         check_arguments(Engine.__init__, locals(), but=("model", "sample"))
         self.world, self.flags = world, flags
+        world.num_calls += 1
         refuse_default_device()
         if plan is not None:
             refuse_settings_beside(mesh=mesh, pipeline=pipeline, tensor=tensor, memory=memory, optim=optim,
@@ -415,6 +416,7 @@ class Engine:
 
     def during(self, call: str) -> AbstractContextManager[None]:
         """Inside, this rank waits for others in `call`: reports of hangs say so, here and on other ranks."""
+        self.world.num_calls += 1
         return self._connections.board.during(call)
 
     @of_engine

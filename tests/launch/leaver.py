@@ -20,6 +20,9 @@ class Leaves(nn.Linear):
 
 engine = ranvier.Engine([nn.Linear(4, 4), Leaves(4, 4)], world, loss=lambda output, targets: (output.sum(), 2.0),
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+if where == "raise" and world.rank == 1:
+    raise SystemExit(3)  # which no handler of Ranvier's sees
+world.gather_objects(world.rank)
 for _step in range(3):
     engine.train_batch([(torch.ones(2, 4), torch.ones(2))])
     if where == "loop" and world.rank == 1:
