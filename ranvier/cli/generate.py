@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+from click.core import ParameterSource
 
 from ranvier.cli.options import NUMBER_FORMATS
 from ranvier.cli.ranks import tell_once, work_as_rank
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=int, help="Sample from this number of most likely tokens only.")
 @click.option("--top-p", type=float, default=1.0, show_default=True,
               help="Sample from the most likely tokens whose probabilities add up to this.")
+@click.option("--repetition-penalty", type=float,
+              help="Divides the logits of tokens that the text has.  [default: as generation_config.json says, or 1]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed for sampling.")
 @click.option("--stop", multiple=True, help="A text that ends the answer, and is left out; may be given several times.")
 @click.option("--mesh.data", "data", type=click.IntRange(min=1), default=1, show_default=True,
@@ -65,20 +69,28 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     The mesh may be any, whatever the model was trained on. With --temperature 0 the texts are the same on every mesh.
     """
     from ranvier.config.run import Comm, Launch
+    from ranvier.inference import generation_config
     from ranvier.inference.trained import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
     from ranvier.models.token_sampling import Sampling
 
     mesh = Mesh(data=data, pipe=pipe, row=row, col=col)
-    sampling = Sampling(temperature=options.pop("temperature"), top_k=options.pop("top_k"),
-                        top_p=options.pop("top_p"), seed=options.pop("seed"))
+    flags = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "repetition_penalty", "seed")}
+    sampling = Sampling(**{name: value for name, value in flags.items() if value is not None})
     asked = _prompts(prompts, file)
     if "" in stop:
         raise ConfigError("is empty, and every text has it", code="stop-empty", where="stop", value="",
                           remedy="Give a text, or leave it out.")
     found = open_model(model, tell_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
+    folder = found.origin if found.tokenizer is None else found.tokenizer.parent
+    if flags["repetition_penalty"] is None:
+        sampling = replace(sampling, repetition_penalty=generation_config.repetition_penalty(folder))
+    source = click.get_current_context().get_parameter_source
+    if text := generation_config.not_followed(folder, samples=sampling.temperature > 0, given={
+            name for name in flags if source(name) is not ParameterSource.DEFAULT}):
+        tell_once(text)
     world = launch.start_ranks(mesh, Comm(), Launch(device=device), stream=sys.stderr)  # type: ignore[arg-type]  # a choice
     return work_as_rank(world, lambda: _write(
         found, writer, asked, world, mesh, sampling, stop=stop, as_json=as_json, **options))

@@ -93,8 +93,9 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
             if outputs is not None:
                 for text, logits_BSV in zip(own, outputs, strict=False):
                     assert isinstance(logits_BSV, torch.Tensor)  # a decoder's head gives one tensor
+                    earlier = [*text.prompt, *text.written]
                     chosen[text.number] = next_token(logits_BSV[0, -1, :vocab], sampling, text=text.number,
-                                                     position=len(text.prompt) + len(text.written))
+                                                     position=len(earlier), earlier=earlier)
             for replica, root in enumerate(roots):
                 part = chosen[replica::mesh.num_replicas].contiguous()
                 ranks.broadcast(part, root=root).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,15 @@ class Sampling:
         temperature: 0 takes the most likely token (greedy decoding).
         top_k: only so many of the most likely tokens; None for all.
         top_p: only the most likely tokens whose probabilities add up to so much (Holtzman et al., 2020).
+        repetition_penalty: divides positive logits of tokens that the text has, and multiplies negative ones (Keskar et
+            al., 2019).
         seed: of the draws.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -32,19 +36,27 @@ class Sampling:
         for name, value, wrong, remedy in (
                 ("temperature", self.temperature, not 0 <= self.temperature < float("inf"), "Use 0 or more."),
                 ("top-k", self.top_k, self.top_k is not None and self.top_k < 1, "Use 1 or more, or leave it out."),
-                ("top-p", self.top_p, not 0 < self.top_p <= 1, "Use more than 0, and at most 1.")):
+                ("top-p", self.top_p, not 0 < self.top_p <= 1, "Use more than 0, and at most 1."),
+                ("repetition-penalty", self.repetition_penalty, not 0 < self.repetition_penalty < float("inf"),
+                 "Use more than 0; 1 is no penalty.")):
             if wrong:
                 raise ConfigError("cannot be sampled with", code="sampling-value", where=name, value=value,
                                   remedy=remedy)
 
 
-def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int = 0) -> int:
+def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int = 0,
+               earlier: Collection[int] = ()) -> int:
     """One token number.
 
-    logits_V: [V], those of tokens that the tokenizer knows. The draw depends on (seed, text, position) alone. It is the
-    Gumbel-max trick: the largest of logits plus Gumbel noise.
+    logits_V: [V], those of tokens that the tokenizer knows. earlier: the tokens of the text, for the penalty. The draw
+    depends on (seed, text, position) alone. It is the Gumbel-max trick: the largest of logits plus Gumbel noise.
     """
     scores_V = logits_V.detach().to("cpu", torch.float64)
+    if sampling.repetition_penalty != 1:
+        repeated = torch.tensor([token for token in set(earlier) if token < len(scores_V)], dtype=torch.int64)
+        scores = scores_V[repeated]
+        scores_V = scores_V.index_copy(0, repeated, torch.where(
+            scores < 0, scores * sampling.repetition_penalty, scores / sampling.repetition_penalty))
     if sampling.temperature == 0:
         return int(scores_V.argmax())
     scores_V = scores_V / sampling.temperature

@@ -13,6 +13,7 @@ from ranvier.cli.generate import _complete, _prompts
 from ranvier.cli.main import run_command
 from ranvier.data.tokenizer import load, train
 from ranvier.inference.generate import StopWords, Text
+from ranvier.inference.generation_config import not_followed
 from tests.errors import reports
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the brown bear "
@@ -64,6 +65,31 @@ def test_the_text_is_that_of_transformers(folder, capsys, tmp_path):
     found = written(capsys, folder, "--prompt", "the quick", "--prompts", lines)
     assert [one["answer"] for one in sorted(found, key=lambda one: one["prompt"])] == [
         theirs(folder, prompt) for prompt in ("fox and bear", "the lazy dog", "the quick")]
+
+
+def test_the_models_repetition_penalty_is_that_of_its_folder(folder, capsys, tmp_path):
+    """Token for token as transformers, over the prompt and what is written; the flag counts instead."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({
+        "repetition_penalty": 0.4, "temperature": 0.6, "do_sample": True, "no_repeat_ngram_size": 0, "min_p": 0.1}))
+    (one,) = written(capsys, tmp_path, "--prompt", "the quick brown")
+    assert one["answer"] == theirs(tmp_path, "the quick brown")
+    (plain,) = written(capsys, tmp_path, "--prompt", "the quick brown", "--repetition-penalty", "1")
+    assert plain["answer"] == theirs(folder, "the quick brown") != one["answer"]
+
+
+@pytest.mark.parametrize(("said", "flags", "told"), [
+    ({"do_sample": False, "temperature": 0.6, "min_p": 0.2, "top_k": 20}, {}, ""),
+    ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 1.0}, {}, "temperature, top_k: not read, give "
+                                                                           "--temperature 0.6 --top-k 50"),
+    ({"do_sample": True, "temperature": 0.6, "min_p": 0.2}, {"given": {"temperature"}}, "min_p 0.2: not supported"),
+    ({"do_sample": True, "min_p": 0.2, "num_beams": 4}, {"samples": False}, "num_beams 4: not supported by generate"),
+    ({"suppress_tokens": [], "guidance_scale": None, "num_beams": 1, "max_length": 20, "eos_token_id": [1, 2]}, {}, ""),
+    ({"suppress_tokens": [7], "no_repeat_ngram_size": 3}, {}, "no_repeat_ngram_size 3, suppress_tokens [7]: not")])
+def test_what_else_the_folder_says_of_texts_is_told(tmp_path, said, flags, told):
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    found = not_followed(tmp_path, **{"samples": True, "given": (), **flags})
+    assert told in found and bool(found) == bool(told), found
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])

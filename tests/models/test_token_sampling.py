@@ -54,7 +54,7 @@ def test_texts_have_draws_of_their_own():
 
 
 @pytest.mark.parametrize("wrong", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_k=0),
-                                   dict(top_p=0.0), dict(top_p=1.1)])
+                                   dict(top_p=0.0), dict(top_p=1.1), dict(repetition_penalty=0.0)])
 def test_settings_that_mean_nothing_are_refused(wrong):
     with raises("sampling-value", next(iter(wrong)).replace('_', '-')):
         Sampling(**wrong)

@@ -1,0 +1,51 @@
+"""What the generation_config.json of a model says of its texts, which transformers follows by default."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ranvier.system.untrusted_file import json_object
+
+_FILE = "generation_config.json"
+_MOST_BYTES = 1 << 24
+_FLAGS: Mapping[str, object] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Fields of sampling that are flags of `generate`, each with the value that changes no text."""
+_SAMPLING: Mapping[str, object] = {"min_p": 0.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0,
+                                   "eta_cutoff": 0.0}
+"""Fields of sampling that are not followed."""
+_OTHERS: Mapping[str, object] = {
+    "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
+    "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_eos_token_id": None, "sequence_bias": None,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "stop_strings": None, "penalty_alpha": 0.0,
+    "dola_layers": None, "watermarking_config": None}
+"""Fields of all texts that are not followed."""
+
+
+def repetition_penalty(folder: Path) -> float:
+    """That of the model in `folder`; 1 where it names none that can be."""
+    found = json_object(folder / _FILE, _MOST_BYTES).get("repetition_penalty")
+    return float(found) if isinstance(found, int | float) and 0 < found < float("inf") else 1.0
+
+
+def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
+    """What the model in `folder` says, and `generate` does not follow, as a line for its user; empty where that is
+    nothing. samples: tokens are drawn. given: flags that the user has set, which count instead."""
+    said = json_object(folder / _FILE, _MOST_BYTES)
+    draws = samples and said.get("do_sample") is True
+    flags = {name: value for name, value in _changing(said, _FLAGS).items() if draws and name not in given}
+    others = _changing(said, {**(_SAMPLING if draws else {}), **_OTHERS})
+    parts = []
+    if others:
+        parts.append(f"{', '.join(f'{name} {value}' for name, value in others.items())}: not supported by generate")
+    if flags:
+        words = (f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        parts.append(f"{', '.join(flags)}: not read, give {' '.join(words)}")
+    return f"{folder / _FILE} names {'; '.join(parts)}" if parts else ""
+
+
+def _changing(said: Mapping[str, Any], neutral: Mapping[str, object]) -> dict[str, object]:
+    """The fields of `neutral` that say something else than nothing."""
+    return {name: said[name] for name, none in neutral.items() if said.get(name) not in (None, none, [])}
