@@ -97,7 +97,10 @@ class _NumberPerAxis(Mapping[str, int]):
         self.__dict__.update(self._numbers, axes=tuple(axes))
 
     def __getitem__(self, axis: str) -> int:
-        return self._numbers[axis]
+        try:
+            return self._numbers[axis]
+        except KeyError:
+            raise KeyError(f"{axis} is not an axis: {', '.join(self)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, NoReturn, overload
@@ -173,15 +173,27 @@ class World:
 
 
 def _as_plain_values(value: object, where: str) -> object:
-    """`value`. ConfigError for one that JSON does not have."""
+    """`value`. ConfigError for one that JSON does not have; a dict's keys would come back as texts."""
     try:
         json.dumps(value)
+        if (key := next(filter(lambda key: not isinstance(key, str), _keys(value)), None)) is not None:
+            raise TypeError(f"the key {key!r} of a dict is no text")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"takes numbers, texts, lists and dicts, as JSON has them: {error}", code="value-not-json",
                           where=where, value=type(value).__name__,
-                          remedy="Give a tensor's tolist() or item()."
+                          remedy="Give a tensor's tolist() or item(), and list(d.items()) of such a dict."
                           ) from error
     return value
+
+
+def _keys(value: object) -> Iterator[object]:
+    """The keys of all dicts in `value`."""
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _keys(part)
 
 
 def _copied(tensor: Tensor) -> Tensor:

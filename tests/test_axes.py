@@ -121,6 +121,8 @@ def test_questions_by_role_count_another_axis():
 
 
 def test_names_that_are_no_axes():
+    with pytest.raises(KeyError, match="expert is not an axis: data, pipe"):
+        Mesh(data=2).coordinates(1)["expert"]
     with pytest.raises(TypeError, match="context is not an axis"):
         Mesh(context=2)
     with pytest.raises(TypeError, match="size is a name that every mesh has"):

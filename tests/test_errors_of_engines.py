@@ -110,6 +110,8 @@ def test_calls_of_a_world():
     for call in (alone().gather_objects, alone().broadcast):
         with raises("value-not-json", value="dict"):
             call({"gradient": torch.ones(2)})
+        with raises("value-not-json", 7, "items()"):
+            call([1, {"counts": {7: 0.5}}])
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ from functools import cache
 from typing import cast
 
 from ranvier.block import still_frozen, untrained_layers
-from ranvier.config.named_object import make_object
+from ranvier.config.named_object import lacks, make_object
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
 from ranvier.elastic.controller import Controller
 from ranvier.elastic.freezing import Cap, FreezePolicy, GradientNorm, Manual, NoFreezing
+from ranvier.errors import ConfigError
 from ranvier.models import families
 
 POLICY_METHODS = ("frozen_layers()",)
@@ -21,7 +22,10 @@ POLICY_METHODS = ("frozen_layers()",)
 def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy | None = None,
                   eval_samples: int = 0) -> Controller:
     """The controller of a run, as it was started. policy: decides instead of the one that the run names. eval_samples:
-    held-out samples, for a policy that compares the layers' outputs."""
+    held-out samples, for a policy that compares the layers' outputs. ConfigError for an object that is no policy."""
+    if policy is not None and (missing := lacks(policy, POLICY_METHODS)) is not None:
+        raise ConfigError(f"has no {missing}", code="freezing-object-incomplete", where="train(freezing=...)",
+                          value=type(policy).__name__, remedy="Give it what docs/extending.md describes.")
     named = policy_of(run.elastic) if policy is None else policy
     freezes = policy is not None or run.elastic.freeze != "none"
     return Controller(

@@ -337,5 +337,7 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
     assert named_policy.policy_of(elastic).asked == 0, "each run has a policy of its own"
     with raises("object-lacks-attribute", "elastic.freeze", "frozen_layers"):
         named_policy.policy_of(Elastic(freeze="my_policies:none"))
+    with raises("freezing-object-incomplete", "freezing", "frozen_layers", value="object"):
+        named_policy.controller_of(resolve(run), 8, policy=object())
     wrong = resolve(replace(run, elastic=replace(elastic, options=("depth=2",))))
     assert ("object-raised", "elastic.freeze") in [(problem.code, problem.where) for problem in problems(wrong)]
