@@ -89,6 +89,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
     """
     from ranvier.checkpoint.hf.from_pretrained import missing_weights
     from ranvier.config.other_mesh import refit
+    from ranvier.data.prepare import unwritable_cache
     from ranvier.launch.start import local_devices
     from ranvier.planner.auto import open_axes_of, with_plan, with_pretrained
     from ranvier.planner.problems import problems as find_problems
@@ -110,6 +111,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
         run, warning = refit(run, started.size, started.launcher, find_problems)
         warnings.append(warning)
         open_problems = []
+    if started is None and not problems:
+        problems += unwritable_cache(run)
     if open_problems or problems:
         raise ConfigProblems([*open_problems, *problems])
     if started is not None and started.launcher != "local" and run.max_restarts:

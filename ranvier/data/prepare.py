@@ -10,12 +10,13 @@ from pathlib import Path
 from ranvier.config.named_object import blamed, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
-from ranvier.data.cache import CacheOnly, NotInCache, Progress
+from ranvier.data.cache import CacheOnly, NotInCache, Progress, cache_folder
 from ranvier.data.class_numbers import with_labels
 from ranvier.data.corpus import HUB, on_hub
 from ranvier.data.named_files import is_data_set
 from ranvier.data.task import EvalSet, Prepared, Task, eval_set_runs
 from ranvier.errors import ConfigError, DataError, RanvierError
+from ranvier.system.atomic_file import folder_problem
 
 _MODULES = {"reward": "preference"}
 """Shipped task -> its module, where that has another name."""
@@ -81,6 +82,21 @@ def cached(run: Run) -> Prepared | None:
         return prepare(run, CacheOnly())
     except (NotInCache, RanvierError, OSError):
         return None
+
+
+def unwritable_cache(run: Run) -> list[DataError]:
+    """The cache folder, where it cannot be written and lacks data of the run, which the ranks would write there."""
+    folder = cache_folder(run)
+    if (problem := folder_problem(folder)) is not None:
+        try:
+            for one in (run, *eval_set_runs(run).values()):
+                task_of(one).prepare(one, CacheOnly())
+        except NotInCache:
+            return [DataError(f"lacks data of the run, and cannot be written: {problem}", code="cache-not-writable",
+                              where=f"cache {folder}", remedy="Choose another folder with `--data.cache-dir`.")]
+        except Exception:  # the ranks report it
+            pass
+    return []
 
 
 def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str, ...] = ()) -> Prepared:

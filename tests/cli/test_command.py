@@ -22,6 +22,7 @@ from ranvier.launch import start
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 from tests import tiny_runs
+from tests.errors import reports
 
 
 def ranvier(*args, cwd=None):
@@ -128,6 +129,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_ranks_are_started(cap
     (tmp_path / "file").write_text("")
     assert run_command(["train", "gpt-tiny", "--run-dir", str(tmp_path / "file" / "run"), "--json"]) == 2
     assert [error["code"] for error in json.loads(capsys.readouterr().out)["errors"]] == ["lease-not-writable"]
+    where = tmp_path / "file" / "cache"
+    args = ["train", "gpt-tiny", "--data.cache-dir", str(where), "--run-dir", str(tmp_path / "run")]
+    with reports("cache-not-writable"):
+        assert run_command(args) == 2
+    assert capsys.readouterr().err == (
+        f"ranvier: error: cache {where}: lacks data of the run, and cannot be written: Not a directory. Choose another "
+        "folder with --data.cache-dir.\n")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused(capsys, tmp_path):
