@@ -170,6 +170,8 @@ def test_plans_that_cannot_be(tmp_path):
         plan._write_page(Page(title="x", subtitle=""), tmp_path / "none" / "x.html")
     with raises("not-finite-option", where="--jitter", value=math.inf):
         plan.simulate("x", Run(), "laptop", jitter=math.inf)
+    with raises("mesh-needs-ranks", 4, 3):
+        plan.simulate("x", Run(mesh=Mesh(data=4)), "laptop", ranks=3)
     with raises("cluster-too-small-for-mesh", 512, "Laptop"):
         plan.simulate("x", Run(mesh=Mesh(data=512), batch=Batch(global_size=512, microbatch_size=1)), "laptop")
     with raises("malformed-slow-stage", where="--slow", value="0:x:2"):

@@ -51,6 +51,10 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     from ranvier.inference.trained import open_trained
     from ranvier.launch import start as launch
 
+    for option, value in (("path", lm_eval_path), ("limit", lm_eval_limit), ("shots", lm_eval_shots)):
+        if harness is None and value is not None:
+            raise ConfigError("has no effect without `--lm-eval TASKS`", code="lm-eval-option-alone",
+                              where=f"--lm-eval-{option}", value=str(value), remedy="Name the tasks, or leave it out.")
     trained = open_trained(model, tell_once, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)

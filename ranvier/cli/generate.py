@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from ranvier.cli.options import NUMBER_FORMATS
 from ranvier.cli.ranks import tell_once, work_as_rank
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, DataError
 from ranvier.system.untrusted_file import parse_json
 
 if TYPE_CHECKING:
@@ -126,14 +126,21 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
 
 
 def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> Writer:
-    """The tokenizer of the model. ConfigError if there is none."""
+    """The tokenizer of the model. ConfigError if there is none, or no chat template."""
     from ranvier.inference.prompts import ChatPrompts, TextPrompts
 
     path = tokenizer or model.tokenizer
     if path is None:
         raise ConfigError("has no tokenizer.json", code="model-without-tokenizer", where="model",
                           value=str(model.origin), remedy="Name one with `--tokenizer`.")
-    return ChatPrompts(path) if chat else TextPrompts(path)
+    try:
+        return ChatPrompts(path) if chat else TextPrompts(path)
+    except DataError as error:
+        if error.code != "folder-without-chat-template":
+            raise
+        raise ConfigError("has no chat template", code="chat-without-template", where="--chat", value=str(path),
+                          remedy="Leave it out, or name the tokenizer.json of a chat model with `--tokenizer`."
+                          ) from error
 
 
 def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: World, mesh: Mesh, sampling: Sampling, *,

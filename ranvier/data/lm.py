@@ -207,7 +207,7 @@ def _trained(run: Run, opened: Sequence[corpora.OpenCorpus], cache: Path, progre
             run, corpus, TOKENIZER_BYTES // len(opened))), run.model.vocab, progress).save(path)
 
     make_once(path, path.exists, make, progress)
-    return tokenizers.load(path)
+    return tokenizers.load(path, tokenizers.REMAKE)
 
 
 def _training_text(run: Run, corpus: corpora.OpenCorpus, limit: int) -> Iterator[str]:

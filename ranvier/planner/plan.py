@@ -197,6 +197,9 @@ def _check(request: Request, num_clusters: int) -> None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
                           value=request.launcher, remedy="Give `--out FILE.toml`, too.")
     if request.out is not None:
+        if request.out_html is not None and request.out.resolve() == request.out_html.resolve():
+            raise ConfigError("is also the file of `--out`", code="page-over-plan", where="--out-html",
+                              value=str(request.out_html), remedy="Name another file.")
         read.check_out(request.out)
         if request.launcher is not None and (reason := write_problem(job_path(request.launcher, request.out))):
             raise job_not_writable(job_path(request.launcher, request.out), reason)
@@ -346,7 +349,7 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
     check_finite("--mtbf-hours", mtbf_hours)
     run, problems = with_pretrained(replace(run, launch=replace(run.launch, cluster=cluster_name)))
     run, unplanned = with_plan(run, ranks)
-    for problem in (*problems, *unplanned, *find_problems(run)):
+    for problem in (*problems, *unplanned, *find_problems(run, ranks)):
         raise problem
     if run.mesh.size > cluster.num_devices:
         raise ConfigError(f"needs {run.mesh.size} devices, and {cluster.name} has {cluster.num_devices}",

@@ -206,6 +206,7 @@ def test_the_harness_that_is_missing(monkeypatch):
     (["CLASSIFICATION", "--data.train", "THIRD", "--data", "THIRD"], "other-classes-than-trained", "'left', 'right'"),
     (["LM", "--mesh.pipe", "99"], None, "mesh.pipe"),
     (["LM", "--ema"], "checkpoint-without-ema", "--optim.ema"),
+    (["LM", "--lm-eval-shots", "0"], "lm-eval-option-alone", "--lm-eval-shots: has no effect"),
     (["FOLDER", "--ema"], "folder-without-ema", "model"),
     (["LM", "--data", "TINY"], "too-little-eval-text", "16 + 1 tokens"),
     (["BARE", "--lm-eval", "x"], "evaluation-tokenizer-missing", "data.tokenizer: "),

@@ -174,7 +174,8 @@ def test_what_may_begin_a_stop_word_is_not_streamed_yet():
     (["--prompt", "a", "--stop", ""], "stop-empty", "leave it out"),
     (["BARE", "--prompt", "x"], "model-without-tokenizer", "--tokenizer"),
     (["BERT", "--prompt", "x"], "not-a-language-model", "span"),
-    (["--prompt", "x", "--tokenizer", "gone.json"], None, "gone.json"),
+    (["--prompt", "x", "--tokenizer", "gone.json"], None, "Give a tokenizer.json"),
+    (["PLAIN", "--prompt", "x", "--chat"], "chat-without-template", "--tokenizer"),
     (["--prompt", "x", "--top-p", "0"], None, "top-p: cannot be sampled with (got 0.0)"),
     (["--prompt", "x " * 90], None, "prompt 1: leaves no room for an answer")])
 def test_refusals(folder, capsys, tmp_path, monkeypatch, args, code, says):
@@ -184,13 +185,16 @@ def test_refusals(folder, capsys, tmp_path, monkeypatch, args, code, says):
     (tmp_path / "messages.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     if "BARE" in args:
         shutil.copytree(folder, tmp_path / "BARE", ignore=shutil.ignore_patterns("tokenizer.json"))
+    if "PLAIN" in args:
+        shutil.copytree(folder, tmp_path / "PLAIN", ignore=shutil.ignore_patterns("tokenizer_config.json"))
     if "BERT" in args:
         transformers = pytest.importorskip("transformers")
         transformers.BertForQuestionAnswering(transformers.BertConfig(
             vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
             max_position_embeddings=16)).save_pretrained(tmp_path / "BERT")
     with reports(code) if code else nullcontext():
-        assert run_command(["generate", *([] if args[:1] in (["BARE"], ["BERT"]) else [str(folder)]), *args]) == 2
+        model = [] if {*args[:1]} & {"BARE", "BERT", "PLAIN"} else [str(folder)]
+        assert run_command(["generate", *model, *args]) == 2
     assert says in capsys.readouterr().err
 
 

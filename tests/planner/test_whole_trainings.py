@@ -184,7 +184,8 @@ def test_a_cluster_without_a_plan_says_why_beside_the_others(here, capsys):
     ({"what_if": ["between.speed=2"]}, "malformed-what-if"), ({"what_if": ["between.bandwidth"]}, "malformed-what-if"),
     ({"what_if": ["name=2"]}, "malformed-what-if"), ({"what_if": ["nodes=2"], "measure": 1}, "comparison-with-output"),
     ({"launcher": "slurm"}, "launcher-without-out"), ({"price": 2.0}, "goal-without-tokens"),
-    ({"goal": Goal(tokens=1e9, budget=1.0)}, "budget-without-price")])
+    ({"goal": Goal(tokens=1e9, budget=1.0)}, "budget-without-price"),
+    ({"out": Path("same.toml"), "out_html": Path("./same.toml")}, "page-over-plan")])
 def test_what_cannot_be_asked(asked, code):
     with raises(code):
         plan("small", RUN, ["h100"], Request(searched="mesh", ranks=2, **asked))
