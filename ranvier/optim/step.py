@@ -208,7 +208,8 @@ class Updater:
                 raise ConfigError("picks none of the parameters that this rank trains", code="optimizer-picks-none",
                                   where="optimizer", value=len(owned),
                                   remedy="Freeze what it leaves out (requires_grad_(False)) before the engine is "
-                                         "built: on ranks that train nothing it is not called.") from error
+                                         "built: on ranks that train nothing it is not called. Where another engine "
+                                         "trains that, as of a GAN, give it a group with lr=0.") from error
             refuse_closures(self.users)
             in_groups = {id(one) for group in getattr(self.users, "param_groups", ()) for one in group["params"]}
             if in_groups and in_groups.isdisjoint(id(one) for one in owned):

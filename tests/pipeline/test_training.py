@@ -410,7 +410,7 @@ class Wrapped:
 def test_an_optimizer_of_one_stages_parameters():
     """It is called on all ranks that train something."""
     make = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4))
-    with raises("optimizer-picks-none", where="optimizer", value=2):
+    with raises("optimizer-picks-none", "a group with lr=0", where="optimizer", value=2):
         on_mesh(make, Mesh(pipe=2), lambda engine: None, optimizer=lambda named_parameters: Wrapped(named_parameters))
 
     def work(engine):
@@ -419,6 +419,40 @@ def test_an_optimizer_of_one_stages_parameters():
 
     assert on_mesh(lambda: frozen(make(), lambda name: name.startswith("b0")), Mesh(pipe=2), work,
                    optimizer=lambda named_parameters: Wrapped(named_parameters)) == [(0, True), (0, False)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_engines_that_share_a_block_train_each_their_own(size):
+    """A GAN: the generator's engine has a group of rate 0 for the discriminator, on a stage of that alone, too."""
+    def program(world):
+        torch.manual_seed(0)
+        maker, judge, mesh = nn.Linear(4, 4), nn.Linear(4, 1), Mesh(pipe=world.size)
+        own = set(map(id, maker.parameters()))
+
+        def groups(parameters):
+            parts = [[one for one in parameters if (id(one) in own) is wanted] for wanted in (True, False)]
+            return torch.optim.Adam([{"params": parts[0]}, {"params": parts[1], "lr": 0.0}], lr=0.05)
+
+        generator = Engine([maker, judge], world, mesh=mesh, optimizer=groups,
+                           loss=lambda y, t: (nn.functional.softplus(-y).sum(), len(t)))
+        discriminator = Engine([nn.Identity(), judge], world, mesh=mesh,
+                               optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.05),
+                               loss=lambda y, t: ((y - t).square().sum(), len(t)))
+        batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+        return [engine.train_batch([(x, torch.ones(8, 1))]).loss for x in batches
+                for engine in (discriminator, generator)]
+
+    losses = run_ranks(program, size)[0]
+    maker, judge = (torch.manual_seed(0), nn.Linear(4, 4), nn.Linear(4, 1))[1:]
+    steps = [torch.optim.Adam(one.parameters(), lr=0.05) for one in (judge, maker)]
+    for step, loss in enumerate(losses):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step // 2))
+        expected = ((judge(x) - 1).square() if step % 2 == 0 else nn.functional.softplus(-judge(maker(x)))).sum() / 8
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for one in steps:
+            one.zero_grad()
+        expected.backward()
+        steps[step % 2].step()
 
 
 def test_an_optimizer_that_computes_the_loss_itself():
