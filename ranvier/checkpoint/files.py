@@ -235,6 +235,7 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
             for name in names:
                 to_disk(Path(place, name))
             to_disk(Path(place))
+        check_free(out)  # another writer may have been faster
         os.rename(unfinished, out)
         to_disk(out.parent)
     except OSError as error:

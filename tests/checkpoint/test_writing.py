@@ -268,7 +268,7 @@ def test_a_folder_of_results_of_a_killed_writer_is_removed_by_the_next(tmp_path)
     left.mkdir()
     with files.new_folder(tmp_path / "out", 0) as first:
         assert not left.exists()
-        with pytest.raises(CheckpointError), files.new_folder(tmp_path / "out", 0) as second:
+        with raises("output-exists"), files.new_folder(tmp_path / "out", 0) as second:
             assert {first, second} == set(tmp_path.iterdir()), "one that is still written stays"
             (tmp_path / "out").write_bytes(b"")
         (tmp_path / "out").unlink()
