@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -118,7 +119,7 @@ class Segment:
                     if not _origin(hook).startswith(_KNOWN_HOOKS):
                         raise ModelError("has a forward hook, which recomputation would call twice",
                                          code="recompute-with-hook", where=name,
-                                         value=getattr(hook, "__qualname__", type(hook).__name__),
+                                         value=_name(hook),
                                          remedy="Remove the hook, do its work in the module's forward, or set "
                                                 "`--memory.recompute none`.")
 
@@ -274,6 +275,16 @@ def _home(place: _Place) -> dict[str, Any]:
     """The dict of a module that holds the attribute."""
     module, name = place
     return module._buffers if name in module._buffers else module.__dict__
+
+
+def hook_of_all_modules() -> str | None:
+    """The name of a forward hook that others have registered for all modules; None if there is none."""
+    hooks = (*_module._global_forward_pre_hooks.values(), *_module._global_forward_hooks.values())
+    return next((_name(hook) for hook in hooks if not _origin(hook).startswith((*_KNOWN_HOOKS, "torch."))), None)
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def _origin(hook: Any) -> str:

@@ -11,6 +11,7 @@ frozen prefix keeps no graph, and a stage without trainable parameters passes gr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -32,7 +33,7 @@ from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.mean_loss import warn_of_mean
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.result import LastOutputs
-from ranvier.pipeline.segment import Segment
+from ranvier.pipeline.segment import Segment, hook_of_all_modules
 from ranvier.pipeline.trained_elsewhere import OthersParameters
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
@@ -174,6 +175,7 @@ class Stage:
         self._compiled = _compiled_blocks(whole, weight_gradients, self._forwards,
                                           [modules[place] for place in at_once], () if others is None else others.code)
         self._fused = Fused(False if mesh is None else compile)
+        self._has_warned_of_hook = False
 
     @property
     def loss_and_weight(self) -> Tensor:
@@ -184,6 +186,10 @@ class Stage:
         """ModelError where blocks are in a state in which they cannot train."""
         for segment in self._recomputed.values():
             segment.check()
+        if self._recomputed and not self._has_warned_of_hook and (name := hook_of_all_modules()) is not None:
+            self._has_warned_of_hook = True
+            warnings.warn(f"{name}, a hook of all modules (torch.nn.modules.module.register_module_forward_hook), is "
+                          "called twice for modules that are recomputed", stacklevel=6)
 
     def begin(self, training: bool, num_microbatches: int) -> None:
         """A new batch."""

@@ -1,6 +1,7 @@
 """What blocks do to their state and to themselves, where activations are recomputed: done once, or refused by name."""
 
 import random
+import warnings
 from functools import partial
 from threading import Lock
 
@@ -377,6 +378,23 @@ def test_hooks_of_others_are_refused():
         on_mesh(partial(model, linear, hooked), Mesh(), lambda engine: None, memory=Memory(recompute=1))
     on_mesh(partial(model, linear, hooked), Mesh(), lambda engine: None)
     on_mesh(partial(model, linear, Tanh), Mesh(), adds, memory=Memory(recompute=1))
+
+
+@pytest.mark.parametrize("recompute", ["none", 1])
+def test_a_hook_of_all_modules_is_told_of_once(recompute):
+    def work(engine):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                engine.forward_backward(share(engine, points([[1, 2]])))
+        return sum("is called twice for modules" in str(one.message) for one in caught)
+
+    hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        found = on_mesh(partial(model, linear, Tanh), Mesh(), work, memory=Memory(recompute=recompute))
+        assert found == [recompute == 1]
+    finally:
+        hook.remove()
 
 
 # ---------------------------------------------------------------------- the carried state
