@@ -310,6 +310,10 @@ def resume_problems(run: ResolvedRun) -> Iterator[ConfigError]:
                           value="auto", remedy="Set `--run-dir`, or `--checkpoint.dir`, to the same folder each time.")
 
 
+_SMALL_BUCKET = 1024
+"""Parameters; a run with smaller buckets gets a warning."""
+
+
 def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
     """Values that have not the effect that was meant."""
     asked = run.pipeline.in_flight
@@ -324,6 +328,10 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
             yield ConfigError(f"clips by another norm and saves no time: updates wait for all gradients, since {why}",
                               code="clip-from-saves-nothing", where="optim.clip-from", value=run.optim.clip_from,
                               remedy="Leave it out" + ("." if scales else ", or set `--guard.bad-step none`."))
+    if run.optim.bucket_size != "auto" and run.optim.bucket_size < _SMALL_BUCKET:
+        yield ConfigError("makes updates slow: each bucket has a call of its own, and a few of them a collective",
+                          code="bucket-size-small", where="optim.bucket-size", value=run.optim.bucket_size,
+                          remedy="Leave it out, or set 65,536 parameters or more.")
     if run.train.epochs is None:
         yield from length_warnings(run.train)
 

@@ -113,7 +113,8 @@ def test_meshes_say_which_axes_differ():
     ("in-flight-below-stages", "mesh.pipe=4 pipeline.in-flight=2"),
     ("clip-from-saves-nothing", "optim.clip-norm=1 optim.clip-from=previous-step"),
     ("clip-from-saves-nothing", "optim.clip-norm=1 optim.clip-from=previous-step guard.bad-step=none precision=fp16"),
-    ("warmup-longer-than-run", "train.steps=4 train.warmup-steps=4")])
+    ("warmup-longer-than-run", "train.steps=4 train.warmup-steps=4"),
+    ("bucket-size-small", "optim.bucket-size=1")])
 def test_settings_that_do_not_go_together(code, flags):
     values = dict(flag.split("=") for flag in flags.split())
     found = read.merge([read.Layer(origin="flag", is_text=True, values={
