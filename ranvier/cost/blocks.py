@@ -67,20 +67,26 @@ class BlockCost:
     """Model FLOPs: attention counts in full, and recomputation does not count."""
     written_bytes: int
     """Bytes that the block's operations write."""
-    allocated_bytes: int
-    """The part of these bytes that is written into new memory."""
+    forward_bytes: int
+    """Most live bytes of its forward, what enters included, beside those that it keeps. Where they are not counted
+    (`Counting.is_live`) these are all bytes of new memory that it writes."""
+    backward_bytes: int
+    """The same of its backward, with the gradient of what leaves, but without gradients of weights."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     loss_bytes: int = 0
     """Bytes that the loss behind the last block keeps for its backward, such as the logits."""
-    loss_allocated_bytes: int = 0
-    """Bytes of new memory that the loss writes."""
+    loss_forward_bytes: int = 0
+    loss_backward_bytes: int = 0
+    """The loss's `forward_bytes` and `backward_bytes`, beside those that it keeps."""
     target_bytes: int = 0
     """Bytes of the targets, where the loss follows."""
     operand_bytes: int = 0
     """The part of these bytes that products and attention read or write."""
     input_bytes: int
     """Bytes of the carried state that enters the block."""
+    unsaved_input_bytes: int = 0
+    """The part of these bytes that autograd does not keep."""
     output_bytes: int
     """Bytes of the carried state that leaves the block."""
     num_parameters: int

@@ -98,6 +98,14 @@ class StoredMicrobatches:
         return min(most, self.num_microbatches)
 
     @property
+    def stored_before(self) -> int:
+        """Microbatches that the stage before this one stores at once, at most: as many have come here."""
+        if self.at_peak is not None or not self.is_alone or not self.stage:
+            return self.in_flight
+        limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
+        return min(self.policy.stored(limit, self.stage - 1, self.num_stages), self.num_microbatches)
+
+    @property
     def waiting(self) -> float:
         """Others whose weight gradients wait. Of the last ones each is stored or waits."""
         if self.at_peak is not None:
@@ -132,40 +140,67 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
     """
     ties = ties or TiedGradients()
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
-    kept = [cost.kept_bytes + cost.loss_bytes for cost in costs]
-    inside = {place for segment in segments for place in segment}
-    outside = {place: kept[place] for place in range(len(kept)) if place not in inside}
+    inside = {place: kept_again.get(costs[place].name, costs[place].inside_bytes)
+              for segment in segments for place in segment}
+    outside = [cost for place, cost in enumerate(costs) if place not in inside]
     waiting, may_wait = 0, 0
     if microbatches.policy.defers and not microbatches.update_in_backward:
         may_wait = microbatches.deferred if microbatches.defer_bytes == "auto" else microbatches.defer_bytes
-        operands = operand_bytes([cost for place, cost in enumerate(costs) if place not in inside],
-                                 ends_model=stage == num_stages - 1)
+        operands = operand_bytes(outside, ends_model=stage == num_stages - 1)
         waiting = (round(microbatches.waiting * operands) if microbatches.defer_bytes == "auto"
                    else min(microbatches.defer_bytes, microbatches.num_microbatches * operands))
-    entering = costs[0].input_bytes if stage else 0
-    leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
-    until_again = [segment_bytes(costs, segment) for segment in segments]
-    recomputed = 0  # beside what is stored when the backward begins: it is through with what is behind a segment
-    for number, segment in enumerate(segments):
-        behind = sum(until_again[number + 1:]) + sum(
-            size for place, size in outside.items() if place >= segment.stop and not (may_wait and costs[place].defers))
-        recomputed = max(recomputed, sum(kept_again.get(costs[place].name, costs[place].inside_bytes)
-                                         for place in segment) - behind)
-    workspace, behind = costs[-1].loss_allocated_bytes, 0  # behind as before, where a backward comes to a block
-    sending = free = 0  # what is sent has all of its products, so nothing behind waits
-    for place, cost in reversed([*enumerate(costs)]):
-        workspace = max(workspace, cost.allocated_bytes + max(0, gradients[place] - behind, sending - free))
-        left = outside[place] if place in outside else next(
-            (again for again, segment in zip(until_again, segments, strict=True) if segment.start == place), 0)
-        behind += 0 if place in outside and may_wait and cost.defers else left
-        free, sending = free + left, sending + ties.sent.get(place, 0)
-    workspace = max(workspace, sending - free)
-    each = sum(outside.values()) + sum(until_again)
+    each = (sum(cost.kept_bytes for cost in outside) + sum(segment_bytes(costs, segment) for segment in segments)
+            + costs[-1].loss_bytes)
+    recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, waits=bool(may_wait))
     arriving = max(0, ties.arriving - each * max(0, stored - ties.distance))
     return {"activations": stored * each + recomputed,
             "deferred": waiting,
             "workspace": workspace,
-            "messages": (microbatches.in_flight + 1) * entering + 2 * leaving + arriving}
+            "messages": _message_bytes(costs, microbatches, each) + arriving}
+
+
+def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside: Mapping[int, int],
+                   gradients: Sequence[int], sent: Mapping[int, int], *, waits: bool) -> tuple[int, int]:
+    """Most bytes that a forward or a backward needs beside what one microbatch stores in all blocks: of blocks that are
+    recomputed, and the rest. A forward comes to a block before what is behind it is stored; a backward when that is
+    gone, but for operands that wait.
+
+    inside: place in a segment -> bytes that its second run keeps. gradients, sent: as for `activation_bytes`, and of
+    `TiedGradients`. waits: whether products for weights' gradients may wait.
+    """
+    recomputed, most = 0, max(costs[-1].loss_forward_bytes, costs[-1].loss_backward_bytes)
+    stored = left = gone = costs[-1].loss_bytes  # behind a block: in all; gone in its backward, or if nothing waits
+    sending = 0  # gradients of ties, which have all of their products
+    segment_of = {place: segment for segment in segments for place in segment}
+    for place in reversed(range(len(costs))):
+        cost, segment = costs[place], segment_of.get(place, range(0))
+        if place + 1 == segment.stop:
+            again, leaving = sum(inside[each] for each in segment), cost.output_bytes
+            recomputed = max(recomputed, again - left)
+        backward = cost.backward_bytes + max(gradients[place] - left, sending - gone)
+        if segment:
+            most = max(most, again + backward, again + leaving + cost.forward_bytes - left)
+            again -= inside[place]
+        else:
+            most = max(most, backward, cost.forward_bytes - stored)
+        if not segment or place == segment.start:
+            kept = segment_bytes(costs, segment) if segment else cost.kept_bytes
+            stored, gone = stored + kept, gone + kept
+            left += 0 if waits and cost.defers and not segment else kept
+        sending += sent.get(place, 0)
+    return recomputed, max(0, max(most, sending - gone) - recomputed)
+
+
+def _message_bytes(costs: Sequence[BlockCost], microbatches: StoredMicrobatches, each: int) -> int:
+    """Bytes of messages to and from the stages beside this one: a posted receive for each; what has come and is not
+    stored yet, of which there is less where more is stored; a gradient that is being sent; the one with which a
+    backward has begun, and the next."""
+    stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
+    entering = costs[0].input_bytes if stage else 0
+    leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
+    early = max((microbatches.stored_before - stored) * entering, microbatches.stored_before * entering - stored * each)
+    unsaved = stored * costs[0].unsaved_input_bytes if stage else 0
+    return 2 * entering + early + unsaved + 3 * leaving
 
 
 def segment_bytes(costs: Sequence[BlockCost], segment: Sequence[int]) -> int:

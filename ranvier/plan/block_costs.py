@@ -29,6 +29,7 @@ from ranvier.optim.optimizer import storage_bytes
 from ranvier.originals.object_contents import OF_EVERY_MODULE
 from ranvier.plan import kernel_count as kernels
 from ranvier.plan.formats import BlockFormats
+from ranvier.plan.live_bytes import block_peaks, peaks_of
 from ranvier.system.compilation import without_compiler
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
@@ -36,9 +37,6 @@ from ranvier.tensor.deferred_linear import adds_rows
 from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
-
-_MASK_BYTES = 26
-"""Bytes for each element, at most, while an uncompiled CPU draws a mask of dropout (`keyed_random.dropped`)."""
 
 
 class FusedAttention(TorchFunctionMode):
@@ -168,7 +166,7 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
         trains |= cost.num_trainable > 0
         before = f"what block {name} returns"
     if targets is not None:
-        costs[-1] = _with_loss(costs[-1], model, state, _to_meta(targets), dtype, counting)
+        costs[-1] = _with_loss(costs[-1], model, state, trains, _to_meta(targets), dtype, counting)
     if counting.float8:
         in_float8 = {id(cost.kernels): kernels.float8_kernels(cost.kernels, counting) for cost in costs[1:-1]}
         costs[1:-1] = [replace(
@@ -202,18 +200,23 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                                 "supports." + _hint(entered)) from error
     outputs, entered_bytes = named(returned, f"block {name}"), _state_bytes(state)
     more = numbers_bytes(kept.masks, counting, dtype)
-    drawn = drawn_bytes(kept.masks, counting, dtype)  # beside what else the block has in memory
+    peaks = None if not counting.is_live else block_peaks(
+        module, tensors, _as_leaves(state, trains), counting, dtype,
+        nullcontext if counting.has_scores else FusedAttention)
+    forward, backward = (memory.allocated,) * 2 if peaks is None else (peak - kept.count for peak in peaks)
     share, defers = _weights_of(module, count)
     weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered_bytes // 8)
     borrowed = {other for group in model.tied for other in group[1:]}
     stored = kernels.kept_bytes(memory, kept.storages, counting) + more
     return BlockCost(
         name=name, flops=count.flops, written_bytes=count.written,
-        allocated_bytes=memory.allocated + max(0, drawn - max(0, stored - entered_bytes)),
+        forward_bytes=forward, backward_bytes=backward,
         kernels=kernels.run_kernels(count, returned, counting, dtype.itemsize), number_bytes=dtype.itemsize,
         num_repeated=kernels.num_repeated(count, counting, dtype.itemsize), kept_bytes=stored,
         operand_bytes=min(stored, kept.count_of(memory.operands())),
         input_bytes=entered_bytes, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
+        unsaved_input_bytes=entered_bytes - kept.count_of(
+            {plain(tensor).untyped_storage()._cdata for tensor in _tensors(entered)}),
         weight_elements=weight, table_elements=table, float8_products=tuple(products.found), repeated=count.repeated(
             counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
             inside_bytes=kept.count_without([*found.tensors, *_tensors(entered)]) + more),
@@ -223,30 +226,28 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                       if p.requires_grad and f"{name}.{key}" not in borrowed)), returned
 
 
-def _with_loss(last: BlockCost, model: Model, state: State, targets: object, dtype: torch.dtype,
+def _with_loss(last: BlockCost, model: Model, state: State, trains: bool, targets: object, dtype: torch.dtype,
                counting: kernels.Counting) -> BlockCost:
     """The cost of the last block, with the loss behind it."""
     kept = KeptBytes(())
     with kernels.KernelCount() as count, kept:
         if not counting.on_cuda:
             check_loss(model, state, targets, dtype)
-    logits = last.output_bytes if overwrites_logits(model.loss) else 0  # which the loss keeps
     scratch = loss_scratch_bytes(model.loss, state, counting)
+    peaks = None if counting.on_cuda or not counting.is_live else peaks_of(
+        lambda state: _loss_result(model, state, targets, dtype)[0], _as_leaves(state, trains), [], counting, dtype)
+    loss_bytes = max(last.output_bytes, kept.count)
+    forward, backward = (max(0, count.allocated - scratch),) * 2 if peaks is None else (
+        max(0, peak - scratch - loss_bytes) for peak in peaks)
     return replace(last, kernels=(*last.kernels, *kernels.loss_kernels(count, state, counting)),
-                   loss_bytes=max(last.output_bytes, kept.count), target_bytes=_state_bytes(targets),
-                   allocated_bytes=last.allocated_bytes - logits,
-                   loss_allocated_bytes=max(0, count.allocated - scratch))
+                   loss_bytes=loss_bytes, target_bytes=_state_bytes(targets),
+                   loss_forward_bytes=forward, loss_backward_bytes=backward)
 
 
 def numbers_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
     """Bytes by which masks of dropout are larger where they are kept as numbers: on a CPU, uncompiled. masks: bytes of
     each as flags, as `KeptBytes` finds them."""
     return 0 if counting.on_cuda or counting.compiles else (dtype.itemsize - 1) * sum(masks)
-
-
-def drawn_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
-    """Bytes while the largest of these masks is drawn there, from int64 and fp64."""
-    return 0 if counting.on_cuda or counting.compiles else (_MASK_BYTES + 2 * dtype.itemsize) * max(masks, default=0)
 
 
 def loss_scratch_bytes(loss: object, outputs: State, counting: kernels.Counting) -> int:
@@ -329,16 +330,19 @@ def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) 
     """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
     try:
         with torch.enable_grad():
-            if isinstance(model.loss, nn.Module):
-                tensors = _tensors_on_meta(model.loss, BlockFormats(dtype=dtype))
-                result = functional_call(model.loss, tensors, (state, targets))
-            else:
-                result = model.loss(state, targets)
+            result = _loss_result(model, state, targets, dtype)
     except Exception as error:
         raise ModelError(f"does not take what the last block returns: {type(error).__name__}: {error}",
                          code="loss-refuses-output", where="loss",
                          remedy="Its arguments are (output of the last block, targets of the microbatch).") from error
     loss_parts(result)
+
+
+def _loss_result(model: Model, state: State, targets: object, dtype: torch.dtype) -> Any:
+    if isinstance(model.loss, nn.Module):
+        tensors = _tensors_on_meta(model.loss, BlockFormats(dtype=dtype))
+        return functional_call(model.loss, tensors, (state, targets))
+    return model.loss(state, targets)
 
 
 def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:

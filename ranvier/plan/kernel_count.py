@@ -51,7 +51,8 @@ class Counting:
 
     compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
     the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
-    the last are in float8.
+    the last are in float8. is_live: live bytes of forward and backward are counted, on one row and column; a backward
+    runs code of the blocks, which a user's own modules would notice.
     """
 
     compiles: bool = False
@@ -59,6 +60,7 @@ class Counting:
     on_cuda: bool = False
     has_scores: bool = False
     float8: bool = False
+    is_live: bool = False
 
 
 AS_WRITTEN = Counting()
@@ -69,7 +71,7 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
     """The counting that a run's settings imply on such devices (cuda or cpu)."""
     compiles = run.model.compile is True or (run.model.compile == "auto" and device == "cuda")
     return Counting(compiles=compiles and stage_size == 1 and run.memory.recompute != "selective",
-                    compiles_chains=compiles and stage_size > 1,
+                    compiles_chains=compiles and stage_size > 1, is_live=stage_size == 1,
                     on_cuda=device == "cuda", float8=run.model.float8,
                     has_scores=run.model.attention_kernel == "math" and device == "cuda")
 

@@ -43,10 +43,11 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import averages_of, rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
-from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known, drawn_bytes, loss_scratch_bytes, numbers_bytes
+from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known, loss_scratch_bytes, numbers_bytes
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
-from ranvier.plan.kernel_count import INTO_WIDER, counting_of, distinct_bytes
+from ranvier.plan.kernel_count import counting_of
 from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.plan.live_bytes import LiveBytes
 from ranvier.plan.plan import Plan, make_for_run, whole_parameters
 from ranvier.plan.recomputation import recomputed_segments, runs_of
 from ranvier.planner.conditions import conditions_of
@@ -54,7 +55,6 @@ from ranvier.precision import DTYPES
 from ranvier.schedule.limits import Limits, rule_limits
 from ranvier.schedule.policies import policy_named
 from ranvier.system.compilation import without_compiler
-from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.system.pinned_memory import pinned_bytes
 from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
@@ -62,6 +62,7 @@ from ranvier.tensor.meta_mesh import MetaMesh, Uncounted
 from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.quantized_weight import quantized_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
+from ranvier.tensor.split.loss import overwrites_logits
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
 
 Needs = dict[object, Any]
@@ -385,8 +386,9 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             working[name] = needs.working_bytes
             if last:  # of what the loss works in, what is certain
                 cost = costs[row.stage][place]
+                logits = cost.output_bytes if overwrites_logits(part.loss) else 0  # which the loss keeps
                 working[name] = max(working[name], needs.cast_bytes + max(
-                    cost.allocated_bytes, cost.loss_allocated_bytes))
+                    cost.forward_bytes - logits, cost.loss_forward_bytes))
             if place in recomputed:
                 kept_again[name] = needs.kept_bytes
             gathered[pipe] += needs.gathered_bytes
@@ -417,24 +419,6 @@ class _BlockNeeds:
     state: State
 
 
-class _LiveBytes(MemoryTracker):
-    """Counts live bytes on the meta device, and in them operands that a CPU casts to the format of a product's result
-    (`local_products`), which those without values are not. most_cast: of one product."""
-
-    def __init__(self, run: ResolvedRun) -> None:
-        super().__init__(on_meta=True)
-        self.most_cast, self._casts = 0, run.device_type == "cpu"
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        operands = args[-3:-1] if self._casts and func in INTO_WIDER else ()
-        copies = [kwargs["out"].new_empty(distinct_bytes(one) // one.element_size()) for one in operands]
-        self.tag(copies, "cast")
-        self.most_cast = max(self.most_cast, sum(copy.nbytes for copy in copies))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 @without_compiler()
 def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state: State, targets: object, *,
                  recomputed: bool, shares: bool) -> _BlockNeeds:
@@ -456,7 +440,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
             uses += layer.uses
             unreduced += layer.unreduced_bytes
     counting = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size)
-    once, live = mesh.like_panels_once, _LiveBytes(run)
+    once, live = mesh.like_panels_once, LiveBytes(counting, dtype)
     kept = KeptBytes(block.parameters())
     entering = tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state)
     # A recomputed layer keeps all panels that it gathers, whose lengths the backward's must have.
@@ -466,7 +450,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
             state = block(state)
             ends = [*plain(named(state, name)).values()] if targets is None else [part.loss(state, targets)[0]]
         kept_bytes = kept.count
-        working = live.peak_bytes() - kept_bytes + drawn_bytes(kept.masks, counting, dtype)
+        working = live.peak_bytes() - kept_bytes
         numbers = numbers_bytes(kept.masks, counting, dtype)
         leaving = tree_map(partial(on_local, lambda x: torch.empty_like(x, requires_grad=x.requires_grad)), state)
         roots = [(root_of(end), torch.empty_like(end)) for end in ends if end.requires_grad]
@@ -559,7 +543,10 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     `StoredMicrobatches`."""
     num_stages = layout.stages.num_stages
     gradients = [0] * len(costs) if on_mesh.working else _gradient_bytes(run, costs, segments, num_stages)
-    costs = [replace(cost, allocated_bytes=on_mesh.working.get(cost.name, cost.allocated_bytes)) for cost in costs]
+    if on_mesh.working:
+        costs = [replace(cost, forward_bytes=working, backward_bytes=working, loss_forward_bytes=working
+                         if cost.loss_bytes else 0, loss_backward_bytes=0)
+                 for cost in costs for working in [on_mesh.working[cost.name]]]
     found = activation_bytes(costs, segments, StoredMicrobatches(
         stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
         policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,

@@ -366,7 +366,7 @@ _HALVED: Mapping[str, float] = {"fp64": 0.25, "fp32": 0.5, "bf16": 1.0, "fp16": 
 
 
 def _nothing(block: BlockCost) -> BlockCost:
-    return replace(block, flops=0, written_bytes=0, allocated_bytes=0, kernels=(), kept_bytes=0)
+    return replace(block, flops=0, written_bytes=0, forward_bytes=0, backward_bytes=0, kernels=(), kept_bytes=0)
 
 
 # --- facts of blocks --------------------------------------------------------------------------------------------------

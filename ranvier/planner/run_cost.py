@@ -188,7 +188,8 @@ def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) 
         found.append((sum(block.num_owned * of_each + (block.num_parameters - block.num_trainable) * frozen
                           for block in blocks) + of_states
                       + stored * max(activations)
-                      + (max(max(block.allocated_bytes, block.loss_allocated_bytes) for block in blocks)
+                      + (max(max(stages[stage][-1].backward_bytes - stages[stage][-1].loss_bytes,
+                             stages[stage][-1].loss_forward_bytes) for stage in held)
                          if run.mesh.stage_size == 1 else 0), of_states))
     return max(found)
 

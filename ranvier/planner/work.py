@@ -156,8 +156,9 @@ def _counting(run: ResolvedRun) -> Counting:
     return counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size)
 
 
-_GROWING = ("flops", "written_bytes", "allocated_bytes", "kept_bytes", "loss_bytes", "loss_allocated_bytes",
-            "target_bytes", "operand_bytes", "input_bytes", "output_bytes")
+_GROWING = ("flops", "written_bytes", "forward_bytes", "backward_bytes", "kept_bytes", "loss_bytes",
+            "loss_forward_bytes", "loss_backward_bytes", "target_bytes", "operand_bytes", "input_bytes",
+            "unsaved_input_bytes", "output_bytes")
 
 
 def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int) -> list[BlockCost]:

@@ -19,6 +19,7 @@ from ranvier.cost.kernels import Access, Kernel
 from ranvier.mesh import StagePlacement
 from ranvier.models.gpt import flops_per_sequence, gpt
 from ranvier.plan.block_costs import FusedAttention, KeptBytes, block_costs, loss_parts
+from ranvier.plan.kernel_count import Counting
 from ranvier.plan.partition import partition, partition_for, uniform
 from ranvier.schedule.partition import cut
 from tests.covering import examples
@@ -82,17 +83,20 @@ def test_boundaries_that_do_not_cut(boundaries, error):
 
 def test_costs_of_a_chain_of_linear_layers():
     """2 x in x out operations a row; the output is what is written and what leaves. A kernel reads inputs, weights and
-    bias, and writes the output; the loss's are on 14 numbers and their flags, and it keeps errors and flags."""
+    bias, and writes the output; the loss's are on 14 numbers and their flags, and it keeps errors and flags. Beside
+    what is kept a forward has the output, and a backward the gradients of output and input (and of its root)."""
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
-    first, second = block_costs(model, inputs, torch.zeros(7, 2))
+    first, second = block_costs(model, inputs, torch.zeros(7, 2), torch.float32, Counting(is_live=True))
     assert [replace(cost, kernels=(), num_repeated=None) for cost in (first, second)] == [
-        BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, allocated_bytes=7 * 5 * 4,
+        BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, forward_bytes=7 * 5 * 4,
+                  backward_bytes=7 * 5 * 4 + 8,
                   num_trainable=20, num_owned=20, weight_elements=15,
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, operand_bytes=7 * 3 * 4,
                   input_bytes=7 * 3 * 4),
-        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, allocated_bytes=7 * 2 * 4,
-                  loss_bytes=14 * 4 + 14, loss_allocated_bytes=3 * 14 * 4 + 14 + 4 + 8, target_bytes=7 * 2 * 4,
+        BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, forward_bytes=7 * 2 * 4,
+                  backward_bytes=7 * 2 * 4 + 7 * 5 * 4 + 8, loss_bytes=14 * 4 + 14, loss_forward_bytes=3 * 14 * 4,
+                  loss_backward_bytes=4 * 14 * 4 - 14 + 8, target_bytes=7 * 2 * 4,
                   num_trainable=10, num_owned=10, weight_elements=10, output_bytes=7 * 2 * 4, num_parameters=10,
                   kept_bytes=7 * 5 * 4, operand_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
     (product,) = first.kernels
@@ -123,8 +127,9 @@ def test_flops_of_a_gpt_are_the_formula(sizes):
 def test_weights_count_written_bytes_and_on_gpus_the_longer_of_a_kernels_two_times():
     kernels = (Kernel(kind="product", flops=6000, reads=(Access(0, 20, 20),)),
                Kernel(kind="pointwise", reads=(Access(0, 20, 20),), writes=(Access(1, 10, 10),)))
-    cost = BlockCost(name="a", flops=100, written_bytes=10, allocated_bytes=10, output_bytes=0, num_parameters=0,
-                     kept_bytes=0, input_bytes=0, num_trainable=0, num_owned=0, kernels=kernels, number_bytes=2)
+    cost = BlockCost(name="a", flops=100, written_bytes=10, forward_bytes=10, backward_bytes=10, output_bytes=0,
+                     num_parameters=0, kept_bytes=0, input_bytes=0, num_trainable=0, num_owned=0, kernels=kernels,
+                     number_bytes=2)
     assert cost.weight("cpu") == 140.0 and cost.weight("xpu") == 140.0
     assert cost.weight("cuda") == 6000 + 250 * 30
     assert replace(cost, number_bytes=4).weight("cuda") == 6000 + 20 * 30

@@ -200,7 +200,8 @@ def test_gradients_of_weights_on_cuda(recompute):
     left = sum(cost.kept_bytes + cost.loss_bytes for cost in costs[place + 1:])
     elements = costs[place].table_elements + costs[place].weight_elements
     assert elements == (300 * 128 if recompute == "none" else 128 * 512)
-    assert laid_out(run)[1][0].device["workspace"] == costs[place].allocated_bytes + 6 * elements - left
+    left = left if recompute == "none" else 0  # which what is recomputed has taken the place of already
+    assert laid_out(run)[1][0].device["workspace"] == costs[place].backward_bytes + 6 * elements - left
 
 
 def two_in_flight(stage=0, num_stages=2, deferred=0):
@@ -216,8 +217,9 @@ def costs_of_four_blocks(**sizes):
     return costs
 
 
-@pytest.mark.parametrize(("stage", "messages"), [(0, 2 * 7), (1, 3 * 10 + 2 * 7), (2, 3 * 10)])
+@pytest.mark.parametrize(("stage", "messages"), [(0, 3 * 7), (1, 2 * 10 + 3 * 7), (2, 3 * 10)])
 def test_messages_are_what_enters_and_what_leaves(stage, messages):
+    """The last of three stages stores one of two microbatches, and the one before it has sent both."""
     costs = costs_of_four_blocks(input_bytes=10, output_bytes=7)
     assert activation_bytes(costs, [], two_in_flight(stage, 3), {}, [0] * 4)["messages"] == messages
 
