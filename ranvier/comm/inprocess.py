@@ -180,7 +180,7 @@ class InProcessTransport(EdgesOfRank):
         with self._inbox.condition:
             messages = list(self._inbox.arrived)
             self._inbox.arrived.clear()
-        return messages
+        return [_arrived(message) for message in messages]
 
     def wait(self, timeout_seconds: float) -> Message | None:
         """See `protocol.Transport`."""
@@ -193,7 +193,8 @@ class InProcessTransport(EdgesOfRank):
                     return None
                 self._world.check(self.purpose)
                 inbox.condition.wait(left)
-            return inbox.arrived.popleft()
+            message = inbox.arrived.popleft()
+        return _arrived(message)
 
     def _check(self) -> None:
         self.check_open()
@@ -210,6 +211,12 @@ class InProcessTransport(EdgesOfRank):
     def close(self) -> None:
         """Refuse further calls. Idempotent."""
         self.closed = True
+
+
+def _arrived(message: Message) -> Message:
+    """The message in memory of the receiver's own, where its tracker of memory counts it and not the sender's."""
+    message.tensors = {name: tensor.clone() for name, tensor in message.tensors.items()}
+    return message
 
 
 _Call = tuple[Any, ...]

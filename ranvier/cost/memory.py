@@ -11,8 +11,8 @@
              activations  of the microbatches that a stage stores
              deferred    operands of weight gradients that wait
              inputs       and targets of all microbatches of a step, on CUDA of two steps
-             workspace    what the widest block writes on the way, with what a product in float8 works in; or, when the
-                          step ends, copies of what an update may have to leave alone
+             workspace    what a forward and a backward have at once beside these, with what a product in float8 works
+                          in; or, when the step ends, copies of what an update may have to leave alone
              messages     receives that are posted, and what arrives before its turn, such as gradients of ties
              tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
              reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
@@ -193,14 +193,14 @@ def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside
 
 def _message_bytes(costs: Sequence[BlockCost], microbatches: StoredMicrobatches, each: int) -> int:
     """Bytes of messages to and from the stages beside this one: a posted receive for each; what has come and is not
-    stored yet, of which there is less where more is stored; a gradient that is being sent; the one with which a
-    backward has begun, and the next."""
+    stored yet, of which there is less where more is stored; the gradient with which a backward has begun, and the next.
+    """
     stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
     entering = costs[0].input_bytes if stage else 0
     leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
     early = max((microbatches.stored_before - stored) * entering, microbatches.stored_before * entering - stored * each)
     unsaved = stored * costs[0].unsaved_input_bytes if stage else 0
-    return 2 * entering + early + unsaved + 3 * leaving
+    return entering + early + unsaved + 3 * leaving
 
 
 def segment_bytes(costs: Sequence[BlockCost], segment: Sequence[int]) -> int:

@@ -18,7 +18,7 @@ starts the next one while others still work on this one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from math import inf
@@ -438,6 +438,10 @@ class Engine:
             workspace = self._connections.tensor_mesh.workspace
             found["device"]["tensor mesh"] = [*workspace.buffers(), *self._stages.gathered_weights()]
         return found
+
+    def count_received(self, count: Callable[[Iterable[Tensor]], None]) -> None:
+        """Have `count` called with the tensors of each message from another rank, which no operation here makes."""
+        self._connections.inbox.received = count
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The bytes of `tensors`, each storage once."""

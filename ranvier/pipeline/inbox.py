@@ -7,8 +7,10 @@ kept until it begins. A wait that lasts too long ends in a report of who waits f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
+
+from torch import Tensor
 
 from ranvier.comm.board import Board
 from ranvier.comm.message import Message, MessageKind
@@ -48,6 +50,8 @@ class Inbox:
         self._timeout = timeout_seconds
         self.bytes_received = 0
         """Payload bytes of everything that has arrived here."""
+        self.received: Callable[[Iterable[Tensor]], None] | None = None
+        """Called with the tensors of each message from another rank, where somebody counts their memory."""
         self._call = self._step = 0
         self._count = 0
         self._arrived: dict[tuple[Direction, int, int], Message] = {}
@@ -68,6 +72,8 @@ class Inbox:
 
     def _receive(self, message: Message) -> None:
         self.bytes_received += message.payload_bytes
+        if self.received is not None:
+            self.received(message.tensors.values())
         self._sort(message)
 
     def _sort(self, message: Message) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
@@ -103,6 +104,7 @@ class Measured:
             for place in get_args(MemoryPlace):
                 for category, tensors in found.get(place, {}).items():
                     self._tracker.tag(tensors, category, place=place)
+            engine.count_received(partial(self._tracker.tag, category="messages"))
 
     def step(self) -> AbstractContextManager[object]:
         """A context around a step whose storages are counted."""
