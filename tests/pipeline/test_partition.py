@@ -107,6 +107,27 @@ def test_costs_of_a_chain_of_linear_layers():
     assert len(of_loss) == 6 and sum(kernel.moved_bytes for kernel in of_loss) == 558
 
 
+class _ByValue(torch.autograd.Function):
+    """Its backward reads a number, which the meta device has not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float(gradient.sum())
+
+
+def test_a_backward_that_needs_values_counts_as_all_that_the_forward_writes():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return _ByValue.apply(super().forward(x))
+
+    (cost,) = block_costs(chain(partial(Reads, 3, 5)), torch.zeros(7, 3), None, torch.float32, Counting(is_live=True))
+    assert cost.forward_bytes == cost.backward_bytes == 2 * 7 * 5 * 4
+
+
 def test_costs_in_fp64_and_with_dropout():
     ids = torch.zeros(2, 6, dtype=torch.int64)
     once = block_costs(small_gpt(), ids, dtype=torch.float32)
