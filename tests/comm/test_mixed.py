@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu.programs import Program, on_one_rank
+from benchmarks.gpu.programs import Program, losses, on_one_rank
 from ranvier.comm.message import Message, MessageKind
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.config.resolve import resolve
@@ -23,14 +23,6 @@ from tests.errors import raises
 HERE = "tests.comm.test_mixed"
 
 
-@mpi
-@pytest.mark.slow
-def test_conformance():
-    cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    assert run_processes("tests.comm.conformance:run_cases", 3, "mpi+torch", args=[cases],
-                         timeout_seconds=240) == [len(cases)] * 3
-
-
 def large_message(world: World) -> bool:
     """Rank 0 sends and then waits for a collective, which rank 1 joins when the message is there."""
     transport, _ = conformance.everyone(world, "pipe", 1000)
@@ -42,12 +34,6 @@ def large_message(world: World) -> bool:
     group.all_reduce(torch.ones(3)).wait()
     names = [thread.name for thread in threading.enumerate()]
     return "ranvier-mpi-progress" in names
-
-
-@pytest.mark.slow
-@mpi
-def test_a_rank_that_waits_for_a_collective_still_sends():
-    assert run_processes(f"{HERE}:large_message", 2, "mpi+torch", timeout_seconds=60) == [True, True]
 
 
 def test_sends_advance_while_the_engines_thread_is_elsewhere():
@@ -64,14 +50,18 @@ def test_sends_advance_while_the_engines_thread_is_elsewhere():
         backend.close()
 
 
+def message_and_losses(world: World, program: dict) -> list:
+    return [large_message(world), losses(world, program)]
+
+
 @pytest.mark.slow
 @mpi
-def test_a_mesh_has_the_losses_of_one_rank():
+def test_a_rank_that_waits_for_a_collective_still_sends_and_a_mesh_has_the_losses_of_one_rank():
     program = Program(layers=1, mesh={"pipe": 2}, microbatches=3, precision="fp64", optim={"clip_norm": 0.1})
     expected = on_one_rank(Program(**{**asdict(program), "mesh": {}}), torch.device("cpu"))
-    for found in run_processes("benchmarks.gpu.programs:losses", 2, "mpi+torch", args=[asdict(program)],
-                               timeout_seconds=120):
-        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6)
+    for sent, found in run_processes(f"{HERE}:message_and_losses", 2, "mpi+torch", args=[asdict(program)],
+                                     timeout_seconds=120):
+        assert sent and torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize(("setting", "transport", "device", "value"), [

@@ -27,7 +27,7 @@ def mpi(function):
     return pytest.mark.mpi(NEEDS_MPI(function))
 
 
-def told_by_rank(world: World, cases: list) -> list:
+def told_by_rank(world: World, cases: list, mixed: list) -> list:
     """The number of cases that hold, also where collectives are torch's, the largest error of a gradient on columns,
     whether MPI ends in order, and shared memory that would outlive a killed rank."""
     from tests.tensor.test_tensor_real_processes import errors
@@ -36,7 +36,7 @@ def told_by_rank(world: World, cases: list) -> list:
     plain = replace(world, backend=world.backend._messages)
     maps = Path("/proc/self/maps")
     named = [line for line in maps.read_text().splitlines() if "/mpich_shm_" in line and "(deleted)" not in line]
-    return [conformance.run_cases(plain, cases), conformance.run_cases(world, MIXED),
+    return [conformance.run_cases(plain, cases), conformance.run_cases(world, mixed),
             *errors(plain, 1, world.size, "stationary"), leave_messages_behind(world), named]
 
 
@@ -45,12 +45,13 @@ def told_by_rank(world: World, cases: list) -> list:
 def test_conformance_gradients_and_an_orderly_shutdown(size):
     """All in one start; a case that fails is named."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
-    for count, mixed, error, finalized, named in run_processes(f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases],
-                                                        timeout_seconds=240):
-        assert (count, mixed, finalized, named) == (len(cases), len(MIXED), True, []) and error < 1e-10
+    mixed = MIXED if size == 2 else cases
+    for count, mixed_count, error, finalized, named in run_processes(
+            f"{HERE}:told_by_rank", size, "mpi+torch", args=[cases, mixed], timeout_seconds=240):
+        assert (count, mixed_count, finalized, named) == (len(cases), len(mixed), True, []) and error < 1e-10
 
 
-def gaps(world: World) -> float:
+def longest_gap(world: World) -> float:
     transport, _ = conformance.everyone(world, "pipe", 8_000_000)
     group = world.backend.group("together", [range(world.size)])
     group.barrier()
@@ -63,13 +64,6 @@ def gaps(world: World) -> float:
     else:
         conformance.receive(transport)
     return transport.longest_gap_seconds
-
-
-@pytest.mark.slow
-@mpi
-def test_the_longest_gap_counts_while_a_message_is_under_way():
-    sender, _ = run_processes(f"{HERE}:gaps", 2, "mpi")
-    assert 0.19 < sender < 5.0
 
 
 def leave_messages_behind(world: World) -> bool:
@@ -125,11 +119,20 @@ def late_collective(world: World) -> str:
     return text
 
 
+def gap_and_late_collective(world: World, *arguments: object) -> list:
+    told = [world.rank, world.size, world.backend.name, world.launcher, *arguments]
+    return [told, longest_gap(world), late_collective(world)]
+
+
 @pytest.mark.slow
 @mpi
-def test_a_collective_that_does_not_end_is_named():
-    text, _ = run_processes(f"{HERE}:late_collective", 2, "mpi")
-    assert "group 'data' of ranks [0, 1]" in text
+def test_the_longest_gap_and_a_collective_that_does_not_end():
+    """The gap counts while a message is under way; arguments and results are JSON."""
+    arguments = [1, "two", [3.5, None]]
+    ranks = run_processes(f"{HERE}:gap_and_late_collective", 2, "mpi", args=arguments)
+    assert [told for told, _, _ in ranks] == [[rank, 2, "mpi", "run_processes", *arguments] for rank in range(2)]
+    _, sender, text = ranks[0]
+    assert 0.19 < sender < 5.0 and "group 'data' of ranks [0, 1]" in text
 
 
 SCRIPTS = {

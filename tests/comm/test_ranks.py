@@ -57,20 +57,6 @@ def test_the_first_failure_is_raised_even_when_others_are_stuck():
     assert failure.value.__notes__[0] == "on rank 1 of 2" and "a_place_to_find" in failure.value.__notes__[1]
 
 
-def describe(world: World, *args: object) -> list:
-    return [world.rank, world.size, world.backend.name, world.launcher, *args]
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_processes_return_json():
-    """Those of torch do in test_torch.py."""
-    pytest.importorskip("mpi4py")
-    args = [1, "two", [3.5, None]]
-    assert run_processes(f"{HERE}:describe", 2, "mpi", args=args) == [
-        [rank, 2, "mpi", "run_processes", *args] for rank in range(2)]
-
-
 def write_pids(world: World, path: str) -> None:
     with open(f"{path}.{world.rank}", "w") as file:
         file.write(str(os.getpid()))
@@ -78,8 +64,8 @@ def write_pids(world: World, path: str) -> None:
 
 
 def _are_killed(transport: str, folder: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 12 s") as failure:
-        run_processes(f"{HERE}:write_pids", 2, transport, args=[str(folder / transport)], timeout_seconds=12)
+    with pytest.raises(RanksFailed, match=r"rank 0, 1 of 2 .* had not ended after 30 s") as failure:
+        run_processes(f"{HERE}:write_pids", 2, transport, args=[str(folder / transport)], timeout_seconds=30)
     assert failure.value.hung
     for rank in range(2):
         process = int((folder / f"{transport}.{rank}").read_text())
@@ -91,7 +77,7 @@ def _are_killed(transport: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_do_not_end_are_killed(tmp_path):
-    """Over both transports at the same time, for all of it is waiting."""
+    """Over both transports at the same time, for all of it is waiting; on loaded cores a start takes ten seconds."""
     transports = ["torch", "mpi"] if UNUSABLE is None else ["torch"]
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(_are_killed, transport, tmp_path) for transport in transports]:
@@ -101,4 +87,4 @@ def test_processes_that_do_not_end_are_killed(tmp_path):
 def test_mpi_without_mpiexec_is_named(monkeypatch):
     monkeypatch.setattr("ranvier.launch.mpiexec.find_mpiexec", lambda: None)
     with raises("mpiexec-missing"):
-        run_processes(f"{HERE}:describe", 2, "mpi")
+        run_processes(f"{HERE}:write_pids", 2, "mpi")
