@@ -20,7 +20,7 @@ from ranvier.launch import contact
 from ranvier.launch.stopped_ranks import find_rank_processes_by_variable
 from ranvier.mesh import Mesh
 from ranvier.train.resize import leave
-from tests.elastic.runs import losses, run_all
+from tests.elastic.runs import AT_ONCE, losses, run_all
 
 
 class Command:
@@ -119,9 +119,9 @@ def events(run, name):
 
 
 def undisturbed(run, tmp_path):
-    """Losses of the same run on one rank in this process."""
+    """Losses of the same run on one rank in this process, which takes a batch at once."""
     there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
-    here = replace(there, mesh=Mesh(), run_dir=tmp_path / "here", pipeline=Pipeline(),
+    here = replace(there, mesh=Mesh(), batch=AT_ONCE, run_dir=tmp_path / "here", pipeline=Pipeline(),
                    launch=replace(there.launch, join_address=None))
     run_all(here)
     return losses(here)

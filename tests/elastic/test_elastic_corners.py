@@ -53,7 +53,7 @@ def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "stop", "mesh"), [
-    (5, 6, Mesh(pipe=4)), pytest.param(7, 14, Mesh(pipe=2), marks=pytest.mark.slow)], ids=str)
+    (5, 6, Mesh(pipe=4)), (7, 14, Mesh(pipe=2))], ids=str)
 def test_a_checkpoint_of_the_step_at_which_layers_freeze_has_them_frozen(sentences, tmp_path, in_one_process,
                                                                          monkeypatch, requests, every, stop, mesh):
     always(monkeypatch)
@@ -214,8 +214,7 @@ def changing_nothing(monkeypatch, through):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "through", "precision", "optim"), [
-    pytest.param(Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1),
-                 marks=pytest.mark.slow),
+    (Mesh(pipe=2, data=2), None, "bf16", Optim(offload="none", shard=True, clip_norm=0.1)),
     (Mesh(pipe=2, data=2), Mesh(pipe=4), "fp64", Optim(offload="none", shard=True)),
     (Mesh(data=2), Mesh(), "fp16", Optim(offload="stream", initial_loss_scale=1024.0))],
     ids=["bf16", "fp64", "fp16"])

@@ -21,7 +21,6 @@ from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
 from ranvier.planner.elastic_plan import course
 from ranvier.planner.work import Work
-from tests.covering import quick
 from tests.elastic.runs import AT_ONCE, always, events, lines, losses, read_rows, run_all, transitions
 from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
@@ -223,9 +222,9 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", quick(1, [
+@pytest.mark.parametrize("changed", [
     {"lora": UPPER, "elastic": Elastic(freeze="untrained", auto_pipe=True, auto_dp=True)},
-    {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}]),
+    {"elastic": Elastic(freeze="manual", manual=("5:1", "10:3"), auto_pipe=True, auto_dp=True)}],
     ids=["adapters", "by hand"])
 def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypatch, changed):
     monkeypatch.setattr(transition, "PRIOR_SECONDS", 1e-9)

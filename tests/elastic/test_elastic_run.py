@@ -123,8 +123,7 @@ def test_idle_ranks_come_to_the_same_end(sentences, tmp_path, in_one_process, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), *(pytest.param(each, marks=pytest.mark.slow) for each in (
-    Mesh(pipe=2, col=2), Mesh(data=4)))], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(pipe=2, data=2), Mesh(pipe=2, col=2), Mesh(data=4)], ids=str)
 def test_from_other_meshes(sentences, tmp_path, in_one_process, monkeypatch, mesh):
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", mesh=mesh, elastic=BY_HAND)
@@ -276,8 +275,7 @@ def test_asking_where_no_run_is(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stop"), [
-    (Mesh(pipe=2, data=2), 7), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (Mesh(pipe=4), 16), (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)))], ids=str)
+    (Mesh(pipe=2, data=2), 7), (Mesh(pipe=4), 16), (Mesh(pipe=4), 7), (Mesh(data=2), 16), (Mesh(), 16)], ids=str)
 def test_an_elastic_run_goes_on_anywhere(sentences, tmp_path, in_one_process, requests, monkeypatch, mesh, stop):
     always(monkeypatch)
     first = tiny(sentences, tmp_path / "run", elastic=BY_HAND, checkpoint=Checkpoint(every=0))

@@ -114,7 +114,7 @@ def test_the_cache_on_a_tensor_mesh_goes_through_transitions(sentences, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", quick(1, ["exact", "reference"]))
+@pytest.mark.parametrize("cut", ["exact", "reference"])
 def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, monkeypatch, cut):
     """Two replicas of two rows would have microbatches of one sample."""
     always(monkeypatch)

@@ -23,8 +23,8 @@ from ranvier.pipeline.engine import Engine
 from ranvier.planner.count import laid_out
 from ranvier.testing.memory import MemoryTracker
 from ranvier.testing.ranks import run_processes, run_ranks
-from tests.covering import covering, examples, quick
-from tests.mpi import NEEDS_MPI
+from tests.covering import covering, examples
+from tests.mpi import MPI
 from tests.optim.test_gradients import spec
 
 HERE = "tests.optim.test_reductions_in_flight"
@@ -182,8 +182,7 @@ def on_processes(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", quick(1, ["torch", pytest.param("mpi", marks=[
-    pytest.mark.mpi, NEEDS_MPI])]))
+@pytest.mark.parametrize("transport", ["torch", MPI])
 def test_real_processes(transport):
     assert run_processes(f"{HERE}:on_processes", 3, transport) == [True] * 3
 

@@ -11,7 +11,7 @@ from ranvier.pipeline.microbatch import Microbatch
 from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference, relative_error
 from ranvier.world import World
-from tests.mpi import NEEDS_MPI
+from tests.mpi import MPI
 
 CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
 
@@ -54,16 +54,10 @@ def errors_of_all(world: World, cases: list[tuple[int, int, str]]) -> list[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [
-    [(2, 2, "message-driven")],
-    pytest.param([(1, 4, "message-driven"), (2, 2, "1f1b")], marks=pytest.mark.slow),
-    pytest.param([(1, 2, "message-driven"), (1, 2, "1f1b")], marks=pytest.mark.slow),
-    pytest.param([(1, 4, "1f1b")], marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), pytest.param("mpi", marks=[
-    pytest.mark.mpi, NEEDS_MPI])])
-def test_gradients_equal_plain_pytorch(transport, cases):
-    data, pipe, _ = cases[0]
-    ranks = run_processes("tests.pipeline.test_real_processes:errors_of_all", data * pipe, transport, args=[cases],
-                          timeout_seconds=120)
+@pytest.mark.parametrize("transport", ["torch", MPI])
+def test_gradients_equal_plain_pytorch(transport):
+    cases = [(2, 2, "message-driven"), (1, 4, "message-driven"), (2, 2, "1f1b"), (1, 4, "1f1b")]
+    ranks = run_processes("tests.pipeline.test_real_processes:errors_of_all", 4, transport, args=[cases],
+                          timeout_seconds=240)
     assert all(len(found) == len(cases) for found in ranks)
     assert max(max(case) for found in ranks for case in found) < 1e-10

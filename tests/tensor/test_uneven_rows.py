@@ -28,7 +28,7 @@ from ranvier.testing.ranks import run_processes
 from ranvier.testing.reference import Reference
 from ranvier.testing.split import MESHES
 from ranvier.world import World
-from tests.covering import chosen, quick
+from tests.covering import chosen
 from tests.errors import raises
 from tests.mpi import NEEDS_MPI
 from tests.tensor.split_parity import SCHEMES, SEED, assert_close, gradients_on, on_mesh, share, weights_of
@@ -305,11 +305,9 @@ def errors(world: World, scheme: str) -> list[float]:
     return found
 
 
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "scheme"), quick(1, [("torch", "stationary"), pytest.param(
-    "mpi", "summa", marks=[pytest.mark.mpi, NEEDS_MPI])]))
+@pytest.mark.parametrize(("transport", "scheme"), [
+    ("torch", "stationary"), pytest.param("mpi", "summa", marks=[pytest.mark.mpi, NEEDS_MPI])])
 def test_over_processes(transport, scheme):
     for found in run_processes("tests.tensor.test_uneven_rows:errors", 2, transport, args=[scheme]):
         assert max(found) < 1e-12

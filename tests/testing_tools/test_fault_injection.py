@@ -27,7 +27,6 @@ from ranvier.world import World
 from tests import tiny_runs
 from tests.comm import conformance
 from tests.comm.conformance import everyone, receive
-from tests.covering import quick
 from tests.errors import raises
 from tests.mpi import MPI
 from tests.pipeline.parity import points, squared
@@ -324,7 +323,7 @@ def test_a_rank_is_told_to_die(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", quick(1, ["call=3", "seconds=0.2"]))
+@pytest.mark.parametrize("moment", ["call=3", "seconds=0.2"])
 def test_a_rank_is_killed(moment):
     """At that call, and by the clock also outside of any."""
     began = time.monotonic()
@@ -397,7 +396,7 @@ def test_the_command_runs_any_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])])
+@pytest.mark.parametrize("transport", ["torch", MPI])
 def test_a_command_whose_rank_is_killed(tiny, transport):
     """Every rank is started with the faults."""
     done = command("--fault", "kill:rank=1,call=150", "--", *tiny, "--comm.transport", transport)
