@@ -596,15 +596,10 @@ def tried(seed: int) -> Counter:
     return Counter(one.status for one in outcomes)
 
 
-@pytest.mark.parametrize("start", quick(1, range(0, 120, 40)))
-def test_any_module_is_right_or_refused(start):
-    found = sum((tried(seed) for seed in range(start, start + 40)), Counter())
-    assert found["agrees"] > 15 and found["refused"] > 15
-
-
-@pytest.mark.slow
-def test_many_modules_are_right_or_refused():
-    sum((tried(seed) for seed in range(1000, 4000)), Counter())
+@pytest.mark.parametrize(("start", "count"), quick(1, [(0, 40), *((start, 500) for start in range(1000, 4000, 500))]))
+def test_any_module_is_right_or_refused(start, count):
+    found = sum((tried(seed) for seed in range(start, start + count)), Counter())
+    assert min(found["agrees"], found["refused"]) > 15 * count / 40
 
 
 def test_containers_are_walked_as_torch_walks_them():

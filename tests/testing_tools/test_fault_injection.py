@@ -314,21 +314,20 @@ def meet(world: World, *faults: str) -> int:
     return 50
 
 
-def test_a_rank_is_told_to_die(monkeypatch):
-    """At that call, of that rank alone."""
+@pytest.mark.parametrize("moment", ["call=3", "seconds=0.05"])
+def test_a_rank_is_told_to_die(monkeypatch, moment):
+    """At that call, or by the clock also outside of any, of that rank alone."""
     told = []
     monkeypatch.setattr(os, "kill", lambda *asked: told.append(asked))
-    assert run_ranks(lambda world: meet(world, "kill:rank=1,call=3"), 2) == [50, 50]
+    assert run_ranks(lambda world: meet(world, f"kill:rank=1,{moment}"), 2) == [50, 50]
     assert told == [(os.getpid(), signal.SIGKILL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["call=3", "seconds=0.2"])
-def test_a_rank_is_killed(moment):
-    """At that call, and by the clock also outside of any."""
+def test_a_rank_is_killed():
     began = time.monotonic()
     with pytest.raises(Exception, match=r"rank 0 of 2 .* failed"):
-        run_processes(f"{HERE}:meet", 2, "torch", args=[f"kill:rank=1,{moment}"], may_fail=[1])
+        run_processes(f"{HERE}:meet", 2, "torch", args=["kill:rank=1,call=3"], may_fail=[1])
     assert time.monotonic() - began < 50
 
 
