@@ -281,10 +281,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ranvier-joins-") if given.folder is None else nullcontext(
             given.folder) as folder:
         training = Training(Path(folder).resolve())
-        expected = undisturbed(training)
-        for number, seed in cases:
-            if (number, seed) in done:
-                continue
+        left = [case for case in cases if case not in done]
+        expected = undisturbed(training) if left else []
+        for number, seed in left:
             done[number, seed] = outcome = JoinTrial(number, seed, training).run(expected)
             with given.outcomes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")

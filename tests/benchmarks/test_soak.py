@@ -1,4 +1,4 @@
-"""The soak: two faults in every run of the tests, more in `make test-all`; and that it notices what it looks for."""
+"""The soak: two faults, and every kind under every launcher, in the slow tests; and that it would notice them."""
 
 import json
 import signal
@@ -14,6 +14,7 @@ from benchmarks.faults.filesystem import SmallDisk, can_mount
 from benchmarks.faults.processes import Start
 from benchmarks.faults.training import STEPS, Training
 from benchmarks.faults.trial import Case, Outcome, Trial
+from tests.mpi import MPI
 
 ROOT = Path(__file__).parent.parent.parent
 LOSSES = [1.0 / step for step in range(1, STEPS + 1)]
@@ -41,9 +42,12 @@ def test_two_faults_and_none_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * 3600)
-def test_every_kind_under_every_launcher(tmp_path):
-    code, text = run("--cases", 2, "--seed", 1, "--outcomes", tmp_path / "outcomes.jsonl", timeout=3 * 3600)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("launcher", ["python", "torchrun", pytest.param("mpiexec", marks=MPI.marks)])
+def test_every_kind_under_every_launcher(tmp_path, launcher, seed):
+    code, text = run("--cases", 1, "--launchers", launcher, "--seed", seed, "--outcomes", tmp_path / "outcomes.jsonl",
+                     timeout=1780)
     assert code == 0, text
 
 
