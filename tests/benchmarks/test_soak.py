@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import soak
+from benchmarks.faults import kinds, soak
 from benchmarks.faults.filesystem import SmallDisk, can_mount
 from benchmarks.faults.processes import Start
 from benchmarks.faults.training import STEPS, Training
@@ -170,6 +170,23 @@ def test_a_run_that_may_go_on_is_judged_by_its_last_step(trial, tmp_path):
     program = f"import time; time.sleep(4); open({str(tmp_path / 'run' / 'metrics.jsonl')!r}, 'w').write('x')"
     trial.wait_gone(Start("python", 1, ["-c", program], tmp_path / "log.txt"), may_go_on=True)
     assert trial.outcome.seconds < 4  # not from the fault on: the write came after so long
+
+
+def test_a_second_start_that_trained_while_the_first_waited_for_it(trial, tmp_path, monkeypatch):
+    """Nothing is wrong with that, but nothing is shown either."""
+    wait = "while not path.exists(): time.sleep(0.02)\n"
+    programs = [
+        f"import pathlib, socket, time\npath = pathlib.Path({str(tmp_path / 'owner')!r})\n{wait}"
+        "print('belongs to process', path.read_text(), 'on', socket.gethostname(), flush=True)\n"
+        "path.with_name('named').touch()\ntime.sleep(60)",
+        f"import os, pathlib, time\npath = pathlib.Path({str(tmp_path / 'new')!r})\n"
+        f"path.write_text(str(os.getpid()))\npath = path.rename(path.with_name('owner')).with_name('named')\n{wait}"
+        "time.sleep(0.5)"]
+    first, second = (Start("python", 1, ["-c", program], tmp_path / f"{len(program)}.txt") for program in programs)
+    coming = iter((first, second))
+    monkeypatch.setattr(trial, "start", lambda **_: next(coming))
+    assert not kinds._started_twice(trial, 0.0, 0.0) and trial.outcome.problems == []
+    first.kill_all()
 
 
 # ---------------------------------------------------------------------- cases and outcomes
