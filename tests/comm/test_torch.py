@@ -104,14 +104,38 @@ def lose_a_peer(world: World, how: str) -> list:
     return [text, seconds]
 
 
-@pytest.mark.parametrize(("how", "size"), [("wait", 2), *(
-    pytest.param(how, 3, marks=SLOW) for how in ("wait", "poll", "send", "collective"))])
-def test_a_lost_peer_is_named(how, size):
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "size"), [("wait", 2), *((how, 3) for how in ("wait", "poll", "send", "collective"))])
+def test_a_lost_process_is_named(how, size):
     *results, lost = run_processes(f"{HERE}:lose_a_peer", size, "torch", args=[how], may_fail=[size - 1])
     assert lost is None
     for text, seconds in results:
         assert ("member is gone" if how == "collective" else f"rank {size - 1} on 'pipe': is gone") in text
         assert seconds < 20
+
+
+def connected_pair(seconds: float) -> tuple[dist.Store, TorchBackend, TorchBackend]:
+    """Two ranks of this process, and the store over which they have found each other."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as pool:
+        return store, *pool.map(lambda rank: torch_generation(
+            "few", rank, 2, store, torch.device("cpu"), seconds, connect_seconds=20.0), range(2))
+
+
+def test_a_lost_peer_is_named():
+    """By the end of its sockets, as of a process that has died; in `make test` tests/elastic and tests/launch have
+    those."""
+    _, *both = connected_pair(20.0)
+    with ThreadPoolExecutor(2) as pool:
+        transports = list(pool.map(lambda backend: backend.transport("pipe"), both))
+        for rank, transport in enumerate(transports):
+            transport.connect([1 - rank], [1 - rank], 4096)
+        waiting = pool.submit(transports[0].wait, 30.0)
+        assert both[1].sockets.sever() > 0
+        with raises("peer-gone", "pipe", where="rank 1 on 'pipe'"):
+            waiting.result()
+    for backend in both:
+        backend.close()
 
 
 def leave_messages_behind(world: World) -> bool:
@@ -188,10 +212,7 @@ def test_only_the_pipelines_messages_may_be_of_devices():
 
 def test_a_transport_whose_other_rank_does_not_come():
     """Waits for messages have no limit of their own, but connecting has one."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ThreadPoolExecutor(2) as pool:
-        backend, other = pool.map(lambda rank: torch_generation(
-            "few", rank, 2, store, torch.device("cpu"), 2.0, connect_seconds=20.0), range(2))
+    _, backend, other = connected_pair(2.0)
     with raises("group-not-connected", "pipe", 0):
         backend.transport("pipe")
     backend.close()
