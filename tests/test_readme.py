@@ -47,10 +47,10 @@ SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "r
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 ONE_RANK = "--mesh.data 1 --mesh.pipe 1"
-SMALL_CORPUS = "--data.max-bytes 300000"
+SMALL_CORPUS = "--data.max-bytes 100000"
 
 
-IN_PROCESS = ("check", "plan", "simulate", "resize")
+IN_PROCESS = ("check", "plan", "simulate", "resize", "doctor")
 """Subcommands that start no process: as training on one rank, they run in the tests' own, which has loaded torch."""
 
 

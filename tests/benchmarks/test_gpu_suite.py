@@ -1,7 +1,10 @@
 """The GPU benchmarks without a GPU: the suite in its dry run, and every line of benchmarks/gpu on a fake device."""
 
+import faulthandler
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,21 +115,19 @@ def test_a_row_that_hangs_costs_its_limit_and_leaves_no_process(own_rows, tmp_pa
     assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
-def test_a_row_whose_limit_is_over_shows_where_it_was(tmp_path):
-    program = f"""
-import os, signal, time
-from benchmarks.gpu import suite
+def test_a_row_whose_limit_is_over_shows_where_it_was(tmp_path, monkeypatch, capfd):
+    def hanging(options):
+        yield {"found": 1}
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(100)
 
-def hanging(options):
-    yield {{"found": 1}}
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(100)
-
-suite.CASES["facts"] = hanging
-suite.main(["--dry-run", "--one", "facts", "--output", {str(tmp_path)!r}])
-"""
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert found.returncode != 0 and "in hanging" in found.stderr
+    monkeypatch.setitem(suite.CASES, "facts", hanging)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            suite.main(["--dry-run", "--one", "facts", "--output", str(tmp_path)])
+    finally:
+        faulthandler.unregister(signal.SIGINT)
+    assert "in hanging" in capfd.readouterr().err
     assert [line["found"] for line in lines_of(tmp_path)] == [1]
 
 

@@ -269,7 +269,7 @@ def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
     assert found.memory <= 1.1 and found.step < (1 - gain) * other.step
 
 
-@pytest.mark.parametrize("how", ["v-shape", "interleaved"])
+@pytest.mark.parametrize("how", ["v-shape", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_deep_pipelines_have_fewer_in_flight_where_a_stage_keeps_more(how):
     """The first stage needs too much for an even flow of the most in flight; the rule waits for longer."""
     placement, policy = StagePlacement(num_ranks=16, per_rank=4, how=how), MessageDriven()

@@ -112,8 +112,8 @@ def test_a_faster_network_has_no_slower_plan():
     fp32 = replace(h100.device.rates["fp32"], peak_flops=33e12)
     device = replace(h100.device, memory_bandwidth=2.5e12, rates={"fp32": fp32})
     run = Run(model=Transformer(num_layers=2, hidden=128, heads=4, vocab=32000, sequence=128),
-              mesh=MeshSettings(data="auto", pipe=1, row="auto", col="auto"), batch=Batch(global_size=64))
-    for faster in (0.7, 0.8, 1.2, 1.3):
+              mesh=MeshSettings(data="auto", pipe=1, row=1, col="auto"), batch=Batch(global_size=64))
+    for faster in (0.7, 0.8, 1.2):
         cluster = replace(h100, devices_per_node=6, device=device, inside=replace(h100.inside, bandwidth=faster * 22e9),
                           between=replace(h100.between, bandwidth=faster * 13e9))
         seconds.append(search(run, cluster, 8, ("mesh", "microbatch", "scheme", "chunks"),

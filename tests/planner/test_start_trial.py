@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from ranvier.planner.auto import with_plan
 from ranvier.planner.elastic_plan import known_steps
 from ranvier.planner.trial import StartTrial
 
+WORDPIECE = Path(__file__).parents[1] / "golden/data/wordpiece.json"
 OPEN = Run(mesh=MeshSettings(data="auto", pipe="auto"), batch=Batch(global_size=16, microbatch_size="auto"),
            model=Transformer(num_layers=4, hidden=64, heads=4, vocab=512, sequence=32),
            train=Train(steps=1_000_000), launch=Launch(device="cpu", trial=3))
@@ -138,7 +140,8 @@ def test_data_that_cannot_be_read_is_one_error_before_any_trial(tmp_path, monkey
     table = tmp_path / "train.tsv"
     table.write_text("label\tsentence\n" + "0\tbad\n1\tgood\n" * 20 + "no tab in this line\n")
     assert run_command(["train", "bert-sentiment", "--data.train", str(table), "--data.cache-dir",
-                        str(tmp_path / "cache"), "--run-dir", str(tmp_path / "run")]) == 2
+                        str(tmp_path / "cache"), "--run-dir", str(tmp_path / "run"), "--model.pretrained", "none",
+                        "--data.tokenizer", str(WORDPIECE), "--model.vocab", "120"]) == 2
     said = capfd.readouterr()
     assert said.err.count("train.tsv line 42: ") == 1 and "trial of" not in said.out + said.err
     assert not (tmp_path / "run").exists()

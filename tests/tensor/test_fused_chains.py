@@ -5,6 +5,7 @@ A backend that runs the graphs as they are compiles nothing.
 
 import warnings
 from collections import Counter
+from threading import RLock
 
 import pytest
 import torch
@@ -31,9 +32,10 @@ GATE = {"layers.elementwise._gated", "layers.elementwise._gated_gradients"}
 
 @pytest.fixture
 def chains(monkeypatch):
-    """The chains that are compiled, by a backend that runs their graphs as they are."""
+    """The chains that are compiled, once for all ranks of this process, by a backend that runs their graphs as they
+    are."""
     torch._dynamo.reset()
-    graphs, found, compile_one = [], set(), Fused._compile
+    graphs, found, known, lock, compile_one = [], set(), {}, RLock(), Fused._compile
 
     def backend(graph, inputs, **options):
         graphs.append(graph)
@@ -41,7 +43,13 @@ def chains(monkeypatch):
 
     def compiled(self, function):
         found.add(f"{function.__module__.removeprefix('ranvier.tensor.')}.{function.__name__}")
-        return compile_one(self, function)
+        one = known.setdefault(function, compile_one(self, function))
+
+        def call(*args):
+            with lock:  # which torch has for each compilation, and then compiles once more for who has waited
+                return one(*args)
+
+        return call
 
     monkeypatch.setattr(fused, "BACKEND", backend)
     monkeypatch.setattr(Fused, "_compile", compiled)

@@ -43,9 +43,9 @@ def without_storages(kernels: tuple[Kernel, ...]) -> list[Kernel]:
 
 
 @pytest.mark.parametrize(("family", "sequence", "mesh", "tensor", "microbatch"), [
-    ("gpt", 30_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2),
+    ("gpt", 15_000, Mesh(col=2), TensorParallel(sequence_sharding=True), 2),
     ("llama", 10_007, Mesh(row=2, col=2), TensorParallel(), 6),
-    ("llama", 30_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2),
+    ("llama", 15_000, Mesh(col=2), TensorParallel(scheme="megatron", sequence_sharding=True), 2),
     ("gpt", 1 << 15, Mesh(row=2), TensorParallel(), 2),
 ])
 def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPatch, family: str, sequence: int,
