@@ -32,7 +32,7 @@ def test_each_command_prints_one_document(run, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     one = tiny(run)
     found = {"doctor": document(capfd, "doctor"), "check": document(capfd, "check", *one),
-             "plan": document(capfd, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", 2),
+             "plan": document(capfd, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", 2, "--search", "mesh"),
              "simulate": document(capfd, "simulate", "gpt-tiny", "--cluster", "laptop"),
              "data": document(capfd, "data", "prepare", *one),
              "train": document(capfd, "train", *one, "--comm.transport", "torch", "--run-dir", run / "run"),

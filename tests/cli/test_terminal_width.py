@@ -19,7 +19,7 @@ from ranvier.train.events import StartEvent, StepEvent
 from ranvier.train.trackers import LiveConsole, PlainConsole, console
 
 COMMANDS = [
-    ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2", "--explain", "--search", "mesh,microbatch"),
+    ("plan", "gpt-tiny", "--cluster", "h100", "--ranks", "2", "--explain", "--search", "mesh"),
     ("check", "gpt-12b", "--ranks", "48", "--all"),
     ("check", "gpt-tiny", "--mesh.col", "2", "--train.steps", "7", "--cluster", "laptop"),
     ("simulate", "gpt-tiny", "--cluster", "laptop", "--mesh.data", "1", "--mesh.pipe", "4",
