@@ -285,12 +285,15 @@ def test_the_whole_process_is_compared_with_the_whole_run(corpus, tmp_path, monk
 
 @pytest.mark.slow
 def test_checkpointing_takes_less(corpus, tmp_path):
+    """With one microbatch in flight, so that all runs have the same order: what a stage has at once of a message-driven
+    schedule depends on what has arrived."""
     def working(checkpoint):
-        run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(recompute=checkpoint), mesh=Mesh(pipe=2))
+        run = larger(corpus, tmp_path / str(checkpoint), memory=Memory(recompute=checkpoint), mesh=Mesh(pipe=2),
+                     pipeline=Pipeline(policy="1f1b", in_flight=1))
         return [facts["device"]["working"] for facts in run_all(run)[0][0]["memory"]]
 
     plain, every, auto = working("none"), working(1), working("auto")
-    assert max(every) < 0.7 * max(plain) and max(auto) <= 1.02 * max(every)
+    assert max(every) < 0.7 * max(plain) and max(auto) <= max(every)
 
 
 # ---------------------------------------------------------------------- what cannot fit
