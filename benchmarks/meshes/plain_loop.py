@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from ranvier.block import initialise
 from ranvier.config.run import Transformer
@@ -32,7 +33,7 @@ def main(batches_file: str, config_file: str, losses_file: str) -> None:
     network = nn.Sequential(*blocks.values())
     optimizer = torch.optim.AdamW(network.parameters(), fused=True, **config["adamw"])
     half = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[config["autocast"]]
-    scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
+    scaler = GradScaler("cpu", enabled=half is torch.float16)
     losses = []
     for batch, rate in zip(np.load(batches_file, mmap_mode="r"), config["learning_rates"], strict=True):
         tokens = torch.from_numpy(batch.copy())

@@ -16,12 +16,17 @@ from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.splittable import Layer, SplitLayer
 
 
+def _shape(normalized_shape: int | tuple[int, ...]) -> int | list[int]:
+    """As torch 2.11's annotations have it."""
+    return list(normalized_shape) if isinstance(normalized_shape, tuple) else normalized_shape
+
+
 class LayerNorm(OverFeatures, nn.LayerNorm):
     """Layer norm over the last dim (Ba et al., 2016). over: see `Over`."""
 
     def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5, elementwise_affine: bool = True,
                  bias: bool = True, *, over: Over = "stream", dtype: torch.dtype | None = None) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, dtype=dtype)
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine, bias, dtype=dtype)
         self._set_over(over, self.normalized_shape[-1])
 
     def split(self, mesh: TensorMesh) -> nn.Module:
@@ -40,7 +45,7 @@ class RMSNorm(OverFeatures, nn.RMSNorm):
     def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-6, elementwise_affine: bool = True, *,
                  over: Over = "stream", offset: float = 0.0, units: int | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, dtype=dtype)
+        super().__init__(_shape(normalized_shape), eps, elementwise_affine, dtype=dtype)
         self._set_over(over, self.normalized_shape[-1])
         self.offset, self.units = offset, units
 
