@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, repeated
+from ranvier.block import Initial, Model, all_like_first
 from ranvier.errors import ConfigError
 from ranvier.models.family import ModelFacts, ModelFamily
 
@@ -92,7 +92,7 @@ class Convolutional(ModelFamily):
             **{layer: partial(Mixer, hidden, self.kernel, self.gated, dtype) for layer in layers},
             "head": partial(Head, hidden, settings.vocab, dtype)}
         of_one_block = tuple((layer,) for layer in layers)
-        return Model(blocks=blocks, loss=loss, initial=initial, layers=of_one_block, alike=repeated(of_one_block))
+        return Model(blocks=blocks, loss=loss, initial=initial, layers=of_one_block, alike=all_like_first(of_one_block))
 
     def sample(self, settings, head, count):
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)

@@ -34,10 +34,10 @@ def check_arguments(function: Callable[..., object], given: Mapping[str, object]
         if name not in but and not fits(given[name], annotation):
             owner = function.__qualname__.removesuffix(".__init__")
             default = inspect.signature(function).parameters[name].default
-            raise malformed(f"{owner}({name}=...)", annotation, given[name], default)
+            raise malformed_argument_error(f"{owner}({name}=...)", annotation, given[name], default)
 
 
-def malformed(where: str, annotation: Any, value: object, default: object) -> ConfigError:
+def malformed_argument_error(where: str, annotation: Any, value: object, default: object) -> ConfigError:
     """The error for a value that does not fit. default: `inspect.Parameter.empty` where there is none."""
     left_out = "" if default is inspect.Parameter.empty else f", or leave it out for {default!r}"
     text = repr(value)

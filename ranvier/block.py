@@ -105,7 +105,7 @@ class Model:
         return nn.ModuleDict({name.replace(".", "__"): build() for name, build in self.blocks.items()})
 
 
-def repeated(layers: Sequence[Sequence[str]]) -> dict[str, str]:
+def all_like_first(layers: Sequence[Sequence[str]]) -> dict[str, str]:
     """`Model.alike` where all layers are like the first."""
     return {block: first for layer in layers[1:] for block, first in zip(layer, layers[0], strict=True)}
 
@@ -160,12 +160,12 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
     tied, untied, copied = _ties_with_frozen(model, num_layers)
     alike = alike_by_kind({name: (model.alike.get(name, name), name in names) for name in model.blocks})
     return replace(model, alike=alike, tied=tied, untied=untied, blocks={
-        **model.blocks, **{name: partial(_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
+        **model.blocks, **{name: partial(_build_frozen, model.blocks[name], copied.get(name, ())) for name in names}})
 
 
 def without_gradients(model: Model) -> Model:
     """The same model for forwards alone: none of its parameters trains, so that no rank has memory for gradients."""
-    return replace(model, blocks={name: partial(_frozen, build, ()) for name, build in model.blocks.items()})
+    return replace(model, blocks={name: partial(_build_frozen, build, ()) for name, build in model.blocks.items()})
 
 
 def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
@@ -184,7 +184,7 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
     return blocks
 
 
-def _frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:
+def _build_frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:
     """A frozen block. copied: its parameters that it shares with another block, which may be trainable."""
     module = build()
     for name in copied:
@@ -450,7 +450,7 @@ def meta_device() -> Iterator[None]:
 # --- the carried state ------------------------------------------------------------------------------------------------
 
 
-def named(state: object, where: str) -> dict[str, Tensor]:
+def as_named_tensors(state: object, where: str) -> dict[str, Tensor]:
     """A carried state as named tensors. A single tensor has the name "", and anything but a tensor or a dict of
     named tensors is packed (`sent_values`). ModelError if that is not possible, or if there is no tensor."""
     if isinstance(state, Tensor):
@@ -472,8 +472,8 @@ def named(state: object, where: str) -> dict[str, Tensor]:
                      code="block-output-type", where=where, value=type(state).__name__, remedy=remedy)
 
 
-def carried(tensors: Mapping[str, Tensor]) -> State:
-    """The inverse of `named`."""
+def from_named_tensors(tensors: Mapping[str, Tensor]) -> State:
+    """The inverse of `as_named_tensors`."""
     if "" in tensors:
         return tensors[""]
     packed: State = unpack("", tensors, "") if any(name.startswith(_PACKED) for name in tensors) else dict(tensors)

@@ -28,7 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
-def _signed(value: int) -> int:
+def _to_int64(value: int) -> int:
     """The int64 with the low 64 bits of `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
@@ -37,7 +37,7 @@ def _signed(value: int) -> int:
 def key(*parts: object) -> int:
     """A 64-bit key (as int64) for `parts`, the same in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return _signed(int.from_bytes(digest, "little"))
+    return _to_int64(int.from_bytes(digest, "little"))
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -48,9 +48,9 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits (int64) for each element of `index` (int64); a tensor `key` is broadcast against it."""
-    mixed: Tensor = index * _signed(_GOLDEN) + key
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(_MULTIPLIERS[0])
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(_MULTIPLIERS[1])
+    mixed: Tensor = index * _to_int64(_GOLDEN) + key
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _to_int64(_MULTIPLIERS[0])
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _to_int64(_MULTIPLIERS[1])
     return mixed ^ _shift_right(mixed, 31)
 
 

@@ -374,21 +374,21 @@ class Mesh(_NumberPerAxis):
         found = {}
         for axis in reversed(self._outer):
             rest, found[axis] = divmod(rest, self[axis])
-        return Coordinates(self, found | dict(zip(self.stage_axes, self._in_stage[inside], strict=True)))
+        return Coordinates(self, found | dict(zip(self.stage_axes, self._stage_positions[inside], strict=True)))
 
     @cached_property
     def _outer(self) -> tuple[str, ...]:
         return self.over(divides_stages=False)
 
     @cached_property
-    def _in_stage(self) -> tuple[Position, ...]:
+    def _stage_positions(self) -> tuple[Position, ...]:
         """The positions in the order of their ranks: tile by tile."""
         rows, cols = self._tile
         return tuple(sorted(self.positions, key=lambda at: (*at[:-2], at[-2] // rows, at[-1] // cols, at)))
 
     @cached_property
     def _number_in_stage(self) -> dict[Position, int]:
-        return {position: number for number, position in enumerate(self._in_stage)}
+        return {position: number for number, position in enumerate(self._stage_positions)}
 
     def rank(self, at: Coordinates) -> int:
         """The rank at these coordinates; IndexError when they are not on the mesh."""

@@ -34,7 +34,7 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
         return {name: value}
     like = next((one for one in tree_leaves([value, list(others)]) if isinstance(one, Tensor) and one.dim()), None)
     try:
-        leaves, structure = _flattened(value)
+        leaves, structure = _flatten(value)
         packed = [_as_tensor(leaf, like) for leaf in leaves]
     except (NotImplementedError, TypeError, ValueError) as error:
         raise NotSent(f"is used in a later block, and only {SENT} can be sent there", code="value-cannot-be-sent",
@@ -51,7 +51,7 @@ def dataclass_hint(value: object) -> str:
                                      f'{found.__name__}, serialized_type_name="{found.__name__}")')
 
 
-def _flattened(value: Any) -> tuple[list[Any], str]:
+def _flatten(value: Any) -> tuple[list[Any], str]:
     """The leaves of a value, and its structure as text, which is empty for a leaf."""
     leaves, spec = tree_flatten(value, is_leaf=_is_size)
     if spec.is_leaf():

@@ -138,7 +138,7 @@ class World:
         if not isinstance(value, (Tensor, Real)):
             raise ConfigError("is neither a tensor nor a number", code="reduce-value", where="World.all_reduce(value)",
                               value=type(value).__name__, remedy="Pass torch.as_tensor(values), or one number.")
-        reduced = _copied(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
+        reduced = _flat_copy(value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64))
         if op in ("sum", "mean") and not reduced.dtype.is_floating_point and not reduced.dtype.is_complex:
             reduced = reduced.to(torch.int64 if op == "sum" else torch.float64)
         self._all_ranks().all_reduce(reduced, "sum" if op == "mean" else op).wait()
@@ -161,7 +161,7 @@ class World:
         if not isinstance(value, Tensor):
             own = _as_plain_values(value, "World.broadcast") if self.rank == source else None
             return self._all_ranks().gather_objects(own)[source]
-        sent = _copied(value)
+        sent = _flat_copy(value)
         self._all_ranks().broadcast(sent, source).wait()
         return sent.reshape(value.shape)
 
@@ -196,6 +196,6 @@ def _keys(value: object) -> Iterator[object]:
             yield from _keys(part)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _flat_copy(tensor: Tensor) -> Tensor:
     """A flat copy that collectives may write."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)

@@ -39,7 +39,7 @@ _ON_A_MESH = re.compile(r"(mesh|coordinates|\bat|candidate|situation|trial|chang
 """Expressions whose attribute `data` is an axis: it is the only name of an axis that others have, too."""
 _SIZES = {"Mesh", "at", "resized", "with_sizes"}
 """Functions whose keywords are axes."""
-_NAMES = {"group", "groups", "placed", "replace"}
+_NAMES = {"group", "groups", "place_groups", "replace"}
 """Functions whose positional arguments are axes."""
 
 

@@ -320,7 +320,7 @@ def in_parts(cuda):
     world = world_of(cuda, 2)
     mesh = TensorMesh(world.backend.group("row", [[0], [1]]), world.backend.group("col", [[0, 1]]), SCHEMES["megatron"])
     parts = ColumnParts(mesh, Mesh(pipe=2, col=2), world)
-    for whole in parts.gathered({"x|part of 4 3": torch.ones(6, device=DEVICE)}).values():
+    for whole in parts.gather({"x|part of 4 3": torch.ones(6, device=DEVICE)}).values():
         whole.add_(1)
 
 

@@ -101,9 +101,9 @@ def measured(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(measure, "GPU", SMALL_SIZES)
     monkeypatch.setattr(microbenchmarks, "_LAUNCHES", 2)
-    zeros, seconds = torch.zeros, measure.timed
+    zeros, seconds = torch.zeros, measure.time_call
     monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*(min(one, 4096) for one in size), **options))
-    monkeypatch.setattr(measure, "timed", lambda call: seconds(call, 0.0))
+    monkeypatch.setattr(measure, "time_call", lambda call: seconds(call, 0.0))
     links = {"messages": {str(size): 1e-5 + size / 1e9 for size in measure._MESSAGES}, "collective": 1e-4}
     asked = []
     monkeypatch.setattr(measure, "run_processes", lambda *args, **named: (asked.append(named["device"]), [links])[1])

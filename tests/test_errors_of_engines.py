@@ -77,7 +77,7 @@ def test_what_other_ranks_do_not_begin_with_mpi():
     world = types.SimpleNamespace(Ibarrier=lambda: request, Iallreduce=lambda *args: request)
     backend = mpi_backend.MPIBackend.__new__(mpi_backend.MPIBackend)
     vars(backend).update(rank=3, _timeout=2.0, _world=world, _mpi=types.SimpleNamespace(IN_PLACE=0, MIN=1),
-                         _until=lambda test, seconds: False, _closed=False, _transports=[], _groups=[])
+                         _progress_until=lambda test, seconds: False, _closed=False, _transports=[], _groups=[])
     with raises("mpi-backend-start-late", where="MPI backend of rank 3", value="2 s"):
         backend._all_are(True)
     with raises("mpi-request-late", where="subset of 2 on rank 3", value="2 s"):
@@ -96,7 +96,7 @@ def test_transports_that_fail():
 
     transport = types.SimpleNamespace(_device=torch.device("cpu"), _failure=None, _closed=True,
                                       _heard=threading.Event(), _host=edges)
-    nccl_transport.NcclTransport._guarded(transport, fail)
+    nccl_transport.NcclTransport._run_thread(transport, fail)
     check(transport._failure, "nccl-transport-failed", where="transport 'data' on rank 3", value="no device")
 
 
@@ -201,7 +201,7 @@ def test_layers_refuse_sizes_and_places():
 def test_an_output_whose_layout_nobody_knows():
     layer = types.SimpleNamespace(_mesh=None, _gives="same", _entered=None, _where="layer up")
     with raises("block-output-layout", "[2, 3]", where="layer up"):
-        boundaries._LayerGuard._given(layer, torch.zeros(2, 3))
+        boundaries._LayerGuard._output_layout(layer, torch.zeros(2, 3))
 
 
 def test_float8_needs_a_later_torch_on_a_cpu(monkeypatch):

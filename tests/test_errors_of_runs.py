@@ -334,10 +334,10 @@ def test_commands_that_lack_something(capsys, args, code):
 def test_what_follows_a_killed_rank(tmp_path):
     """The memory that was predicted, and the checkpoint from which the same command resumes."""
     run = resolve(Run(run_dir=tmp_path))
-    assert "predicted memory" in train._after_a_kill(run) and str(tmp_path) not in train._after_a_kill(run)
+    assert "predicted memory" in train._memory_hint(run) and str(tmp_path) not in train._memory_hint(run)
     for step in (5, 10):
         (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    said = train._after_a_kill(run)
+    said = train._memory_hint(run)
     assert str(tmp_path / "checkpoint" / "step-10") in said and f"--resume auto --run-dir {tmp_path}" in said
 
 

@@ -245,9 +245,9 @@ def test_the_host_waits_for_all_but_the_last_actions(limit, stages, waited, cloc
     ahead = LookAhead(limit, device=torch.device("cuda", 0), num_stages=stages)
     for number in range(3):
         clock.now = float(number)
-        ahead.launched()
+        ahead.after_launch()
     assert clock.waited == waited
-    LookAhead(0, device=torch.device("cpu"), num_stages=4).launched()
+    LookAhead(0, device=torch.device("cpu"), num_stages=4).after_launch()
 
 
 def test_the_meter_reads_the_device_a_step_later(clock):
@@ -266,4 +266,4 @@ def test_the_meter_reads_the_device_a_step_later(clock):
     assert waits == [0.0, 0.002, 0.002]
     assert meter.busy_steps == 1 and meter.busy["backward"] == pytest.approx(0.02)
     meter.resume()
-    assert [step.step for step in meter.kept] == [1, 2, 3] and meter.busy["backward"] == pytest.approx(0.04)
+    assert [step.step for step in meter.kept_steps] == [1, 2, 3] and meter.busy["backward"] == pytest.approx(0.04)

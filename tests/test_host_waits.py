@@ -199,14 +199,14 @@ def test_a_rule_updates_unless_it_is_told_not_to():
     {"algorithm": "lion", "ema": 0.9, "bucket_size": 4096}, {"algorithm": "lion", "offload": "host"}], ids=str)
 def test_copies_for_a_step_that_may_be_skipped_are_predicted(settings, monkeypatch):
     """All bytes that are copied at once, in the run's own buckets: of the tensors that a bucket's rule writes."""
-    copied, unless = [0], placement._unless
+    copied, unless = [0], placement._undo_if_skipped
 
     def counted(skip, written, *rest, **named):
         if skip is not None:
             copied.append(sum(tensor.numel() * tensor.element_size() for tensor in written))
         unless(skip, written, *rest, **named)
 
-    monkeypatch.setattr(placement, "_unless", counted)
+    monkeypatch.setattr(placement, "_undo_if_skipped", counted)
     monkeypatch.setattr(count, "working_bytes", lambda *_: 0)  # of the rules themselves
     program = Program(layers=1, steps=1, optim=settings, precision="bf16", sequence=2, samples=1)
     with FakeCuda(devices=2), engine_of(program, world_of_one(DEVICE)) as engine:

@@ -16,9 +16,9 @@ from ranvier.layout import (
     Split,
     box_size,
     intersection,
-    moves,
     part,
-    whole,
+    plan_moves,
+    whole_box,
 )
 from ranvier.mesh import Mesh
 from tests.covering import examples
@@ -71,7 +71,7 @@ def test_intersections(shape, data):
 
 
 def test_scalars_and_wholes():
-    assert whole((2, 3)) == ((0, 2), (0, 3)) and whole(()) == () and box_size(()) == 1
+    assert whole_box((2, 3)) == ((0, 2), (0, 3)) and whole_box(()) == () and box_size(()) == 1
     assert Slice("p", ()).boxes() == Slice("p", (), (0, 1)).boxes() == [()] and Slice("p", (), (0, 0)).boxes() == []
     assert intersection((), ()) == ()
     assert Slice("p", ((0, 4), (0, 3)), (2, 11)).boxes() == [((0, 1), (2, 3)), ((1, 3), (0, 3)), ((3, 4), (0, 2))]
@@ -132,7 +132,8 @@ def places(one, of):
 
 
 def moves_of(old, new, *, state=False):
-    return moves(places(old, old.owned if state else old.held), places(new, new.owned if state else new.held))
+    return plan_moves(places(old, old.owned_slices if state else old.held_slices),
+                      places(new, new.owned_slices if state else new.held_slices))
 
 
 @st.composite
@@ -170,8 +171,8 @@ def test_every_element_has_one_owner_and_holders_of_its_stage(one):
     one.check()
     counts = {parameter.name: np.zeros(parameter.shape, int) for parameter in one.parameters}
     for rank in range(one.mesh.size):
-        held = memories(one, one.held, numbers(one))[rank]
-        for piece in one.owned(rank):
+        held = memories(one, one.held_slices, numbers(one))[rank]
+        for piece in one.owned_slices(rank):
             for box in piece.boxes():
                 counts[piece.parameter][index(box)] += 1
                 assert not np.isnan(held[piece.parameter][index(box)]).any(), "owners hold what they own"
@@ -187,8 +188,8 @@ def test_moves_arrive_at_the_new_layout(old, new, state):
     """Applied to simulated memories, they give every rank exactly what it needs, each element once, and from the rank
     itself what it has."""
     values = numbers(old)
-    have = memories(old, old.owned if state else old.held, values)
-    need = memories(new, new.owned if state else new.held, values)
+    have = memories(old, old.owned_slices if state else old.held_slices, values)
+    need = memories(new, new.owned_slices if state else new.held_slices, values)
     got = [{name: np.full(array.shape, np.nan) for name, array in mine.items()} for mine in need]
     for move in moves_of(old, new, state=state):
         part = have[move.source][move.parameter][index(move.box)]
@@ -223,12 +224,15 @@ def test_shares_cut_through_parameters():
     """Replicas share what all of them update evenly. Shards are shares of chunks, here elements 20..40 and 76..92 of a
     buffer of 108 that begins with b3.w."""
     one = layout(Mesh(data=3), (), sharded=False)
-    assert [piece for piece in one.owned(1) if piece.parameter == "b0.w"] == [Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
-    assert [piece.parameter for piece in one.owned(0) if one[piece.parameter].numel <= 1] == ["b2.scalar", "b3.empty"]
-    assert not any(piece.parameter == "b4.head" for rank in range(3) for piece in one.owned(rank))
+    assert [piece for piece in one.owned_slices(1)
+            if piece.parameter == "b0.w"] == [Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
+    assert [piece.parameter for piece in one.owned_slices(0) if one[piece.parameter].numel <= 1] == ["b2.scalar",
+                                                                                                     "b3.empty"]
+    assert not any(piece.parameter == "b4.head" for rank in range(3) for piece in one.owned_slices(rank))
     one = layout(Mesh(data=3), (), sharded=False, chunking=Chunking(chunk_size=60, shard=True))
-    assert one.updated(1) == [Slice("b2.w", ((0, 3), (0, 9)), (7, 27)), Slice("b0.w", ((0, 5), (0, 7)), (5, 21))]
-    assert sorted(one.owned(1)) == sorted(one.updated(1)) and len(one.owned(0)) == 7, "one of them is empty"
+    assert one.updated_slices(1) == [Slice("b2.w", ((0, 3), (0, 9)), (7, 27)), Slice("b0.w", ((0, 5), (0, 7)), (5, 21))]
+    assert sorted(one.owned_slices(1)) == sorted(one.updated_slices(1))
+    assert len(one.owned_slices(0)) == 7, "one of them is empty"
 
 
 def test_blocks_and_stages():
@@ -276,7 +280,7 @@ def test_owner_of_a_group_whose_first_member_is_on_another_stage():
     """The tied end on stage 1 owns nothing, whatever the mesh."""
     for mesh, chunking in product([Mesh(pipe=2), Mesh(data=2, pipe=2)], (None, Chunking(chunk_size=9, shard=True))):
         one = layout(mesh, (3,), sharded=False, chunking=chunking)
-        assert not any(piece.parameter == "b4.head" for rank in range(mesh.size) for piece in one.owned(rank))
+        assert not any(piece.parameter == "b4.head" for rank in range(mesh.size) for piece in one.owned_slices(rank))
 
 
 @pytest.mark.parametrize("dims", [((), ()), (("row",), ("col",)), (("col",), ("row",)), ((), ("col", "row"))])

@@ -151,7 +151,7 @@ def device_times(cuda):
 def look_ahead(cuda):
     ahead = LookAhead(0, device=DEVICE, num_stages=2)
     torch.ones(3, device=DEVICE)
-    ahead.launched()
+    ahead.after_launch()
     cuda.require_idle("an action is chosen")
 
 
@@ -238,7 +238,7 @@ def rates():
 
 
 def timed():
-    microbenchmarks.timed(lambda: torch.ones(3, device=torch.device("cuda", 0)), seconds=0.0)
+    microbenchmarks.time_call(lambda: torch.ones(3, device=torch.device("cuda", 0)), seconds=0.0)
 
 
 def pairs():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tomli_w
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.config.run import Batch, Data, Optim, Run, Train, Transformer
 from ranvier.data.cache import user_cache_folder
 from ranvier.data.sentences import open_part, read_sentences
@@ -39,7 +39,7 @@ def decoder_run() -> Run:
     """Fine-tuning on four ranks in a line."""
     folder = user_cache_folder() / "benchmark-decoder"
     train, held = _reviews(folder)
-    return settled(Run(
+    return resolve_pretrained(Run(
         mesh=Mesh(pipe=4), batch=Batch(global_size=16, microbatch_size=4),
         model=Transformer(**_SIZES, sequence=64, pretrained=str(_pretrained(folder))),
         data=Data(task="lm", corpus=str(train), eval=str(held)),

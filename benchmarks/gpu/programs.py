@@ -136,7 +136,7 @@ def kill_target(world: World, row: dict[str, Any], victim: int, step: int, folde
     if world.device.type == "cuda":
         os.environ.update(one_device_environment(world.rank))
     backend: Any = world.backend
-    world.lost = backend.waits.lost
+    world.lost = backend.waits.lost_peer
     world.mesh = Mesh(**program.mesh)
     install_error_handlers(world, Launch(stopped_seconds=0.0, hang_seconds=0.0), timeout_seconds=300.0)
     with engine_of(program, world) as engine:

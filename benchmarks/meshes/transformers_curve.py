@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from benchmarks.meshes.losses import draw, mesh_losses
 from benchmarks.record import results_file, write_results
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.config import read
 from ranvier.config.run import Run
 from ranvier.data import tokenizer
@@ -102,7 +102,7 @@ def main() -> None:
         folder = Path(name)
         model = save_model(folder / "llama")
         recipe = write_recipe(folder / "llama.toml", model, steps)
-        run = settled(read.merge([read.load(str(recipe))[1]]).run)
+        run = resolve_pretrained(read.merge([read.load(str(recipe))[1]]).run)
         batches = batches_of(run, steps)
         curves = {YARDSTICK: peer_losses(model, run, batches, autocast=False),
                   "transformers, bf16 (autocast)": peer_losses(model, run, batches, autocast=True),

@@ -28,7 +28,7 @@ from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun, resolve
 from ranvier.config.run import Batch, Pipeline, Transformer
 from ranvier.cost.cluster_files import load_cluster
-from ranvier.cost.collectives import placed, received_seconds
+from ranvier.cost.collectives import place_groups, received_seconds
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.step import Cost, StageCost
@@ -284,7 +284,7 @@ class Papers:
         if scheme == "Optimus":
             return stage
         inputs = 24 * blocks[0].input_bytes * (devices - 1) / devices  # are divided, and gathered to be computed again
-        gathered = received_seconds(inputs, 24 * (devices - 1), placed(mesh, "col", 4), self.frontera)
+        gathered = received_seconds(inputs, 24 * (devices - 1), place_groups(mesh, "col", 4), self.frontera)
         return replace(stage, backward_seconds=stage.backward_seconds + gathered,
                        exchange_seconds=stage.exchange_seconds + gathered)
 

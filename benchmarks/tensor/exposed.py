@@ -201,7 +201,7 @@ def transfers(case: Case, cluster: Cluster | None = None) -> list[Transfer]:
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         parameter.grad = torch.empty_like(parameter)
     linears = [module for layer in layers for module in layer.modules() if isinstance(module, SplitLinear)]
-    gradients = WeightGradients(lambda parameters: [0], lambda chunks: None, after=mesh.sums.after)
+    gradients = WeightGradients(lambda parameters: [0], lambda chunks: None, after=mesh.sums.call_after)
     for linear in linears:
         linear.weight_gradients, linear.has_own_weights, linear.may_wait = gradients, True, case.deferred
         linear.recomputed = case.recomputed

@@ -50,7 +50,7 @@ from ranvier.checkpoint.manifest import (
 from ranvier.checkpoint.manifest import checkpoints as checkpoints_in
 from ranvier.checkpoint.objects import SavedObjects
 from ranvier.checkpoint.state import Piece
-from ranvier.checkpoint.user_optimizer import merged
+from ranvier.checkpoint.user_optimizer import merge_groups
 from ranvier.comm.board import read_actions
 from ranvier.config.run import Positive, Seconds
 from ranvier.errors import CheckpointError, OwnershipError, TransportError
@@ -177,7 +177,7 @@ class Checkpoints:
         try:
             files.try_to_write(Path(f"{probe}{self._rank}"))
         except OSError as error:
-            problem = f"cannot be written by rank {self._rank}: {_said(error)}"
+            problem = f"cannot be written by rank {self._rank}: {_summarize_error(error)}"
         problems = self._ranks.gather_objects(problem)
         unseen = [rank for rank in range(self._size) if self._rank == 0 and not Path(f"{probe}{rank}").exists()]
         unseen = self._ranks.gather_objects(unseen)[0]
@@ -237,7 +237,8 @@ class Checkpoints:
             raise
         head = {**state.numbers(self.engine), "about": {
             **(about or {}), "mesh": str(self.engine.mesh), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}}
-        job = _Job(number=self._count, step=self.engine.steps, pieces=pieces, frozen=state.frozen(self.engine),
+        job = _Job(number=self._count, step=self.engine.steps, pieces=pieces,
+                   frozen=state.frozen_parameters(self.engine),
                    missed_updates=state.missed_updates(self.engine), optimizer_groups=groups, head=head, when=when,
                    best=best)
         if not self._background:
@@ -261,7 +262,7 @@ class Checkpoints:
             first = self._ranks.gather_objects(found)[0]
         return [Written(**{**one, "folder": Path(one["folder"])}) for one in first]
 
-    def of_first(self, value: str) -> str:
+    def broadcast_from_rank0(self, value: str) -> str:
         """Rank 0's `value`, on all ranks: files may be seen by it alone."""
         found: str = self._ranks.gather_objects(value)[0]
         return found
@@ -323,15 +324,15 @@ class Checkpoints:
     def _write(self, job: _Job) -> None:
         """This rank's part and, on rank 0, all that makes a checkpoint of the parts. However it ends, rank 0 knows."""
         temporary = self._temporary(job)
-        outcome = self._failed(job, "it was given up before it was written")
+        outcome = self._failed_write(job, "it was given up before it was written")
         try:
             part = self._part(job) if job.part is None else job.part
             with _shared_store():
                 self._store.set(self._name(job.number, self._rank), json.dumps(part))
             if self._rank == 0:
-                outcome = self._published(job, temporary) or outcome
+                outcome = self._publish(job, temporary) or outcome
         except Exception as error:
-            outcome = self._failed(job, error)
+            outcome = self._failed_write(job, error)
             if self._rank == 0:
                 files.remove(temporary)
         finally:
@@ -353,18 +354,18 @@ class Checkpoints:
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
         except Exception as error:  # whatever it is: training continues, and the others must know
             return self._not_written(error)
-        return {"file": file, "tensors": _described(job.pieces), "frozen": job.frozen,
+        return {"file": file, "tensors": _manifest_entries(job.pieces), "frozen": job.frozen,
                 "missed_updates": job.missed_updates,
                 "optimizer_groups": [asdict(group) for group in job.optimizer_groups]}
 
     def _not_written(self, error: Exception) -> dict[str, object]:
         """In place of a part's entry: why there is none."""
-        return {"error": f"{_said(error)} (rank {self._rank})"}
+        return {"error": f"{_summarize_error(error)} (rank {self._rank})"}
 
-    def _published(self, job: _Job, temporary: Path) -> Written | None:
+    def _publish(self, job: _Job, temporary: Path) -> Written | None:
         """Wait for all parts, and make a checkpoint of them; None where this is closed first."""
         entries = self._entries(job.number)
-        if entries is None or not self._may(job.when):
+        if entries is None or not self._wait_until(job.when):
             return None
         assert self._lease is not None, "rank 0 has claimed the folder"
         for problem in (entry["error"] for entry in entries if "error" in entry):
@@ -382,13 +383,13 @@ class Checkpoints:
         return Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, write_seconds=seconds,
                        size_bytes=sum(file.size_bytes for file in manifest.files))
 
-    def _failed(self, job: _Job, error: Exception | str) -> Written:
+    def _failed_write(self, job: _Job, error: Exception | str) -> Written:
         remedy = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are whole, and "
                   "`--resume auto` resumes from the newest.")
         if isinstance(error, (OwnershipError, TransportError)):
             remedy = error.texts["remedy"]
         return Written(step=job.step, folder=step_folder(self.folder, job.step), stall_seconds=job.stall_seconds,
-                       error=error if isinstance(error, str) else _said(error), remedy=remedy)
+                       error=error if isinstance(error, str) else _summarize_error(error), remedy=remedy)
 
     def _entries(self, number: int) -> list[dict[str, Any]] | None:
         """Entries of every rank for its part; None when this is closed first. OSError when a rank is gone: however long
@@ -411,7 +412,7 @@ class Checkpoints:
                 store.delete_key(name)
         return entries
 
-    def _may(self, when: Callable[[], bool]) -> bool:
+    def _wait_until(self, when: Callable[[], bool]) -> bool:
         """Whether the time has come before this is closed."""
         while not when():
             if self._closing.wait(_POLL_SECONDS):
@@ -494,7 +495,8 @@ class Checkpoints:
                               f"no {', '.join(left_out)}", stacklevel=4)
         except Exception as error:
             problem = error if isinstance(error, CheckpointError) else CheckpointError(
-                f"cannot be loaded: {_said(error)}", code="checkpoint-not-loadable", where=f"checkpoint {saved.folder}",
+                f"cannot be loaded: {_summarize_error(error)}", code="checkpoint-not-loadable",
+                where=f"checkpoint {saved.folder}",
                 remedy="Resume with the model and the optimizer that it was written with.")
             problem.__cause__ = None if problem is error else error
         finally:
@@ -516,7 +518,7 @@ def _shared_store() -> Iterator[None]:
                              "start again with `--resume auto`; older checkpoints are complete.") from error
 
 
-def _said(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """An error in a few words."""
     if isinstance(error, (OwnershipError, TransportError)):
         return f"{error.where}: {error.what}"
@@ -545,7 +547,7 @@ def _key(number: int) -> str:
     return f"piece-{number}"
 
 
-def _described(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
+def _manifest_entries(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
     """The pieces of a rank as the manifest has them, all in file 0."""
     found: dict[str, dict[str, Any]] = {}
     for number, piece in enumerate(pieces):
@@ -569,7 +571,7 @@ def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
         parts.append(File(**entry["file"]))
     names = sorted({name for entry in entries for name in entry["frozen"]})
     missed = {name: count for entry in entries for name, count in entry["missed_updates"].items()}
-    groups = merged(group for entry in entries for group in entry["optimizer_groups"])
+    groups = merge_groups(group for entry in entries for group in entry["optimizer_groups"])
     return Manifest(**job.head, frozen=tuple(names), missed_updates=missed, optimizer_groups=groups,
                     files=tuple(parts),
                     tensors=_entry.validate_json(json.dumps(tensors)))

@@ -86,7 +86,7 @@ def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: 
         stream.flush()
         os.fsync(stream.fileno())
     to_disk(temporary)
-    aside = _aside(final, "replaced")
+    aside = _move_aside(final, "replaced")
     verify()
     if final.exists():
         os.rename(final, aside)
@@ -118,7 +118,7 @@ def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Co
             linked = manifests.step_of(folder / os.readlink(folder / manifests.BEST))
     for step, path in found:
         if step < oldest and step not in (best, linked) and not (keep_every and step % keep_every == 0):
-            gone = _aside(path, "removed")
+            gone = _move_aside(path, "removed")
             verify()
             with suppress(OSError):
                 os.rename(path, gone)  # never a checkpoint that is half there
@@ -163,7 +163,7 @@ def _step_in(name: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _aside(path: Path, why: str) -> Path:
+def _move_aside(path: Path, why: str) -> Path:
     return path.with_name(f".{path.name}.{why}")
 
 

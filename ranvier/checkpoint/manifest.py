@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ranvier.config import read
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, box_size, index_of, intersection, whole
+from ranvier.layout import Box, box_size, index_of, intersection, whole_box
 from ranvier.system.untrusted_file import read_bytes
 
 MANIFEST = "manifest.json"
@@ -161,20 +161,21 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the text"
-        raise damaged("manifest-malformed", folder, f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
+        raise damaged_error("manifest-malformed", folder,
+                            f"{MANIFEST} is not a manifest: {place}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
-        raise damaged("not-a-manifest", folder, f"{MANIFEST} is not a manifest: {error}") from error
+        raise damaged_error("not-a-manifest", folder, f"{MANIFEST} is not a manifest: {error}") from error
     for problem in contradictions(manifest):
-        raise damaged("manifest-contradicts-itself", folder, f"{MANIFEST} contradicts itself: {problem}")
+        raise damaged_error("manifest-contradicts-itself", folder, f"{MANIFEST} contradicts itself: {problem}")
     if manifest.crc32 != _own_checksum(manifest):
-        raise damaged("manifest-changed", folder, f"{MANIFEST} has been changed: its own checksum is another")
+        raise damaged_error("manifest-changed", folder, f"{MANIFEST} has been changed: its own checksum is another")
     if step_of(folder) not in (None, manifest.step):
-        raise damaged("checkpoint-renamed", folder, f"is of step {manifest.step}, a copy under another name",
-                      folder.name)
+        raise damaged_error("checkpoint-renamed", folder, f"is of step {manifest.step}, a copy under another name",
+                            folder.name)
     return manifest
 
 
-def damaged(code: str, folder: Path | str, what: str, value: object = None) -> CheckpointError:
+def damaged_error(code: str, folder: Path | str, what: str, value: object = None) -> CheckpointError:
     """The error for a checkpoint that cannot be what was written."""
     return CheckpointError(what, code=code, where=f"checkpoint {folder}", value=value,
                            remedy="Resume from another one: `--resume auto` takes the newest complete one.")
@@ -288,16 +289,16 @@ class Saved:
             path = self.folder / file.name
             try:
                 if path.is_symlink() or not path.is_file():
-                    yield damaged("checkpoint-file-missing", self.folder, f"{file.name} is missing")
+                    yield damaged_error("checkpoint-file-missing", self.folder, f"{file.name} is missing")
                 elif path.stat().st_size != file.size_bytes:
-                    yield damaged("checkpoint-file-cut-off", self.folder,
-                                  f"{file.name} should have {file.size_bytes} bytes", path.stat().st_size)
+                    yield damaged_error("checkpoint-file-cut-off", self.folder,
+                                        f"{file.name} should have {file.size_bytes} bytes", path.stat().st_size)
                 elif checksum(path) != file.crc32:
-                    yield damaged("checkpoint-file-changed", self.folder,
-                                  f"{file.name} has been changed: its checksum is not the manifest's")
+                    yield damaged_error("checkpoint-file-changed", self.folder,
+                                        f"{file.name} has been changed: its checksum is not the manifest's")
             except OSError as error:
-                yield damaged("checkpoint-file-unreadable", self.folder,
-                              f"{file.name} cannot be read: {error.strerror or error}")
+                yield damaged_error("checkpoint-file-unreadable", self.folder,
+                                    f"{file.name} cannot be read: {error.strerror or error}")
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
         """The manifest's entry for a tensor. CheckpointError when it has none."""
@@ -311,9 +312,9 @@ class Saved:
     def read(self, kind: str, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor (all of it by default), on the CPU, in the saved number format."""
         saved = self.tensor(kind, name)
-        box = whole(saved.shape) if box is None else box
+        box = whole_box(saved.shape) if box is None else box
         for file, key, piece, _ in self._within(kind, name, box):
-            self._stored(file, key, piece)  # a size that no file has is an error, not an allocation
+            self._open_piece(file, key, piece)  # a size that no file has is an error, not an allocation
         result = torch.empty([stop - start for start, stop in box], dtype=getattr(torch, saved.dtype))
         self.read_into(kind, name, box, result)
         return result
@@ -328,8 +329,8 @@ class Saved:
         """File, key and box of the pieces that have a part of `box`, and that part."""
         saved = self.tensor(kind, name)
         if len(box) != len(saved.shape) or any(stop > size for (_, stop), size in zip(box, saved.shape, strict=True)):
-            raise damaged("saved-shape-too-small", self.folder,
-                          f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
+            raise damaged_error("saved-shape-too-small", self.folder,
+                                f"{kind} of {name} has the shape {saved.shape}, and {box} of it is wanted")
         for file, key, piece in saved.pieces:
             common = intersection(piece, box)
             if common is not None:
@@ -338,29 +339,29 @@ class Saved:
     def _cut(self, saved: SavedTensor, file: int, key: str, piece: Box, common: Box) -> Tensor:
         """The part `common` of a piece."""
         name = self.manifest.files[file].name
-        stored, view = self._stored(file, key, piece)
+        stored, view = self._open_piece(file, key, piece)
         with self._readable(name):
             part = box_size(common) < box_size(piece)
             found: Tensor = view[index_of(common, piece)] if part else stored.get_tensor(key)
         if found.dtype is not getattr(torch, saved.dtype):
-            raise damaged("saved-number-format", self.folder,
-                          f"{key} in {name} has another number format than {MANIFEST} says",
-                          str(found.dtype).removeprefix("torch."))
+            raise damaged_error("saved-number-format", self.folder,
+                                f"{key} in {name} has another number format than {MANIFEST} says",
+                                str(found.dtype).removeprefix("torch."))
         return found
 
-    def _stored(self, file: int, key: str, piece: Box) -> tuple[Any, Any]:
+    def _open_piece(self, file: int, key: str, piece: Box) -> tuple[Any, Any]:
         """An open file, and what it has under `key`, which is of the piece's shape."""
         name = self.manifest.files[file].name
         with self._readable(name):
             if file not in self._open:
                 if (self.folder / name).is_symlink() or not (self.folder / name).is_file():
-                    raise damaged("checkpoint-file-missing", self.folder, f"{name} is missing")
+                    raise damaged_error("checkpoint-file-missing", self.folder, f"{name} is missing")
                 self._open[file] = safe_open(str(self.folder / name), framework="pt")
             view = self._open[file].get_slice(key)
             shape = tuple(view.get_shape())
         if shape != tuple(stop - start for start, stop in piece):
-            raise damaged("saved-shape", self.folder, f"{key} in {name} has another shape than {MANIFEST} says",
-                          list(shape))
+            raise damaged_error("saved-shape", self.folder, f"{key} in {name} has another shape than {MANIFEST} says",
+                                list(shape))
         return self._open[file], view
 
     @contextmanager
@@ -368,8 +369,8 @@ class Saved:
         try:
             yield
         except (SafetensorError, OSError) as error:
-            raise damaged("checkpoint-file-unreadable", self.folder,
-                          f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+            raise damaged_error("checkpoint-file-unreadable", self.folder,
+                                f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
     def close(self) -> None:
         """Let go of the files."""

@@ -61,11 +61,11 @@ class SavedObjects:
             tensors: list[Tensor] = []
             state, where = found.state_dict(), f"objects[{name!r}]"
             try:
-                text = json.dumps(_encoded(state, tensors, where)).encode()
+                text = json.dumps(_encode(state, tensors, where)).encode()
             except RecursionError:
-                raise _refused(where, "something that contains itself") from None
+                raise _unsupported_error(where, "something that contains itself") from None
             tensors.insert(0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            pieces += [Piece.of_whole(OBJECT, json.dumps([name, self._mesh, self._rank, number]), tensor.detach())
+            pieces += [Piece.from_tensor(OBJECT, json.dumps([name, self._mesh, self._rank, number]), tensor.detach())
                        for number, tensor in enumerate(tensors)]
         return pieces
 
@@ -97,44 +97,44 @@ class SavedObjects:
                                       remedy="Load it on that mesh, or leave the object out.")
             own = next(iter(states.values()))
         text, *tensors = _read(saved, own)
-        return _decoded(json.loads(bytes(text.tolist())), tensors)
+        return _decode(json.loads(bytes(text.tolist())), tensors)
 
 
 def _read(saved: Saved, keys: Sequence[str]) -> list[Tensor]:
     return [saved.read(OBJECT, key) for key in sorted(keys, key=lambda key: int(json.loads(key)[3]))]
 
 
-def _encoded(value: object, tensors: list[Tensor], where: str) -> object:
+def _encode(value: object, tensors: list[Tensor], where: str) -> object:
     """A state as JSON; tensors are numbered. Everything that is no plain value is a list that begins with its kind."""
     kind = type(value).__name__
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_meta or dtype_name(value) not in ITEM_BYTES:
-            raise _refused(where, f"a tensor of {value.dtype}, {value.layout}, {value.device}")
+            raise _unsupported_error(where, f"a tensor of {value.dtype}, {value.layout}, {value.device}")
         tensors.append(value)
         return ["tensor", len(tensors)]
     if type(value) in _LISTS.values() and isinstance(value, (list, tuple)):
-        return [kind, *(_encoded(one, tensors, f"{where}[{number}]") for number, one in zip(count(), value))]
+        return [kind, *(_encode(one, tensors, f"{where}[{number}]") for number, one in zip(count(), value))]
     if type(value) in _DICTS.values() and isinstance(value, dict):
-        return [kind, *([_encoded(key, tensors, where), _encoded(one, tensors, f"{where}[{key!r}]")]
+        return [kind, *([_encode(key, tensors, where), _encode(one, tensors, f"{where}[{key!r}]")]
                         for key, one in value.items())]
-    raise _refused(where, kind)
+    raise _unsupported_error(where, kind)
 
 
-def _refused(where: str, value: str) -> CheckpointError:
+def _unsupported_error(where: str, value: str) -> CheckpointError:
     return CheckpointError("cannot be saved in a checkpoint, in which nothing is pickled", code="object-state-type",
                            where=where, value=value,
                            remedy="Keep numbers, texts, tensors, lists, tuples and dicts in its state_dict. Tensors "
                                   f"are dense, of {', '.join(ITEM_BYTES)}.")
 
 
-def _decoded(value: Any, tensors: Sequence[Tensor]) -> Any:
+def _decode(value: Any, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(value, list):
         return value
     kind, *rest = value
     if kind == "tensor":
         return tensors[rest[0] - 1]
     if kind in _LISTS:
-        return _LISTS[kind](_decoded(one, tensors) for one in rest)
-    return _DICTS[kind]({_decoded(key, tensors): _decoded(one, tensors) for key, one in rest})
+        return _LISTS[kind](_decode(one, tensors) for one in rest)
+    return _DICTS[kind]({_decode(key, tensors): _decode(one, tensors) for key, one in rest})

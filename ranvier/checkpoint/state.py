@@ -25,10 +25,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, Saved, SavedTensor, ScaleState, damaged
+from ranvier.checkpoint.manifest import (
+    ITEM_BYTES,
+    Manifest,
+    OptimizerGroup,
+    Saved,
+    SavedTensor,
+    ScaleState,
+    damaged_error,
+)
 from ranvier.checkpoint.user_optimizer import groups_of, saved_groups, state_on_device, take_settings
 from ranvier.errors import CheckpointError
-from ranvier.layout import Box, Slice, index_of, whole
+from ranvier.layout import Box, Slice, index_of, whole_box
 from ranvier.models.lora import is_adapter
 from ranvier.optim.rules import EMA
 from ranvier.pipeline.state_dict import set_extra_states
@@ -53,16 +61,16 @@ class Piece:
     tensor: Tensor
 
     @classmethod
-    def of_whole(cls, kind: str, name: str, tensor: Tensor) -> Piece:
+    def from_tensor(cls, kind: str, name: str, tensor: Tensor) -> Piece:
         """All of a tensor."""
-        return cls(kind=kind, name=name, shape=tuple(tensor.shape), box=whole(tuple(tensor.shape)), tensor=tensor)
+        return cls(kind=kind, name=name, shape=tuple(tensor.shape), box=whole_box(tuple(tensor.shape)), tensor=tensor)
 
 
 def pieces_to_write(engine: Engine) -> list[Piece]:
     """The pieces that this rank writes: over all ranks, every element of every tensor once. CheckpointError for state
     that has no place in a checkpoint."""
     own: dict[str, list[Slice]] = {}
-    for owned in engine.layout.owned(engine.world.rank):
+    for owned in engine.layout.owned_slices(engine.world.rank):
         own.setdefault(owned.parameter, []).append(owned)
     pieces = [*_parameters_to_write(engine, own), *_states_to_write(engine, own), *_buffers(engine, first_only=True),
               *_random(engine)]
@@ -87,7 +95,7 @@ def pieces_held(engine: Engine) -> list[Piece]:
             if kind != "master" or state.dtype is not engine.named_parameters()[name].dtype:
                 pieces += _pieces(engine, kind, name, start, stop, state)
     pieces += _whole_states(engine)
-    whole_ones = {name: [Slice(name, whole(layout[name].shape))] for name in _trained_here(engine)}
+    whole_ones = {name: [Slice(name, whole_box(layout[name].shape))] for name in _trained_here(engine)}
     pieces += _numbers_of_users(engine, whole_ones)
     return [*pieces, *_buffers(engine, first_only=False)]
 
@@ -130,7 +138,7 @@ def _whole_states(engine: Engine) -> Iterator[Piece]:
     """States with a shape of their own, which every rank that updates a part of the parameter has whole."""
     for part in engine.flat_optimizer.slices() if engine.flat_optimizer is not None else ():
         for kind, state in part.whole.items():
-            yield Piece.of_whole(kind, part.parameter, state)
+            yield Piece.from_tensor(kind, part.parameter, state)
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
@@ -170,7 +178,7 @@ def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Ite
             for kind, state in engine.optimizer.state.get(engine.updated(parameter), {}).items():
                 if isinstance(state, (int, float)) or (isinstance(state, Tensor) and not state.dim()):
                     dtype = torch.float64 if isinstance(state, float) else None
-                    yield Piece.of_whole(kind, name, torch.as_tensor(state, dtype=dtype).detach())
+                    yield Piece.from_tensor(kind, name, torch.as_tensor(state, dtype=dtype).detach())
 
 
 def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
@@ -182,14 +190,14 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
             raise CheckpointError("is not a tensor, so it cannot be saved in a checkpoint", code="state-not-tensor",
                                   where=f"state {name}", value=type(buffer).__name__,
                                   remedy="Keep it in a buffer, or save it yourself.")
-        yield Piece.of_whole("buffer", name, buffer)
+        yield Piece.from_tensor("buffer", name, buffer)
 
 
 def _random(engine: Engine) -> Iterator[Piece]:
     """States of torch's generators: a mesh of another shape has no use for them."""
     for device in {"cpu", engine.world.device.type}:
         state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(engine.world.device)
-        yield Piece.of_whole("random", f"{engine.mesh}, rank {engine.world.rank}, {device}", state)
+        yield Piece.from_tensor("random", f"{engine.mesh}, rank {engine.world.rank}, {device}", state)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -325,8 +333,8 @@ def load(engine: Engine, saved: Saved) -> None:
                 else:
                     torch.cuda.set_rng_state(state, engine.world.device)
             except (RuntimeError, TypeError) as error:
-                raise damaged("generator-state", saved.folder,
-                              f"the state of torch's generator ({piece.name}) is none: {error}") from error
+                raise damaged_error("generator-state", saved.folder,
+                                    f"the state of torch's generator ({piece.name}) is none: {error}") from error
     restore_counters(engine, saved.manifest)
 
 
@@ -358,12 +366,12 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
             if (found := value(layout[key].owner)) is not None:
-                parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole(found.shape))])
+                parameter.copy_(found[index_of(layout.box(ends[key], at.position), whole_box(found.shape))])
         for name, start, stop, states in _flat_states(engine):
             copies = [kind for kind in ("master", EMA) if kind in states]
             if copies and (found := value(layout[name].owner)) is not None:
                 for piece in (one for kind in copies for one in _pieces(engine, kind, name, start, stop, states[kind])):
-                    piece.tensor.copy_(found[index_of(piece.box, whole(found.shape))])
+                    piece.tensor.copy_(found[index_of(piece.box, whole_box(found.shape))])
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
     engine.restore_counters(engine.steps, optimizer_steps=steps, loss_scale=None if scale is None else asdict(scale),
@@ -389,8 +397,8 @@ def restore_counters(engine: Engine, manifest: Manifest) -> None:
 def _check_shape(saved: StateSource, piece: Piece) -> None:
     shape = saved.tensor(piece.kind, piece.name).shape
     if shape != piece.shape:
-        raise damaged("saved-state-shape", saved.folder,
-                      f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
+        raise damaged_error("saved-state-shape", saved.folder,
+                            f"{piece.kind} {piece.name} should have the shape {piece.shape}", shape)
 
 
 def _load_parameters(engine: Engine, saved: StateSource) -> None:
@@ -490,7 +498,7 @@ def missed_updates(engine: Engine) -> dict[str, int]:
     return {} if engine.flat_optimizer is None else engine.flat_optimizer.missed_updates
 
 
-def frozen(engine: Engine) -> list[str]:
+def frozen_parameters(engine: Engine) -> list[str]:
     """The parameters of this rank that are not being trained."""
     return sorted({engine.layout[key].owner for key, parameter in engine.named_parameters().items()
                    if not parameter.requires_grad})

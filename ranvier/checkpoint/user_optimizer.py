@@ -28,7 +28,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
                      type(optimizer).__name__)
     found = []
     for group in optimizer.param_groups:
-        settings = {key: _plain(key, value) for key, value in group.items() if key not in _BESIDE}
+        settings = {key: _to_plain(key, value) for key, value in group.items() if key not in _BESIDE}
         numbers = {kind for parameter in group["params"] for kind, value in optimizer.state.get(parameter, {}).items()
                    if _is_number(kind, value)}
         found.append(OptimizerGroup(settings=settings, numbers=tuple(sorted(numbers)), parameters=tuple(
@@ -39,7 +39,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
     return found
 
 
-def _plain(key: str, value: object) -> object:
+def _to_plain(key: str, value: object) -> object:
     if isinstance(value, Tensor) and not value.dim():
         return value.item()
     try:
@@ -64,7 +64,7 @@ def _error(code: str, what: str, value: str) -> CheckpointError:
                            remedy="Save its state_dict on each rank yourself, or use optim=.")
 
 
-def merged(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
+def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
     """The groups of all ranks, as they come from JSON, as those of the whole model."""
     found: dict[str, OptimizerGroup] = {}
     for each in groups:

@@ -20,7 +20,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies
 from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
-from ranvier.data.prepare import cached, hub_names
+from ranvier.data.prepare import hub_names, load_cached
 from ranvier.data.prepare import problems as data_problems
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.optim.learning_rate import describe
@@ -189,7 +189,7 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
     if place is not None and memory and (too_small := _too_small(run, place, memory)) is not None:
         found.append(too_small)
     machine = this_machine(run, memory) if memory and place is None and run.mesh.size <= _MAX_LOCAL_RANKS else None
-    data = None if found else cached(run)
+    data = None if found else load_cached(run)
     return Report(problems=tuple(found),
                   warnings=(*warnings(run, chosen, asked), *_missing_here(run, found), *_machine_warnings(run, machine),
                             *(() if data is None else data.warnings)),

@@ -54,7 +54,7 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
 
     name, resolved = options.read_recipe(recipe, flags, allow_code=allow_code)
     if cluster is None and ranks is None and resolved.run.launch.cluster is None:
-        resolved = options.for_this_machine(resolved)
+        resolved = options.use_fp32_on_cpu(resolved)
     values, origins = read.flatten(resolved.run), dict(resolved.origins)
     for setting, code in named_code.objects_of(values):  # before the import, which may do anything
         print(f"imports {code} for {read.flag(setting)}, from {origins[setting]}", flush=True,

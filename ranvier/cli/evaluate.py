@@ -17,7 +17,7 @@ from ranvier.cli.problems import ConfigProblems
 from ranvier.cli.ranks import tell_once, work_as_rank
 from ranvier.config import read
 from ranvier.errors import ConfigError
-from ranvier.system.terminal import TextTable, tell
+from ranvier.system.terminal import TextTable, print_stderr
 
 if TYPE_CHECKING:
     from ranvier.config.resolve import ResolvedRun
@@ -58,28 +58,28 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
     trained = open_trained(model, tell_once, ema=ema)
     tasks = None if harness is None else HarnessTasks(
         names=tuple(harness.split(",")), path=lm_eval_path, limit=lm_eval_limit, shots=lm_eval_shots)
-    named = _named(sets)
+    named = _name_datasets(sets)
     reads_data = bool(named) or tasks is None
     run = _run(trained, {name.replace("__", "."): text for name, text in flags.items() if text is not None}, reads_data)
     if trained.pretrained is not None and not named and run.data.eval is None and tasks is None:
         raise ConfigError("is missing: a folder in Hugging Face's format names none", code="evaluation-data-missing",
                           where="data", value=str(model),
                           remedy="Give `--data DATA` or `--lm-eval TASKS`.")
-    runs = _runs(run, trained, named) if reads_data else {}
+    runs = _runs_by_dataset(run, trained, named) if reads_data else {}
     comm, asked = run.comm, run.launch
     world = launch.start_ranks(
         run.mesh, Comm(transport=comm.transport, timeout_seconds=comm.timeout_seconds),
         Launch(launcher=asked.launcher, threads=asked.threads, device=asked.device), stream=sys.stderr)
 
     def work() -> None:
-        results = results_of(trained, run, runs, tasks, world, tell)
+        results = results_of(trained, run, runs, tasks, world, print_stderr)
         if world.rank == 0:
             _print(trained, run, results, as_json)
 
     return work_as_rank(world, work)
 
 
-def _named(given: Sequence[str]) -> dict[str, str]:
+def _name_datasets(given: Sequence[str]) -> dict[str, str]:
     """NAME=DATA by name; data without a name goes by the name of its file. ConfigError for a name that is there
     twice."""
     found: dict[str, str] = {}
@@ -104,7 +104,7 @@ def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> Resolv
     merged = read.merge([trained.layer(), read.Layer(origin="flag", values=flags, is_text=True)])
     if merged.problems:
         raise ConfigProblems(merged.problems)
-    run = resolve(trained.sized(merged.run))
+    run = resolve(trained.with_model_sizes(merged.run))
     found = [problem for problem in problems(run) if problem.where.startswith(("mesh", "model", "tensor", "batch"))]
     if found:
         raise ConfigProblems(found)
@@ -113,7 +113,7 @@ def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> Resolv
     return run
 
 
-def _runs(run: ResolvedRun, trained: Trained, named: Mapping[str, str]) -> dict[str, ResolvedRun]:
+def _runs_by_dataset(run: ResolvedRun, trained: Trained, named: Mapping[str, str]) -> dict[str, ResolvedRun]:
     """The run with each data set as its held-out data."""
     from ranvier.config.task_form import form_of
     from ranvier.data.task import eval_set_runs

@@ -194,7 +194,7 @@ def read_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: boo
     return name, read.merge([layer, read.Layer(origin="flag", values=given, is_text=True)])
 
 
-def for_this_machine(resolved: read.Merged) -> read.Merged:
+def use_fp32_on_cpu(resolved: read.Merged) -> read.Merged:
     """`resolved` in fp32 where a CPU would have the bf16 of a preset or of a folder: there it needs more memory, since
     master copies come on top, and most CPUs compute slower in it."""
     import torch

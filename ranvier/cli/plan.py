@@ -13,7 +13,7 @@ from ranvier.cli.problems import missing_data, print_warnings
 from ranvier.errors import ConfigError
 
 
-def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+def _single_value(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
     """The value of an option that holds for all clusters: none of them would have had the first of two."""
     if len(values) > 1:
         raise ConfigError("is given more than once, and holds for all clusters", code="repeated-option",
@@ -27,10 +27,10 @@ def _once(context: click.Context, parameter: click.Parameter, values: tuple[Any,
 @options.allow_code_option
 @click.option("--cluster", "clusters", required=True, multiple=True, metavar="NAME",
               help="A shipped cluster, or a TOML file; repeat it to compare several.")
-@click.option("--nodes", type=click.IntRange(min=1), multiple=True, callback=_once, metavar="N",
+@click.option("--nodes", type=click.IntRange(min=1), multiple=True, callback=_single_value, metavar="N",
               help="Number of nodes, instead of the file's.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1_000_000_000), multiple=True, callback=_once,
-              metavar="DOLLARS", help="Price of a device-hour.")
+@click.option("--price", type=click.FloatRange(min=0, min_open=True, max=1_000_000_000), multiple=True,
+              callback=_single_value, metavar="DOLLARS", help="Price of a device-hour.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N",
               help="Devices; by default the recipe's, or all.")
 @click.option("--search", "searched", metavar="NAMES",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ranvier.launch.launchers import detect
-from ranvier.system.terminal import tell
+from ranvier.system.terminal import print_stderr
 
 if TYPE_CHECKING:
     from ranvier.world import World
@@ -23,7 +23,7 @@ def tell_once(text: str) -> None:
     rank 0 of another launcher."""
     started = detect(os.environ)
     if started is None or (started.launcher != "local" and started.rank == 0):
-        tell(text)
+        print_stderr(text)
 
 
 def work_as_rank(world: World, work: Callable[[], None]) -> int:

@@ -51,7 +51,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
     from ranvier.system.lease import check_usable
     from ranvier.train.restart import Restarts
 
-    resolved = options.for_this_machine(resolved)
+    resolved = options.use_fp32_on_cpu(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
     # open for as long as the process lives: what ends it may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
@@ -71,7 +71,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
         say(f"auto is {run.mesh}, microbatches of {run.batch.microbatch_size}")
     rerun = None if started is not None else [*launch.rerun_command(), "--run-dir", str(run_dir),
                                               *_planned_flags(asked, run)]
-    world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _after_a_kill(run),
+    world = launch.start_ranks(run.mesh, run.comm, run.launch, rerun=rerun, explain_kill=lambda: _memory_hint(run),
                                saves_on_stop=True, stream=stream, explain_stop=lambda: _newest(run),
                                restart=Restarts(run, rerun) if rerun and run.max_restarts else None)
     origins = {**resolved.origins, **dict.fromkeys(filter(None, planned.split(",")), "auto")}
@@ -153,7 +153,7 @@ def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
     return [*flags, "--planned", ",".join(names)] if names else []
 
 
-def _after_a_kill(run: ResolvedRun) -> str:
+def _memory_hint(run: ResolvedRun) -> str:
     """The predicted memory, since the kernel may have killed for lack of it, and how to go on."""
     from ranvier.train.memory import prediction_text
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ranvier.errors import RanvierError
-from ranvier.system.terminal import tell
+from ranvier.system.terminal import print_stderr
 from ranvier.system.untrusted_file import open_regular_file
 
 _NAME = "report.html"
@@ -32,8 +32,8 @@ def watch(run: Path, port: int) -> int:
     with server_of(run, port) as server:
         waits = "" if (run / _NAME).exists() else ", which is not there yet"
         if not run.exists():
-            tell(f"ranvier: there is no folder {run}. The page waits for a run that is started with --run-dir {run}; "
-                 "if one has been started, name the folder that it has printed.")
+            print_stderr(f"ranvier: there is no folder {run}. The page waits for a run that is started with "
+                         f"--run-dir {run}; if one has been started, name the folder that it has printed.")
         print(f"http://127.0.0.1:{server.server_address[1]}/ shows {run / _NAME}{waits}; Ctrl-C ends this.", flush=True)
         server.serve_forever()
     return 0

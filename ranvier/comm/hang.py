@@ -75,7 +75,7 @@ class HangDetector:
         if seconds < limit / 2:  # reading frames costs a look at all threads of the process
             return
         frame = frames_of_threads().get(thread)
-        if waits(frame):
+        if is_waiting(frame):
             self._waited = seconds
         seconds -= self._waited
         if seconds <= limit:
@@ -105,7 +105,7 @@ def frames_of_threads() -> dict[int, FrameType]:
                 gc.enable()
 
 
-def waits(frame: FrameType | None) -> bool:
+def is_waiting(frame: FrameType | None) -> bool:
     """Whether the code of `frame` waits for other ranks, or is halted by a debugger: one of the functions of these is
     on the stack."""
     while frame is not None:

@@ -73,7 +73,7 @@ class InProcessWorld:
         if self.whole.failed_rank is not None:
             raise peer_lost(purpose, self.whole.failed_rank)
 
-    def shared(self, call: int, what: str, part: object, make: Callable[[], _Shared]) -> _Shared:
+    def shared_result(self, call: int, what: str, part: object, make: Callable[[], _Shared]) -> _Shared:
         """The result of `make` that all ranks share, which they ask for in their `call`-th call. part: which one, where
         there are several. TransportError if another rank makes something else than `what` in that call."""
         with self._lock:
@@ -97,7 +97,8 @@ class InProcessBackend:
     def transport(self, purpose: str, *, on_host: bool = False) -> InProcessTransport:
         """See `protocol.Backend`."""
         self._calls += 1
-        inboxes = [self.world.shared(self._calls, f"transport {purpose!r}", rank, _Inbox) for rank in range(self.size)]
+        inboxes = [self.world.shared_result(self._calls, f"transport {purpose!r}", rank, _Inbox)
+                   for rank in range(self.size)]
         transport = InProcessTransport(self.world, purpose, self.rank, inboxes)
         self._open.append(transport)
         return transport
@@ -106,7 +107,7 @@ class InProcessBackend:
         """See `protocol.Backend`."""
         self._calls += 1
         ranks, index = locate_in_partition(partition, self.rank, self.size, purpose)
-        exchange = self.world.shared(self._calls, f"group {purpose!r}", ranks, _Exchange)
+        exchange = self.world.shared_result(self._calls, f"group {purpose!r}", ranks, _Exchange)
         group = InProcessGroup(self.world, exchange, purpose, ranks, index)
         self._open.append(group)
         return group
@@ -115,8 +116,8 @@ class InProcessBackend:
         """See `protocol.Backend`."""
         self._calls += 1
         check_subset(count, self.size)
-        shared = self.world.shared(self._calls, f"subset of {count}", count,
-                                   lambda: InProcessWorld(count, self.world.whole))
+        shared = self.world.shared_result(self._calls, f"subset of {count}", count,
+                                          lambda: InProcessWorld(count, self.world.whole))
         return InProcessBackend(shared, self.rank) if self.rank < count else None
 
     def abort(self, code: int) -> None:

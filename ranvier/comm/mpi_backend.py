@@ -292,7 +292,7 @@ class MPIBackend:
         """Whether `mine` is true on every rank: who sends device addresses needs a peer that expects them."""
         least = array("i", [mine])
         request = self._world.Iallreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
-        if not self._until(request.Test, self._timeout):
+        if not self._progress_until(request.Test, self._timeout):
             raise MessageTimeout("was not started by all ranks in time", code="mpi-backend-start-late",
                                  where=f"MPI backend of rank {self.rank}", value=f"{self._timeout:g} s",
                                  remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
@@ -303,7 +303,7 @@ class MPIBackend:
 
         MPI's own collective call would wait forever for a stopped rank, and spin while others still compute.
         """
-        if not self._until(self._world.Ibarrier().Test, self._timeout):
+        if not self._progress_until(self._world.Ibarrier().Test, self._timeout):
             raise MessageTimeout("was not requested by all ranks in time", code="mpi-request-late",
                                  where=f"{what} on rank {self.rank}", value=f"{self._timeout:g} s",
                                  remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
@@ -319,9 +319,10 @@ class MPIBackend:
         if self._closed:
             return
         self._closed = True
-        self._until(lambda: not any(transport.sends_in_flight for transport in self._transports), _CLOSE_SECONDS)
+        self._progress_until(lambda: not any(transport.sends_in_flight for transport in self._transports),
+                             _CLOSE_SECONDS)
         barrier = self._world.Ibarrier()
-        if not self._until(barrier.Test, 2 * _CLOSE_SECONDS):
+        if not self._progress_until(barrier.Test, 2 * _CLOSE_SECONDS):
             raise MessageTimeout("was not closed by all ranks", code="mpi-close-late",
                                  where=f"MPI backend of rank {self.rank}", value=f"{2 * _CLOSE_SECONDS:g} s",
                                  remedy="Close the backend on every rank.")
@@ -333,7 +334,7 @@ class MPIBackend:
         if self._owns:
             self._mpi.Finalize()
 
-    def _until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
+    def _progress_until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
         """Progress messages, so that the last sends complete, until `condition()`; whether it came true in time."""
         for _ in poll_rounds(timeout_seconds):
             if condition():

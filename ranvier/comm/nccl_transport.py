@@ -16,7 +16,8 @@ posts nothing. So a deadlock is ruled out as follows (`benchmarks.gpu.models.ncc
     other work, such as a collective before it, and occupies the device for longer than the transfer
   - a receive is posted by a thread that only reacts to messages of Gloo, and a send by that thread or by one that waits
     for its data. They never take the lock of torch's allocator, for which they would wait behind a cudaFree: they
-    neither allocate nor free device memory, and NCCL gets memory of which the allocator need not be told (`_shared`)
+    neither allocate nor free device memory, and NCCL gets memory of which the allocator need not be told
+    (`_as_foreign_memory`)
 
 Each directed edge has its own communicator and stream, so that no edge waits behind another. torch makes one
 communicator per pair of ranks and process group: one process group carries the edges to higher ranks, another those to
@@ -41,7 +42,7 @@ from torch.utils import dlpack
 
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, decode, encode_head, encoded_bytes, pack, read_head
-from ranvier.comm.torch_group import started
+from ranvier.comm.torch_group import require_work
 from ranvier.errors import TransportError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ _left_behind: list[object] = []
 """What NCCL was still at work on when its transport was closed, after an error: nobody gets its memory again."""
 
 
-def _shared(buffer: Tensor) -> Tensor:
+def _as_foreign_memory(buffer: Tensor) -> Tensor:
     """The same memory as another library's, which keeps `buffer`. torch tells its allocator on which streams NCCL sends
     and receives (`record_stream`), except of memory that is not the allocator's own."""
     return dlpack.from_dlpack(dlpack.to_dlpack(buffer))  # type: ignore[attr-defined]  # torch documents it
@@ -186,15 +187,15 @@ class NcclTransport:
             stream, first = torch.cuda.Stream(self._device), torch.zeros(1, device=self._device)
             if source == rank:  # NCCL builds a communicator at its first use: do that here, not inside a step
                 self._destinations[destination] = _Destination(destination, channel, stream)
-                started(dist.isend(first, group_dst=destination, group=channel)).wait()
+                require_work(dist.isend(first, group_dst=destination, group=channel)).wait()
             else:
                 slots = [self._slot(size) for _ in range(SLOTS)]
                 self._sources[source] = _Source(source, channel, stream, slots)
-                started(dist.irecv(first, group_src=source, group=channel)).wait()
+                require_work(dist.irecv(first, group_src=source, group=channel)).wait()
         torch.cuda.synchronize(self._device)
         if new and not self._threads:
             for what, target in (("reacts to messages", self._react), ("waits for data", self._await_data)):
-                self._threads.append(threading.Thread(target=self._guarded, args=(target,), daemon=True,
+                self._threads.append(threading.Thread(target=self._run_thread, args=(target,), daemon=True,
                                                       name=f"{self._host.purpose}: {what}"))
                 self._threads[-1].start()
         for source in sorted(source for source, destination in new if destination == rank):
@@ -202,7 +203,7 @@ class NcclTransport:
                 self._announce_slot(self._sources[source], slot)
 
     def _slot(self, size: int) -> Tensor:
-        return _shared(torch.empty(size, dtype=torch.uint8, device=self._device))
+        return _as_foreign_memory(torch.empty(size, dtype=torch.uint8, device=self._device))
 
     # ------------------------------------------------------------------ sending
 
@@ -218,7 +219,7 @@ class NcclTransport:
             outgoing = _Outgoing(Message(message.kind, message.step, message.microbatch), head=encode_head(message),
                                  total=encoded_bytes(message), is_ready=False)
             buffer = self._buffer(edge, outgoing.total)
-            outgoing.packed = _shared(pack(message, self._device)) if buffer is None else pack(
+            outgoing.packed = _as_foreign_memory(pack(message, self._device)) if buffer is None else pack(
                 message, self._device, buffer)  # 2
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -250,7 +251,7 @@ class NcclTransport:
             slot, size = edge.free.popleft()
             start, stop = outgoing.sent, min(outgoing.sent + size, outgoing.total)
             with torch.cuda.stream(edge.stream):
-                work = started(dist.isend(packed[start:stop], group_dst=edge.rank, group=edge.channel))
+                work = require_work(dist.isend(packed[start:stop], group_dst=edge.rank, group=edge.channel))
             edge.posted.append((work, packed, stop == outgoing.total))
             message = outgoing.message
             tensors = {_PART: torch.tensor([slot, start, stop], dtype=torch.int64, device="cpu")}
@@ -270,7 +271,7 @@ class NcclTransport:
 
     # ------------------------------------------------------------------ the other threads
 
-    def _guarded(self, target: Callable[[], None]) -> None:
+    def _run_thread(self, target: Callable[[], None]) -> None:
         """The life of a thread: an error of it is one of the transport, which the engine's thread raises."""
         try:
             if self._device.type == "cuda":
@@ -301,10 +302,10 @@ class NcclTransport:
         while not self._closed:
             message = self._host.wait(_CLOSE_SECONDS)
             if message is not None:
-                self._hear(message)
+                self._take_announcement(message)
                 self._heard.set()
 
-    def _hear(self, message: Message) -> None:
+    def _take_announcement(self, message: Message) -> None:
         if _SLOT in message.tensors:
             edge = self._destinations[message.source]
             slot, size = message.tensors[_SLOT].tolist()
@@ -318,8 +319,8 @@ class NcclTransport:
             return
         slot, start, stop = message.tensors[_PART].tolist()
         with self._post, torch.cuda.stream(source.stream):  # 4
-            part = _Part(started(dist.irecv(source.slots[slot][:stop - start], group_src=source.rank,
-                                            group=source.channel)), slot, start, stop)
+            part = _Part(require_work(dist.irecv(source.slots[slot][:stop - start], group_src=source.rank,
+                                                 group=source.channel)), slot, start, stop)
         if start:
             incoming = source.incoming[-1]
         else:

@@ -43,7 +43,7 @@ class SignedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write `value` with its signature."""
-        self.store.set(key, self._signed(key, value.encode()))
+        self.store.set(key, self._sign(key, value.encode()))
 
     def get(self, key: str) -> bytes:
         """The value; b"" if its signature is invalid. Blocks until the key exists, like torch's `Store.get`."""
@@ -59,7 +59,7 @@ class SignedStore:
         expected: must be "" (write once).
         """
         assert expected == "", "a key is written once"
-        own = self._signed(key, value.encode())
+        own = self._sign(key, value.encode())
         written = self.store.compare_set(key, "", own)
         if self._value(key, written) is None:
             self.store.set(key, own)
@@ -70,7 +70,7 @@ class SignedStore:
         """Delete the key; whether it existed."""
         return self.store.delete_key(key)
 
-    def _signed(self, key: str, value: bytes) -> str:
+    def _sign(self, key: str, value: bytes) -> str:
         return self._signature(key, value) + value.decode()
 
     def _signature(self, key: str, value: bytes) -> str:
@@ -91,7 +91,7 @@ def clone_shared_store(store: SharedStore) -> SharedStore:
     return store.clone() if isinstance(store, SignedStore) else clone_store(store)
 
 
-def signed(store: Store, secret: str | None) -> tuple[Store, SharedStore]:
+def sign_store(store: Store, secret: str | None) -> tuple[Store, SharedStore]:
     """The store for torch's own use, below a private prefix, and a signed view of it; `store` for both without secret.
     """
     if secret is None:

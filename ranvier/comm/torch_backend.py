@@ -292,9 +292,9 @@ class PeerSockets:
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Connected sockets that appear inside belong to a process group."""
-        before = _connected()
+        before = _connected_sockets()
         yield
-        now = _connected()
+        now = _connected_sockets()
         self._own = (self._own & now) | (now - before)
 
     def sever(self) -> int:
@@ -310,7 +310,7 @@ class PeerSockets:
         return len(own)
 
 
-def _connected() -> set[tuple[int, int]]:
+def _connected_sockets() -> set[tuple[int, int]]:
     """Descriptor and number of each connected Internet socket of this process."""
     found = set()
     try:

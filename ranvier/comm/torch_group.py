@@ -24,7 +24,7 @@ _MAX_REPEATED_BYTES = 3 << 19
 """Shards of at most this size are copied once for each of several members, to be sent in one step."""
 
 
-def started(work: dist.Work | None) -> dist.Work:
+def require_work(work: dist.Work | None) -> dist.Work:
     """`work` of an operation that this rank takes part in; torch returns None only on ranks outside the group."""
     assert work is not None
     return work
@@ -51,7 +51,7 @@ class WaitRegistry:
         """A thread has noticed that a peer is gone, which a thread that waits for a device does not."""
         self._lost = self._lost or what
 
-    def lost(self) -> str | None:
+    def lost_peer(self) -> str | None:
         """The first peer that was noticed to be gone; None while all are there."""
         return self._lost
 

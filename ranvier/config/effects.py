@@ -28,7 +28,7 @@ def _value(run: ResolvedRun, name: str) -> object:
     return getattr(getattr(run, section) if section else run, field)
 
 
-def _is(run: ResolvedRun, name: str) -> str:
+def _describe_value(run: ResolvedRun, name: str) -> str:
     """A setting and its value: "optim.ema is 0"."""
     return f"{read.flag(name)} is {read.as_text(_value(run, name))}"
 
@@ -38,17 +38,17 @@ def _needs(name: str, *values: object) -> Reason:
     that is switched on."""
     def reason(run: ResolvedRun) -> str | None:
         value = _value(run, name)
-        return None if (value in values if values else value not in _OFF) else _is(run, name)
+        return None if (value in values if values else value not in _OFF) else _describe_value(run, name)
 
     return reason
 
 
 def _unless(name: str, *values: object) -> Reason:
     """The reason for a setting that has no effect if another one, `name`, has one of `values`."""
-    return lambda run: _is(run, name) if _value(run, name) in values else None
+    return lambda run: _describe_value(run, name) if _value(run, name) in values else None
 
 
-def _where(holds: Callable[[ResolvedRun], object], why: str) -> Reason:
+def _in_runs(holds: Callable[[ResolvedRun], object], why: str) -> Reason:
     """`why`, in the runs for which this holds."""
     return lambda run: why if holds(run) else None
 
@@ -68,7 +68,7 @@ def _beyond_the_end(every: int, run: ResolvedRun) -> str | None:
     return f"the run ends after {run.train.steps} steps" if known and every >= run.train.steps else None
 
 
-def _by_task(name: str) -> Reason:
+def _unused_by_task(name: str) -> Reason:
     """The reason that the task itself gives (`TaskForm.unused`)."""
     return lambda run: form_of(run.data).unused.get(name)
 
@@ -77,7 +77,7 @@ def _no_sample_text(run: ResolvedRun) -> str | None:
     return None if form_of(run.data).writes_text else f"the task {run.data.task} writes no text"
 
 
-_one_rank_a_stage = _where(lambda run: run.mesh.stage_size == 1, "blocks are not split: mesh.row and mesh.col are 1")
+_one_rank_a_stage = _in_runs(lambda run: run.mesh.stage_size == 1, "blocks are not split: mesh.row and mesh.col are 1")
 DEFERRING_POLICIES = ("message-driven",)
 """Values of `pipeline.policy` that defer weight gradients (`Policy.defers`; `config` cannot import `schedule`)."""
 _defer_bytes = _first(_needs("pipeline.policy", *DEFERRING_POLICIES), _unless("optim.update_in_backward", True))
@@ -93,7 +93,7 @@ def _limits_are_set(run: ResolvedRun) -> str | None:
 
 
 def _on_cpu(why: str) -> Reason:
-    return _where(lambda run: run.launch.device == "cpu", why)
+    return _in_runs(lambda run: run.launch.device == "cpu", why)
 
 
 _half_precision = _needs("precision", "bf16", "fp16")
@@ -103,7 +103,7 @@ def _algorithm(run: ResolvedRun) -> str:
     return run.optim.algorithm
 
 
-def _only(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
+def _only_for(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
     """A setting of these families, or of these optimizers. A user's own may read any: a rule that updates whole tensors
     may leave some to AdamW."""
     def reason(run: ResolvedRun) -> str | None:
@@ -113,20 +113,20 @@ def _only(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
     return reason
 
 
-_llama_only = _only(family_name, "llama")
+_llama_only = _only_for(family_name, "llama")
 
 
-_nothing_is_averaged = _where(
+_nothing_is_averaged = _in_runs(
     lambda run: run.mesh.data == run.mesh.row == 1 and not (run.tensor.shards_sequence and run.mesh.col > 1)
     and not run.elastic.auto_dp, "mesh.data is 1, so no gradients are averaged")
-_one_replica = _where(lambda run: run.mesh.data == 1 and not run.elastic.auto_dp,
-                      "mesh.data is 1; rows and columns add up gradients in fp32")
-_no_copies = _first(_where(lambda run: run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp,
-                           "no two ranks have the same parameters"),
+_one_replica = _in_runs(lambda run: run.mesh.data == 1 and not run.elastic.auto_dp,
+                        "mesh.data is 1; rows and columns add up gradients in fp32")
+_no_copies = _first(_in_runs(lambda run: run.mesh.data == run.mesh.stage_size == 1 and not run.elastic.auto_dp,
+                             "no two ranks have the same parameters"),
                     lambda run: _beyond_the_end(run.guard.compare_every, run))
-_one_rank = _where(lambda run: run.mesh.size == 1 and run.launch.join_address is None,
-                   "a single rank has no other rank that would see it stopped")
-_no_state_elsewhere = _where(
+_one_rank = _in_runs(lambda run: run.mesh.size == 1 and run.launch.join_address is None,
+                     "a single rank has no other rank that would see it stopped")
+_no_state_elsewhere = _in_runs(
     lambda run: run.mesh.data == 1 and run.launch.join_address is None and not run.elastic.auto_dp,
     "mesh.data is 1, so no other rank has the state of a lost one")
 
@@ -154,7 +154,7 @@ _no_auto_pipe = _first(_nothing_freezes, _needs("elastic.auto_pipe"))
 _no_cache = _first(_nothing_freezes, _needs("elastic.cache"))
 
 
-_frozen_dropout = _first(_nothing_freezes, _where(
+_frozen_dropout = _first(_nothing_freezes, _in_runs(
     lambda run: not (run.model.dropout or (run.lora.rank and run.lora.dropout)), "model.dropout is 0"))
 
 
@@ -169,9 +169,9 @@ def _tokenizer(run: ResolvedRun) -> str | None:
     return f"the task {run.data.task} takes a WordPiece tokenizer" if wrong else None
 
 
-_all_layers_are_full = _where(lambda run: run.model.full_every == 1 or {*range(run.model.num_layers)} <= {
+_all_layers_are_full = _in_runs(lambda run: run.model.full_every == 1 or {*range(run.model.num_layers)} <= {
     *run.model.full_layers}, "no layer has a window")
-_factor_of_one = _where(  # dynamic scaling begins beyond the positions, whatever the factor is
+_factor_of_one = _in_runs(  # dynamic scaling begins beyond the positions, whatever the factor is
     lambda run: run.model.rope_factor == 1 and run.model.rope_scaling != "dynamic"
     and run.model.rope_magnitude in (None, 1), "model.rope-factor is 1")
 
@@ -199,7 +199,7 @@ ASKED: Mapping[str, Callable[[Run], str | None]] = {
 
 CONDITIONS: Mapping[str, Reason] = {
     "mesh.tile": _one_rank_a_stage,
-    "train.steps": lambda run: None if run.train.epochs is None else _is(run, "train.epochs"),
+    "train.steps": lambda run: None if run.train.epochs is None else _describe_value(run, "train.epochs"),
     "train.final_learning_rate": _unless("train.schedule", "constant"),
     "train.decay_share": _needs("train.schedule", "wsd"),
     "train.decay_shape": _needs("train.schedule", "wsd"),
@@ -225,9 +225,9 @@ CONDITIONS: Mapping[str, Reason] = {
     "tensor.panel_bytes": _first(_one_rank_a_stage, _unless("tensor.scheme", "summa")),
     "optim.options": lambda run: (
         None if is_object_name(run.optim.algorithm) else f"{run.optim.algorithm} takes no options"),
-    "optim.betas": _only(_algorithm, "adamw", "lion", "muon"),
-    "optim.epsilon": _only(_algorithm, "adamw", "muon"),
-    "optim.momentum": _only(_algorithm, "sgd", "muon"),
+    "optim.betas": _only_for(_algorithm, "adamw", "lion", "muon"),
+    "optim.epsilon": _only_for(_algorithm, "adamw", "muon"),
+    "optim.momentum": _only_for(_algorithm, "sgd", "muon"),
     "optim.muon_scale": _needs("optim.algorithm", "muon"),
     "optim.decay": _needs("optim.weight_decay"),
     "optim.accumulate": _half_precision,
@@ -245,16 +245,16 @@ CONDITIONS: Mapping[str, Reason] = {
     "checkpoint.keep_every": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
     "guard.max_bad_steps": _needs("guard.bad_step", "skip", "rollback"),
     "guard.compare_every": _no_copies,
-    "log.project": _where(lambda run: not run.log.tracker, "log.tracker names none"),
-    "log.store": _where(lambda run: not {"mlflow", "aim"} & {*run.log.tracker},
-                        "log.tracker names neither mlflow nor aim"),
-    "log.offline": _where(lambda run: "wandb" not in run.log.tracker, "log.tracker does not name wandb"),
+    "log.project": _in_runs(lambda run: not run.log.tracker, "log.tracker names none"),
+    "log.store": _in_runs(lambda run: not {"mlflow", "aim"} & {*run.log.tracker},
+                          "log.tracker names neither mlflow nor aim"),
+    "log.offline": _in_runs(lambda run: "wandb" not in run.log.tracker, "log.tracker does not name wandb"),
     "comm.collectives": _first(_one_rank, _unless("comm.transport", "torch")),
     "launch.stopped_seconds": _one_rank,
     "launch.survive_losses": _no_state_elsewhere,
     "deterministic": _on_cpu("on a CPU runs are bit-identical without it"),
     "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
-    "model.compile": _where(
+    "model.compile": _in_runs(
         lambda run: run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
         and _llama_only(run) is not None, "with several rows or columns only chains of elementwise operations are "
         "compiled, and with whole features and without dropout this model has none"),
@@ -265,8 +265,8 @@ CONDITIONS: Mapping[str, Reason] = {
         "max_positions", "kv_heads", "head_dim", "activation", "bias", "tied", "norms", "norm_offset", "qk_norm",
         "query_pre_attn_scalar", "rope_base", "embedding_scale",
         "residual_multiplier", "logits_scaling", "attention_softcap", "logit_softcap")},
-    "model.untied": _only(family_name, "gpt", "transformers"),
-    **{f"model.{name}": _only(family_name, "llama", "bert", "vit", "transformers")
+    "model.untied": _only_for(family_name, "gpt", "transformers"),
+    **{f"model.{name}": _only_for(family_name, "llama", "bert", "vit", "transformers")
        for name in ("intermediate", "norm_epsilon")},
     "model.window": _first(_llama_only, _all_layers_are_full),
     "model.rope_scaling": _first(_llama_only, _factor_of_one),
@@ -283,16 +283,16 @@ CONDITIONS: Mapping[str, Reason] = {
     "preference.label_smoothing": _preference("dpo", "simpo"),
     "preference.gamma": _preference("simpo"),
     "data.options": lambda run: None if is_object_name(run.data.task) else f"the task {run.data.task} takes no options",
-    **{name: _by_task(name) for name in (
+    **{name: _unused_by_task(name) for name in (
         "train.eval_sequences", "model.vocab", "model.sequence", "model.num_classes", "model.image_size",
         "model.patch_size", "data.train_samples", "data.eval_samples", "data.augment",
         "data.augment_repeats", "data.max_bytes", "data.text_column", "data.pair_column",
         "data.label_column", "data.messages_column", "data.form", "data.chat_template", "data.mixture",
         "data.packing")},
-    **{name: _first(_by_task(name), _where(lambda run: run.data.mixture, "data.mixture is set"))
+    **{name: _first(_unused_by_task(name), _in_runs(lambda run: run.data.mixture, "data.mixture is set"))
        for name in ("data.train", "data.corpus")},
-    "data.padding": _first(_where(lambda run: run.data.task == "chat" and run.data.packing,
-                                  "data.packing fills sequences"), _by_task("data.padding")),
+    "data.padding": _first(_in_runs(lambda run: run.data.task == "chat" and run.data.packing,
+                                    "data.packing fills sequences"), _unused_by_task("data.padding")),
     "data.tokenizer": _tokenizer,
     "elastic.options": lambda run: (
         None if is_object_name(run.elastic.freeze) else f"the freeze policy {run.elastic.freeze} takes no options"),
@@ -302,7 +302,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "elastic.auto_pipe": _first(_nothing_freezes, _unless("mesh.pipe", 1)),
     "elastic.auto_dp": _no_auto_pipe,
     "elastic.cut": _no_auto_pipe,
-    "elastic.global_batch": _where(lambda run: run.mesh.size == 1, "one rank has no replicas to add"),
+    "elastic.global_batch": _in_runs(lambda run: run.mesh.size == 1, "one rank has no replicas to add"),
     "elastic.cache": _nothing_freezes,
     "elastic.cache_from": _no_cache,
     "elastic.cache_dir": _no_cache,

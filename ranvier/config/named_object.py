@@ -74,15 +74,15 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
     assert ":" in text, f"{setting} lists {text}, but no code makes its object: see CONTRIBUTING.md, How to add"
     found = _attribute(text, setting)
     keywords = parse_options(options, setting)
-    if not isinstance(found, type) and (lacks(found, attributes) is None or not callable(found)):
+    if not isinstance(found, type) and (missing_attribute(found, attributes) is None or not callable(found)):
         if options:
             raise ConfigError("takes no options: it is an object, and neither a function nor a class",
                               code="object-without-options", where=setting, value=text,
                               remedy=f"Leave out `--{_options_setting(setting)}`, or name a function that takes them.")
     else:
-        with blamed(text, setting, "the call"):
+        with blame_user_code(text, setting, "the call"):
             found = found(**keywords)
-    missing = lacks(found, attributes)
+    missing = missing_attribute(found, attributes)
     if missing is not None:
         raise ConfigError(f"has no {missing}: it gives a {type(found).__name__}", code="object-lacks-attribute",
                           where=setting, value=text,
@@ -90,7 +90,7 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
     return found
 
 
-def lacks(found: object, attributes: Sequence[str]) -> str | None:
+def missing_attribute(found: object, attributes: Sequence[str]) -> str | None:
     """The first of `attributes` that `found` does not have, in words; None where it has all of them."""
     for name in attributes:
         bare = name.removesuffix("()")
@@ -115,7 +115,7 @@ def parse_options(options: Sequence[str], setting: str) -> Mapping[str, object]:
 
 
 @contextmanager
-def blamed(text: str, setting: str, doing: str) -> Iterator[None]:
+def blame_user_code(text: str, setting: str, doing: str) -> Iterator[None]:
     """Turns what a user's object raises into a ConfigError with the file and line; RanvierErrors pass unchanged.
 
     doing: what it was asked for: "the call", "`model`".

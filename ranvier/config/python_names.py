@@ -56,13 +56,13 @@ class PythonNames:
         if setting.name == "resume" and setting.is_flag:
             return "", "Checkpoints.load()" if setting.text == "auto" else "Checkpoints.load(path)"
         if setting.name in _ARGUMENTS:
-            return "Engine", f"{_ARGUMENTS[setting.name]}={_DTYPES.get(setting.text) or _in_python(setting.value)}"
+            return "Engine", f"{_ARGUMENTS[setting.name]}={_DTYPES.get(setting.text) or _as_python(setting.value)}"
         section, _, field = setting.name.partition(".")
         if section not in _CALLS or not field.replace("-", "").isalpha():
             return "", str(setting)
         call = self.caller if field == "timeout-seconds" else _CALLS[section]
         value = None if setting.text == "none" and setting.name in _optional() else setting.value
-        return call, f"{field.replace('-', '_')}={_in_python(value)}"
+        return call, f"{field.replace('-', '_')}={_as_python(value)}"
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def _optional() -> frozenset[str]:
                      if NoneType in alternatives(kind))
 
 
-def _in_python(value: object) -> str:
+def _as_python(value: object) -> str:
     return "..." if value is ... else repr(value)
 
 
@@ -89,8 +89,8 @@ def naming_arguments(caller: str, *, unless: bool = False) -> Iterator[None]:
         raise
 
 
-def of_engine(method: Callable[Concatenate[AnEngine, Parameters], Result]
-              ) -> Callable[Concatenate[AnEngine, Parameters], Result]:
+def engine_method(method: Callable[Concatenate[AnEngine, Parameters], Result]
+                  ) -> Callable[Concatenate[AnEngine, Parameters], Result]:
     """A method of an engine whose errors name arguments, unless the engine has `flags`."""
     @functools.wraps(method)
     def call(engine: AnEngine, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -172,7 +172,7 @@ def merge(layers: Sequence[Layer]) -> Merged:
         for name, value in layer.values.items():
             setting = settings().get(name)
             if setting is None:
-                problems.append(_unknown(name, value, layer.origin))
+                problems.append(_unknown_setting_error(name, value, layer.origin))
                 continue
             try:
                 values[name] = _read(setting, value, layer)
@@ -180,7 +180,7 @@ def merge(layers: Sequence[Layer]) -> Merged:
                 chosen = chosen | {name} if layer.is_users else chosen - {name}
             except ConfigError as problem:
                 problems.append(problem)
-        for name, other in _overruled(layer, before, values, chosen):
+        for name, other in _overruled_settings(layer, before, values, chosen):
             if origins[other] != "default":
                 values[other], origins[other] = settings()[other].default, f"{layer.origin} through {flag(name)}"
                 chosen.discard(other)
@@ -226,8 +226,8 @@ def _with_preset(layer: Layer) -> tuple[Layer, ...]:
     return Layer(origin=f"preset {name}", values=values, is_users=False), layer
 
 
-def _overruled(layer: Layer, before: Mapping[str, object], values: Mapping[str, object], chosen: Collection[str]
-               ) -> Iterator[tuple[str, str]]:
+def _overruled_settings(layer: Layer, before: Mapping[str, object], values: Mapping[str, object],
+                        chosen: Collection[str]) -> Iterator[tuple[str, str]]:
     """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
     overrule epochs; a limit on one corpus or data set is not meant for another; pretrained weights have sizes of their
     own, in place of a recipe's; the stages, limits and threads in a run's own run.toml are those of its mesh, unless a
@@ -393,7 +393,7 @@ def as_text(value: object) -> str:
     return str(value)
 
 
-def _unknown(name: str, value: object, origin: str) -> ConfigError:
+def _unknown_setting_error(name: str, value: object, origin: str) -> ConfigError:
     name = name or '""'
     if isinstance(value, Mapping) and (near := difflib.get_close_matches(name, sections(), n=1)):
         return ConfigError(f"is not a section, in {origin}", code="unknown-section", where=name,

@@ -175,8 +175,8 @@ def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not (see `Split.on`),
-    unless a norm is over all of them."""
+    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not divide
+    (`Split.for_cols`), unless a norm is over all of them."""
     mesh, model, tensor = run.mesh, run.model, run.tensor
     shares: list[tuple[str, str, int]] = [("row", "batch.microbatch-size", run.batch.microbatch_size),
                                           ("col", "model.heads", model.heads)]

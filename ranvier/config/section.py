@@ -17,7 +17,7 @@ from typing import Any, TypeVar, dataclass_transform, get_type_hints
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ranvier.arguments import malformed
+from ranvier.arguments import malformed_argument_error
 from ranvier.errors import ConfigError
 
 Section = TypeVar("Section")
@@ -29,12 +29,12 @@ def section(cls: type[Section]) -> type[Section]:
     is no field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
     made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
-    made.__init__ = _checked(made.__init__)
+    made.__init__ = _check_values(made.__init__)
     found: type[Section] = made
     return found
 
 
-def _checked(construct: Callable[..., None]) -> Callable[..., None]:
+def _check_values(construct: Callable[..., None]) -> Callable[..., None]:
     @wraps(construct)
     def init(self: Any, *args: Any, **values: Any) -> None:
         try:
@@ -56,4 +56,4 @@ def _refusal(cls: type, name: str, value: object) -> ConfigError:
     if annotation is None:
         return ConfigError(f"is not an argument of {cls.__name__}", code="unknown-argument", where=argument,
                            value=value, remedy=f"Choose among {', '.join(field.name for field in fields(cls))}.")
-    return malformed(argument, annotation, value, getattr(cls, name))
+    return malformed_argument_error(argument, annotation, value, getattr(cls, name))

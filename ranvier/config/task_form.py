@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ranvier.config.named_object import blamed, is_object_name, load_object
+from ranvier.config.named_object import blame_user_code, is_object_name, load_object
 from ranvier.config.run import Data, Run
 from ranvier.errors import ConfigError
 
@@ -64,7 +64,7 @@ _UNUSED: tuple[tuple[str, str, str], ...] = (
 """(tasks, why these settings have no effect in them, the settings)."""
 
 
-def _unused(task: str) -> dict[str, str]:
+def _unused_settings(task: str) -> dict[str, str]:
     return {setting: why.format(f"the task {task}") for tasks, why, settings in _UNUSED if task in tasks.split()
             for setting in settings.split()}
 
@@ -72,17 +72,19 @@ def _unused(task: str) -> dict[str, str]:
 _DECODERS = ("llama", "transformers")
 SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
     "lm": TaskForm(family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True,
-                   others=_DECODERS, unused=_unused("lm")),
+                   others=_DECODERS, unused=_unused_settings("lm")),
     "chat": TaskForm(family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS,
-                     unused=_unused("chat")),
+                     unused=_unused_settings("chat")),
     "preference": TaskForm(family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
-                           unused=_unused("preference")),
-    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs", unused=_unused("reward")),
+                           unused=_unused_settings("preference")),
+    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs",
+                       unused=_unused_settings("reward")),
     "classification": TaskForm(family="bert", head="classes", targets="sentences", samples="sentences",
-                               others=("llama",), takes_wordpiece=True, unused=_unused("classification")),
+                               others=("llama",), takes_wordpiece=True, unused=_unused_settings("classification")),
     "qa": TaskForm(family="bert", head="span", targets="questions", samples="questions", takes_wordpiece=True,
-                   unused=_unused("qa")),
-    "images": TaskForm(family="vit", head="classes", targets="images", samples="images", unused=_unused("images"))})
+                   unused=_unused_settings("qa")),
+    "images": TaskForm(family="vit", head="classes", targets="images", samples="images",
+                       unused=_unused_settings("images"))})
 
 TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
 """Attributes that a task must have (`ranvier.data.task.Task`)."""
@@ -93,7 +95,7 @@ def form_of(data: Data) -> TaskForm:
     if not is_object_name(data.task):
         return SHIPPED[data.task]
     found = load_object(data.task, "data.task", TASK_ATTRIBUTES, data.options)
-    with blamed(data.task, "data.task", "`form`"):
+    with blame_user_code(data.task, "data.task", "`form`"):
         form = getattr(found, "form")  # noqa: B009 - the protocol is in a room above this one
     if not isinstance(form, TaskForm):
         raise ConfigError(f"has a `form` that is a {type(form).__name__}", code="task-form-type", where="data.task",

@@ -41,7 +41,7 @@ class Placed:
 
 
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
-def placed(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
+def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
     """Placement on nodes of the groups along `axes` of the mesh, where each node has `ranks_per_node` consecutive
     ranks: that of the node that has the most to send."""
     axes = (axes,) if isinstance(axes, str) else axes

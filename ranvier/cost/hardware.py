@@ -20,7 +20,7 @@ from annotated_types import Ge, Le
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from ranvier.cost.kernels import Kernel, for_each, whole_waves_flops
+from ranvier.cost.kernels import Kernel, map_distinct, whole_waves_flops
 
 _config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -165,7 +165,7 @@ class Device:
 
     def seconds(self, kernels: Sequence[Kernel], precision: Precision, threads: float = 1.0) -> float:
         """Seconds of these kernels, one after the other."""
-        return sum(for_each(kernels, lambda kernel: self.kernel_seconds(kernel, precision, threads)))
+        return sum(map_distinct(kernels, lambda kernel: self.kernel_seconds(kernel, precision, threads)))
 
     def update_seconds(self, moved_bytes: float) -> float:
         """Seconds of an optimizer update, which does little but move bytes."""

@@ -9,8 +9,8 @@
     copy        casts, copies, sums                            as many bytes again
 
 A kernel names the storages that it reads and writes, with the bytes of each: views cost nothing, an expanded tensor
-counts once, a lookup reads what it looks up. So chains can be merged as torch.compile merges them (`fused`). How long a
-kernel takes is `ranvier.cost.hardware`'s. Pure.
+counts once, a lookup reads what it looks up. So chains can be merged as torch.compile merges them (`fuse_chains`). How
+long a kernel takes is `ranvier.cost.hardware`'s. Pure.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Kernels = tuple[Kernel, ...]
 _Result = TypeVar("_Result")
 
 
-def for_each(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]) -> Iterator[_Result]:
+def map_distinct(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]) -> Iterator[_Result]:
     """`compute` of each kernel. Those of like panels are one object, for which it is called once."""
     known: dict[int, _Result] = {}
     for kernel in kernels:
@@ -143,7 +143,7 @@ def backward_of(kernels: Sequence[Kernel]) -> Kernels:
             case "copy":
                 return [kernel]
 
-    return tuple(chain.from_iterable(for_each(kernels, backward)))
+    return tuple(chain.from_iterable(map_distinct(kernels, backward)))
 
 
 def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
@@ -179,7 +179,7 @@ def weight_gradients_of(kernels: Sequence[Kernel], gradient_bytes: int, product_
             found.append(Kernel(kind="pointwise", reads=dy, is_reduction=True, more_launches=_BIAS_LAUNCHES))
         return found
 
-    return tuple(chain.from_iterable(for_each(kernels, gradients)))
+    return tuple(chain.from_iterable(map_distinct(kernels, gradients)))
 
 
 def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
@@ -251,10 +251,10 @@ def scaled(kernels: Sequence[Kernel], factor: float) -> Kernels:
         return replace(kernel, flops=round(factor * kernel.flops), reads=reads, writes=larger(kernel.writes),
                        shape=(batch, round(factor * m), n, k) if has_weight else (round(factor * batch), m, n, k))
 
-    return tuple(for_each(kernels, scaled_one))
+    return tuple(map_distinct(kernels, scaled_one))
 
 
-def grown(half: Sequence[Kernel], kernels: Sequence[Kernel], further: float) -> Kernels:
+def extrapolate(half: Sequence[Kernel], kernels: Sequence[Kernel], further: float) -> Kernels:
     """Kernels of a microbatch that is larger than that of `kernels` by `further` times the half of it. half: those of
     that half. What is equal in both does not grow; where they are not the same kernels, only weights do not."""
     def line(less: int, more: int) -> int:
@@ -275,14 +275,14 @@ def grown(half: Sequence[Kernel], kernels: Sequence[Kernel], further: float) -> 
         return replace(more, flops=line(less.flops, more.flops), reads=accesses(less.reads, more.reads),
                        writes=accesses(less.writes, more.writes), shape=(batch, m, n, k))
 
-    return tuple(for_each(kernels, grown_one))
+    return tuple(map_distinct(kernels, grown_one))
 
 
 def _form(kernel: Kernel) -> tuple[object, ...]:
     return kernel.kind, kernel.weight, len(kernel.reads), len(kernel.writes)
 
 
-def in_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:
+def to_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:
     """The same with the products with weights in float8, of which both operands are rounded before.
 
     multiple: what the inputs and outputs of a layer must be divisible by. fuses: whether finding the largest value of
@@ -302,7 +302,7 @@ def in_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kerne
     return tuple(found)
 
 
-def fused(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
+def fuse_chains(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
     """The same with chains merged as torch.compile merges them: pointwise operations and copies that read what one of
     them writes, or the same tensor, between the same products, are one pass over what enters and leaves them.
 
@@ -322,11 +322,11 @@ def fused(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
     merged: dict[int, Kernel] = {}
     dropped: set[int] = set()
     for members in groups.values():
-        for group in _connected(members):
+        for group in _connected_groups(members):
             places = {place for place, _ in group}
             outside = {access.storage for place, kernel in enumerate(kernels) if place not in places
                        for access in kernel.reads} | set(outputs)
-            merged[group[0][0]] = _merged([kernel for _, kernel in group], outside)
+            merged[group[0][0]] = _merge([kernel for _, kernel in group], outside)
             dropped |= places
     return tuple(merged.get(place, kernel) for place, kernel in enumerate(kernels)
                  if place in merged or place not in dropped)
@@ -363,7 +363,7 @@ def kept_by_compiler(chains: Iterable[Kernel], kept: Mapping[int, int], free: Co
     return sum(map(sizes.__getitem__, found))
 
 
-def _connected(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[int, Kernel]]]:
+def _connected_groups(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[int, Kernel]]]:
     """Groups of kernels that share a storage."""
     groups: list[tuple[set[int], list[tuple[int, Kernel]]]] = []
     for place, kernel in members:
@@ -379,7 +379,7 @@ def _connected(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[int, Ke
     return [sorted(group, key=lambda member: member[0]) for _, group in groups]
 
 
-def _merged(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
+def _merge(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
     """One pass for all of them. outside: storages that others read."""
     reads: dict[int, Access] = {}
     writes: dict[int, Access] = {}

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.cost.blocks import BlockCost
-from ranvier.cost.collectives import placed, received_seconds
+from ranvier.cost.collectives import place_groups, received_seconds
 from ranvier.cost.hardware import Cluster, Link
 from ranvier.mesh import Mesh, StagePlacement
 from ranvier.schedule.limits import Conditions
@@ -65,7 +65,7 @@ def _parts_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
 def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> list[tuple[float, float]]:
     """Seconds for which a message of so many bytes keeps each edge between neighbouring ranks busy, and until it is
     there after that."""
-    group, found = placed(run.mesh, run.mesh.over(splits_features=True), cluster.devices_per_node), []
+    group, found = place_groups(run.mesh, run.mesh.over(splits_features=True), cluster.devices_per_node), []
     for (link, together), parts, size in zip(edge_links(run.mesh, cluster), edge_parts(run, cluster), sizes,
                                              strict=True):
         if size < SMALLEST_IN_PARTS:

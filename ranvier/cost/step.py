@@ -31,14 +31,21 @@ from ranvier.config.resolve import ResolvedRun, chunk_size
 from ranvier.cost.blocks import BlockCost, Same
 from ranvier.cost.collectives import (
     all_reduce_seconds,
-    placed,
+    place_groups,
     received_seconds,
     reduced_seconds,
     tree_latency,
     tree_seconds,
 )
 from ranvier.cost.hardware import Cluster, Device, Precision
-from ranvier.cost.kernels import Kernel, backward_of, for_each, weight_gradients_of, without_fused_loss, without_panels
+from ranvier.cost.kernels import (
+    Kernel,
+    backward_of,
+    map_distinct,
+    weight_gradients_of,
+    without_fused_loss,
+    without_panels,
+)
 from ranvier.cost.stage_messages import edge_bytes, edge_links, edge_seconds, rank_threads, replica_offsets, sent_bytes
 from ranvier.cost.volume import Bytes, SplitLayer, Trip, Trips, Volume, block_volume, layer_trips, volume_scheme
 from ranvier.schedule.limits import Deferral, Limits
@@ -203,7 +210,7 @@ def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, 
     """Lower bounds of a step's time, however its blocks are cut into stages: the pipeline alone, and blocks spread
     evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on its
     first stage. part: of what these compute that one rank computes for one microbatch."""
-    return _StepCost(step, cluster, part=part).least()
+    return _StepCost(step, cluster, part=part).lower_bound()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +237,7 @@ def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -
     made = _StepCost(step, cluster, as_published)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
-                           defer_bytes=made.defer(times), at_once=made.at_once(), defer_last=made.defer_last,
+                           defer_bytes=made.defer(times), at_once=made.max_running_stages(), defer_last=made.defer_last,
                            max_stored=step.limits.max_stored, alternating=step.limits.alternating)
 
 
@@ -349,7 +356,7 @@ def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLa
                         for some in ([kernel], backward_of([kernel]), weight_gradients_of(
                             [kernel], bytes.gradient, None)) if places]
 
-    for places, seconds in for_each(kernels.it, shared):
+    for places, seconds in map_distinct(kernels.it, shared):
         for place in places:
             for which, each in enumerate(seconds):
                 found[place][which] += each
@@ -395,7 +402,7 @@ class _StepCost:
         """The model's first block that trains: those before it have no backward."""
         self.local = min(cluster.devices_per_node, self.mesh.size)
         self.count, self.last = step.run.num_microbatches, step.run.last_microbatch_fraction
-        self.groups = {axis: placed(self.mesh, axis, cluster.devices_per_node) for axis in _GROUPED}
+        self.groups = {axis: place_groups(self.mesh, axis, cluster.devices_per_node) for axis in _GROUPED}
 
     def cost(self, exact: bool) -> Cost:
         step = self.step
@@ -403,7 +410,7 @@ class _StepCost:
         times = self.times(rows)
         way = self.way()
         passed = passage(times, self.count, step.policy, step.limits.in_flight, way=way, exact=exact,
-                         defer_bytes=self.defer(times), cores=self.at_once(), placement=self.placement,
+                         defer_bytes=self.defer(times), cores=self.max_running_stages(), placement=self.placement,
                          defer_last=self.defer_last, max_stored=step.limits.max_stored,
                          alternating=step.limits.alternating)
         partial = (1.0 - self.last) * max(sum(rows[stage].microbatch_seconds for stage in held) for held in self.held)
@@ -435,19 +442,19 @@ class _StepCost:
         """Share of the operations of recomputed blocks that run again; 0 if no block is recomputed."""
         whole = left_out = 0
         for stage, work in enumerate(self.step.stages):
-            for place in self._again(stage):
+            for place in self._recomputed_blocks(stage):
                 block = work.blocks[place]
                 whole += block.repeated_flops
                 if place in work.ends and not (block.is_selective or block.num_repeated is None or self.as_published):
                     left_out += sum(kernel.flops for kernel in block.kernels[block.num_repeated:])
         return 1.0 - left_out / whole if whole else 0.0
 
-    def least(self) -> tuple[float, float]:
+    def lower_bound(self) -> tuple[float, float]:
         """Result of `least_seconds`. Stage i begins after the forwards of those before it, and then has all
         microbatches: with forwards that are at least a part r of what blocks take, m microbatches on p stages take no
         less than r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less
         counts."""
-        forward, both, again = list[float](), list[float](), dict.fromkeys(self._again(0), 1.0)
+        forward, both, again = list[float](), list[float](), dict.fromkeys(self._recomputed_blocks(0), 1.0)
         alike = _first_alike(Same(self.step.stages[0]), Same(self.step.split_layers), self.begins)
         for place, (block, first) in enumerate(zip(self.stages[0], alike, strict=True)):
             if first < place:
@@ -461,7 +468,7 @@ class _StepCost:
             forward.append(own.forward + sent[0])
             both.append(forward[-1] + sent[1] + (own.backward + own.weight if trains else 0.0))
             if place in again:
-                again[place] = self._repeated(block, place in self.step.stages[0].ends).forward
+                again[place] = self._recompute_seconds(block, place in self.step.stages[0].ends).forward
         return self._least_of(forward, both), self._least_of(forward, [
             seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
 
@@ -493,15 +500,15 @@ class _StepCost:
 
     def stage(self, stage: int) -> StageCost:
         """One rank of it."""
-        costs, first, again = self.stages[stage], self._first(stage), self._again(stage)
+        costs, first, again = self.stages[stage], self._first(stage), self._recomputed_blocks(stage)
         seconds = [self._seconds(cost) for cost in costs]
         forward = sum([each.forward for each in seconds])
         ends = set(self.step.stages[stage].ends)
-        recomputed = sum(self._repeated(costs[place], place in ends).forward for place in again)
+        recomputed = sum(self._recompute_seconds(costs[place], place in ends).forward for place in again)
         weight = self.weight_seconds(stage)
         both = sum([each.backward + each.weight for each in seconds[first:]])
         backward = both - weight + recomputed
-        sent_forward, sent_backward = self._exchanged(stage)
+        sent_forward, sent_backward = self._exposed_seconds(stage)
         rank = self.placement.rank_of(stage)
         sums, gathers, update = *self._reduction(rank), self._update(rank)
         waits = weight > 0 and self._defers(rank)
@@ -509,7 +516,7 @@ class _StepCost:
         return StageCost(stage=stage, forward_seconds=forward + sent_forward,
                          backward_seconds=backward + sent_backward, weight_seconds=weight,
                          exchange_seconds=sent_forward + sent_backward, reduction_seconds=sums + gathers,
-                         update_seconds=update, after_seconds=self._after(sums, gathers, update, rank, beside))
+                         update_seconds=update, after_seconds=self._tail_seconds(sums, gathers, update, rank, beside))
 
     def weight_seconds(self, stage: int) -> float:
         """Seconds of one microbatch's weight gradients that may wait."""
@@ -519,7 +526,7 @@ class _StepCost:
         """The place of the stage's first block that has a backward."""
         return min(max(0, self.begins - self._starts[stage]), len(self.stages[stage]))
 
-    def _again(self, stage: int) -> list[int]:
+    def _recomputed_blocks(self, stage: int) -> list[int]:
         """Places of the blocks that are recomputed, which frozen ones in front are not."""
         if stage not in self._agains:
             first = self._first(stage)
@@ -528,7 +535,7 @@ class _StepCost:
 
     def _deferring(self, stage: int) -> list[BlockCost]:
         """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
-        costs, first, again = self.stages[stage], self._first(stage), set(self._again(stage))
+        costs, first, again = self.stages[stage], self._first(stage), set(self._recomputed_blocks(stage))
         stop = len(costs) - (stage == len(self.stages) - 1)
         return [cost for place, cost in enumerate(costs[:stop])
                 if place >= first and place not in again and cost.num_trainable and cost.defers]
@@ -544,7 +551,7 @@ class _StepCost:
             self._of_kernels[key] = found if cost.num_trainable else found._replace(weight=0.0)
         return self._of_kernels[key]
 
-    def _repeated(self, cost: BlockCost, ends: bool) -> _Seconds:
+    def _recompute_seconds(self, cost: BlockCost, ends: bool) -> _Seconds:
         """Times of the second run of a block that is recomputed. ends: it is the last one of its segment."""
         if not cost.is_selective and (self.as_published or not ends):
             return self._seconds(cost)
@@ -555,12 +562,12 @@ class _StepCost:
     def _threads(self) -> float:
         return rank_threads(self.cluster, self.mesh)
 
-    def _crowded(self) -> float:
+    def _core_sharing_factor(self) -> float:
         """Factor by which a rank takes longer if it shares its cores with others."""
         cores = self.cluster.device.cores
         return 1.0 if cores is None else max(1.0, self.local * self._threads() / cores)
 
-    def at_once(self) -> int | None:
+    def max_running_stages(self) -> int | None:
         """Stages of a replica for which there are cores; none where each rank has a device."""
         cores = self.cluster.device.cores
         if cores is None:
@@ -577,7 +584,7 @@ class _StepCost:
         """Seconds that the work of all ranks of a node keeps its cores busy, where they share them. Where there are
         more ranks than cores they take turns, in copying messages as well, and a tensor mesh as a whole waits for them
         and for members that are not running."""
-        cores, crowded = self.cluster.device.cores, self._crowded()
+        cores, crowded = self.cluster.device.cores, self._core_sharing_factor()
         if cores is None:
             return 0.0
         microbatches = self.count - 1 + self.last
@@ -593,11 +600,12 @@ class _StepCost:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _exchanged(self, stage: int) -> tuple[float, float]:
+    def _exposed_seconds(self, stage: int) -> tuple[float, float]:
         """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
-        first, recomputed, ends = self._first(stage), set(self._again(stage)), set(self.step.stages[stage].ends)
+        first, recomputed = self._first(stage), set(self._recomputed_blocks(stage))
+        ends = set(self.step.stages[stage].ends)
         sent = [self._sent(block, place in recomputed, has_backward=place >= first, ends=place in ends)
                 for place, block in enumerate(self.stages[stage])]
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
@@ -606,7 +614,7 @@ class _StepCost:
         """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
         longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
         less."""
-        blocks = self._deferring(stage) if self.size > 1 and self._hides else []
+        blocks = self._deferring(stage) if self.size > 1 and self._overlaps_messages else []
         found = [self._sent_apart(block) for block in blocks]
         longer = sum(each.backward for each in found)
         weight = max(sum(each.weight for each in found),
@@ -624,7 +632,7 @@ class _StepCost:
         key = id(self.step.split_layers[block.name]), id(block.kernels)
         if key not in self._sent_apart_seconds:
             volume, layers = self._block_volume(block.name, False), self._share_of_layer(block.name)
-            own, trips = self._seconds(block), self._trips(block, False, waits=True)
+            own, trips = self._seconds(block), self._layer_messages(block, False, waits=True)
             later = Bytes(sum(trip.bytes for each, _ in trips for trip in each.weight),
                           max(0.0, volume.backward.weights - volume.forward.weights))
             first = Bytes(volume.backward.activations - later.activations, volume.backward.weights - later.weights)
@@ -633,7 +641,7 @@ class _StepCost:
             gathers = [(each.weight, seconds) for each, seconds in trips]
             weight, alone = (self._held_up(some, layers, 1, gathers, own.weight) - self._norms(layers)
                              for some in (later, replace(later, weights=0.0)))
-            summed = self._received(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
+            summed = self._receive_seconds(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
             sizes = [layer.inputs * layer.outputs for layer in self.step.split_layers[block.name]]
             self._sent_apart_seconds[key] = _Apart(
                 backward - self._sent(block, False, has_backward=True)[1], weight, alone,
@@ -643,14 +651,14 @@ class _StepCost:
 
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
-        """The same of one block. ends: as for `_repeated`."""
+        """The same of one block. ends: as for `_recompute_seconds`."""
         key = (id(self.step.split_layers[block.name]), id(block.kernels), block.num_trainable > 0, recomputed,
                has_backward, ends)
         if key not in self._sent_seconds:
             sends_again = recomputed and not block.is_selective
             volume, layers = self._block_volume(block.name, sends_again), self._share_of_layer(block.name)
-            own, again = self._seconds(block), self._repeated(block, ends) if recomputed else _NO_SECONDS
-            trips = self._trips(block, sends_again) if self._hides else []
+            own, again = self._seconds(block), self._recompute_seconds(block, ends) if recomputed else _NO_SECONDS
+            trips = self._layer_messages(block, sends_again) if self._overlaps_messages else []
             self._sent_seconds[key] = (
                 self._held_up(volume.forward, layers, 0, [(each.forward, seconds) for each, seconds in trips],
                               own.forward),
@@ -659,7 +667,7 @@ class _StepCost:
         return self._sent_seconds[key]
 
     @property
-    def _hides(self) -> bool:
+    def _overlaps_messages(self) -> bool:
         """Whether messages travel while products are computed: not where cores copy them, nor where a broadcast's root
         depends on the rank."""
         return self.cluster.device.cores is None and self.scheme != "summa" and not self.as_published
@@ -671,12 +679,12 @@ class _StepCost:
         are hidden slow down what is computed beside them (`Device.message_share`).
 
         Args:
-            sizes, layers, way: as of `_received`. trips: of each layer, with its products. computing: seconds.
+            sizes, layers, way: as of `_receive_seconds`. trips: of each layer, with its products. computing: seconds.
         """
-        if not self._hides:
-            return self._norms(layers) + self._received(sizes, layers, way)
-        activations = self._received(replace(sizes, weights=0.0), layers, way) if sizes.activations else 0.0
-        weights = self._received(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
+        if not self._overlaps_messages:
+            return self._norms(layers) + self._receive_seconds(sizes, layers, way)
+        activations = self._receive_seconds(replace(sizes, weights=0.0), layers, way) if sizes.activations else 0.0
+        weights = self._receive_seconds(replace(sizes, activations=0.0), layers, way) if sizes.weights else 0.0
         each_byte = activations / sizes.activations if sizes.activations else 0.0
         alone = late = 0.0
         for several, products in trips:
@@ -695,7 +703,8 @@ class _StepCost:
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
             0.0, round(steps), group, self.cluster)
 
-    def _trips(self, block: BlockCost, recomputed: bool, *, waits: bool = False) -> list[tuple[Trips, _Products]]:
+    def _layer_messages(self, block: BlockCost, recomputed: bool, *,
+                        waits: bool = False) -> list[tuple[Trips, _Products]]:
         """What the activations of each layer of a block receive, and its products."""
         layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
         seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
@@ -727,7 +736,7 @@ class _StepCost:
                 gradient_itemsize=self.step.bytes.gradient)
         return self._volumes[key]
 
-    def _received(self, sizes: Bytes, layers: float, way: int) -> float:
+    def _receive_seconds(self, sizes: Bytes, layers: float, way: int) -> float:
         """Seconds in which a block receives this, its norms' sums aside. layers: its part of a layer. way: 0 forward, 1
         backward."""
         messages = _MESSAGES[self.scheme][way] * layers
@@ -826,11 +835,11 @@ class _StepCost:
     def _update(self, rank: int) -> float:
         count = self.trained[rank] / (self.data if self.run.optim.shard else 1)
         moving = update_seconds(self.step, self.cluster, count, local=self.local, threads=self._threads(),
-                                crowded=self._crowded())
+                                crowded=self._core_sharing_factor())
         # rows and columns all compute with the same whole tensors
         flops = self.step.update_flops * count / max(1, sum(self.trained)) / self._threads()
         rate = self.cluster.device.rates[self.run.precision]
-        return moving + flops / (rate.peak_flops * rate.share) * self._crowded()
+        return moving + flops / (rate.peak_flops * rate.share) * self._core_sharing_factor()
 
     def _defers(self, rank: int) -> bool:
         """Whether products of the last microbatch's weight gradients wait until its backward is through."""
@@ -849,7 +858,7 @@ class _StepCost:
             turns *= min(self.mesh.pipeline_size, self.count)
         return (turns + self.last) * computing
 
-    def _after(self, sums: float, gathers: float, update: float, rank: int, beside: float) -> float:
+    def _tail_seconds(self, sums: float, gathers: float, update: float, rank: int, beside: float) -> float:
         """Seconds of sums, updates and gathers after the last backward. A chunk is summed when the backward is through
         with it, beside what follows, which takes `beside` in all and becomes slower by it. It is updated while the next
         is summed, and gathered while the next is updated; where an update depends on all gradients' norm (loss scaling,

@@ -53,7 +53,7 @@ def first_panels(run: ResolvedRun) -> int | None:
         elements=run.batch.microbatch_size * model.sequence * model.hidden, sum_itemsize=_sum_itemsize(run),
         panel_bytes=run.tensor.panel_bytes, recomputed=run.memory.recompute not in ("none", "selective"))
         for layer in transformer_layer(1)]
-    return round(sum(each.alone for each in trips))
+    return round(sum(each.exposed for each in trips))
 
 
 def _sum_itemsize(run: ResolvedRun) -> int:

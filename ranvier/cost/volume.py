@@ -233,7 +233,7 @@ class Trips(NamedTuple):
     weight: tuple[Trip, ...] = ()
 
     @property
-    def alone(self) -> float:
+    def exposed(self) -> float:
         """Bytes beside which nothing is computed."""
         return sum(trip.alone for trip in (*self.forward, *self.backward))
 

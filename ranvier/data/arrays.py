@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ranvier.data.cache import Progress, make_once, published
+from ranvier.data.cache import Progress, make_once, publish_file
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import open_regular_file, read_json
 
@@ -84,7 +84,7 @@ def array_writer(folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     files cannot be written."""
     counts, digests = dict.fromkeys(kinds, 0), {name: hashlib.blake2b(digest_size=16) for name in kinds}
     with ExitStack() as stack:
-        files = {name: stack.enter_context(published(folder / f"{name}.npy")) for name in kinds}
+        files = {name: stack.enter_context(publish_file(folder / f"{name}.npy")) for name in kinds}
 
         def write_headers() -> None:
             """NumPy leaves room in them for any number of samples, so that their length does not change."""
@@ -108,7 +108,7 @@ def array_writer(folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]],
         write_headers()
     about = {"arrays": {name: {"dtype": dtype, "shape": (counts[name], *shape), "digest": digests[name].hexdigest()}
                         for name, (dtype, shape) in kinds.items()}, "facts": dict(facts)}
-    with published(folder / _ABOUT) as file:
+    with publish_file(folder / _ABOUT) as file:
         file.write(json.dumps({"digest": _digest(about), **about}).encode())
 
 
@@ -224,14 +224,14 @@ class Tokens:
         if isinstance(self._array, np.memmap) and isinstance(mapped := self._array.base, mmap.mmap):
             whole = self._array.offset + self._array.nbytes
             if mapped.size() < whole:
-                raise self._damaged("token-file-size", f"should have {whole} bytes", mapped.size())
+                raise self._damaged_error("token-file-size", f"should have {whole} bytes", mapped.size())
 
     def _require_known(self, numbers: npt.NDArray[Any]) -> None:
         if numbers.size and int(numbers.max()) >= self.vocab:
-            raise self._damaged("token-file-beyond-vocabulary", f"has a token beyond its vocabulary of {self.vocab}",
-                                int(numbers.max()))
+            raise self._damaged_error("token-file-beyond-vocabulary",
+                                      f"has a token beyond its vocabulary of {self.vocab}", int(numbers.max()))
 
-    def _damaged(self, code: str, what: str, value: object) -> DataError:
+    def _damaged_error(self, code: str, what: str, value: object) -> DataError:
         return DataError(what, code=code, where=str(self.folder / f"{_TOKENS}.npy"), value=value,
                          remedy="Delete its folder; it is then made again.")
 

@@ -92,7 +92,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
     """A context in which one process (and one thread) is at a time for this `path`; check for the file again inside.
 
     The lock ends with its process. On a file system without locks (False) several processes may be inside: they write
-    the same, and `published` keeps their files complete. A wait for a process of another run is reported to
+    the same, and `publish_file` keeps their files complete. A wait for a process of another run is reported to
     `progress`, with that process. DataError where it shows no life.
     """
     if isinstance(progress, CacheOnly):
@@ -100,7 +100,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
 
     def on_wait(holder: Owner | None) -> None:
         if not (isinstance(progress, PreparationProgress) and holder is not None and progress.is_own(name_of(holder))):
-            progress(f"{_in_words(holder)} is preparing {path.name}: waiting for it")
+            progress(f"{_describe_holder(holder)} is preparing {path.name}: waiting for it")
 
     lock = file_lock(path.with_name(f".{path.name}.lock"), on_wait=on_wait, on_no_locks=lambda: progress(
         f"{path.parent} has no file locks: continuing without"))
@@ -112,7 +112,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
         except StillLockError as error:
             holder = error.holder
             kill = f" (kill {holder.pid} on {holder.host})" if holder is not None and holder.has_known_pid else ""
-            raise DataError(f"is being prepared by {_in_words(holder)}, which has shown no life for "
+            raise DataError(f"is being prepared by {_describe_holder(holder)}, which has shown no life for "
                             f"{error.seconds:.0f} s", code="data-preparation-stalled", where=str(path),
                             value=None if holder is None else str(holder),
                             remedy=f"Let that process continue, or end it{kill}, or choose another folder with "
@@ -131,7 +131,7 @@ def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None]
                 make()
 
 
-def _in_words(holder: Owner | None) -> str:
+def _describe_holder(holder: Owner | None) -> str:
     """Description of the holder of a lock, and of the time since when."""
     if holder is None:
         return "another process"
@@ -139,7 +139,7 @@ def _in_words(holder: Owner | None) -> str:
 
 
 @contextmanager
-def published(path: Path) -> Iterator[BinaryIO]:
+def publish_file(path: Path) -> Iterator[BinaryIO]:
     """A context with a new file that gets the name `path`, complete and on disk, when it ends without an exception.
 
     DataError if it cannot be written.

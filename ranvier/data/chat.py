@@ -27,7 +27,7 @@ from ranvier.data.offline.pretrained_models import folder_of
 from ranvier.data.padding import padding_text
 from ranvier.data.row_forms import form_of_table
 from ranvier.data.run_tokenizer import BUILT_IN, check_numbers, local_folder, numbers_in
-from ranvier.data.subset import Source, chosen, join, shares, sources_of, spread, taken
+from ranvier.data.subset import Source, join, shares, sources_of, spread, subset_settings, take_subsets
 from ranvier.data.tables import Table
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit
@@ -64,7 +64,7 @@ class Chat(Task):
         of the assistant is left."""
         tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
-        stored = [_stored(run, source, tokenizer, progress) for source in sources]
+        stored = [_load_source(run, source, tokenizer, progress) for source in sources]
         told = [one for source, parts in zip(sources, stored, strict=True)
                 for one in encoded_rows.counts_of(parts, (source.name, run.data.eval))]
         words = encoded_rows.Words(samples="samples", silent=_SILENT, empty=_SILENT,
@@ -73,7 +73,7 @@ class Chat(Task):
         lengths = np.concatenate([samples.sample_lengths for samples, _ in train])
         used = [put([dataset for _, dataset in parts]) for put, parts in ((join, train), (spread, held))]
         if len(sources) == 1:
-            used = taken(run, used)
+            used = take_subsets(run, used)
         targets = sum(samples.num_targets() for samples, _ in train)
         sizes = [sum(len(samples) for samples, _ in parts) for parts in (train, held)]
         forms = {form_of_table(open_conversations(source.name, "train"), run.data).words: None for source in sources}
@@ -88,7 +88,7 @@ class Chat(Task):
                 "samples-left-out", counts, words, setting, run.model.sequence,
                 "Leave conversations without answers out of the data set.")),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
-                                    run.data.packing, run.data.mixture, chosen(run)))
+                                    run.data.packing, run.data.mixture, subset_settings(run)))
 
 
 CHAT = Chat()
@@ -169,7 +169,7 @@ def _dataset(run: Run, part: Arrays) -> tuple[TokenSamples, Dataset]:
     return samples, PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 
-def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
+def _load_source(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progress) -> tuple[Arrays, Arrays]:
     """Training and held-out conversations of one source, from the cache."""
     sequence, held = run.model.sequence, run.data.eval
     tables = [open_conversations(name, setting)
@@ -184,11 +184,11 @@ def _stored(run: Run, source: Source, tokenizer: ChatTokenizer, progress: Progre
                          remedy="Give more conversations, or a longer `--model.sequence`.")
 
     return encoded_rows.stored_samples(place, source.name, held, partial(conversations, data=run.data),
-                                       partial(_encoded, tokenizer, sequence), nothing, "conversations",
+                                       partial(_encode, tokenizer, sequence), nothing, "conversations",
                                        tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[encoded_rows.Encoded]:
+def _encode(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[encoded_rows.Encoded]:
     """The samples of a conversation, which have one key."""
     key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
     found = []

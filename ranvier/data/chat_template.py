@@ -145,7 +145,7 @@ class ChatTokenizer:
         content = "Hello"
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
-            text = self._rendered(Conversation(messages=messages)).text
+            text = self._render(Conversation(messages=messages)).text
         except TemplateError:  # a template of other conversations
             return frozenset()
         behind = text[text.rindex(content) + len(content):] if content in text else ""
@@ -156,20 +156,20 @@ class ChatTokenizer:
     def render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None) -> str:
         """The text of a conversation. prompt: with the beginning of an answer behind it. turns: of its first messages;
         None for all. DataError where the template refuses the conversation."""
-        return self._accepted(conversation, prompt=prompt, turns=turns).text
+        return self._render_or_refuse(conversation, prompt=prompt, turns=turns).text
 
-    def _accepted(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
-                  marks: bool = False) -> Rendered:
-        """`_rendered`. DataError where the template refuses the conversation."""
+    def _render_or_refuse(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
+                          marks: bool = False) -> Rendered:
+        """`_render`. DataError where the template refuses the conversation."""
         try:
-            return self._rendered(conversation, prompt=prompt, turns=turns, marks=marks)
+            return self._render(conversation, prompt=prompt, turns=turns, marks=marks)
         except TemplateError as error:
             raise DataError("is refused by the chat template", code="refused-by-chat-template",
                             where=conversation.place, value=str(error),
                             remedy="Correct the messages, or name another `--data.chat-template`.") from error
 
-    def _rendered(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
-                  marks: bool = False) -> Rendered:
+    def _render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
+                marks: bool = False) -> Rendered:
         """A conversation in the template. TemplateError where the template refuses it; DataError, which names the
         template's file, where that exceeds a limit."""
         messages = [{key: part for key, part in message.items() if part is not None}
@@ -191,7 +191,7 @@ class ChatTokenizer:
         keys and roles that the template does not read."""
         self._check(conversation)
         if self._has_markers:
-            return [self._by_markers(conversation)]
+            return [self._sample_by_markers(conversation)]
         learnt = [number for number, message in enumerate(conversation.messages)
                   if message["role"] == "assistant" and number not in conversation.unlearnt]
         text = self.render(conversation)
@@ -268,8 +268,8 @@ class ChatTokenizer:
         # This tokenizer puts a space before each text: of its tokens of the whole those count that begin in a turn.
         return list(whole["input_ids"]), _begin_in(whole["offset_mapping"], spans)
 
-    def _by_markers(self, conversation: Conversation) -> Sample:
-        found = self._accepted(conversation, marks=True)
+    def _sample_by_markers(self, conversation: Conversation) -> Sample:
+        found = self._render_or_refuse(conversation, marks=True)
         text = found.text
         encoded = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]

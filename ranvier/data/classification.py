@@ -30,7 +30,7 @@ from ranvier.data.named_files import first_looks, table_name_problems, text_only
 from ranvier.data.padding import padding_of
 from ranvier.data.run_tokenizer import run_tokenizer, sentence_tokenizer
 from ranvier.data.sentences import NAMES, Columns, Sentence, Sentences, look_at_header, open_part, read_sentences
-from ranvier.data.subset import chosen, taken
+from ranvier.data.subset import subset_settings, take_subsets
 from ranvier.data.task import Prepared, Targets, Task
 from ranvier.data.token_samples import EncoderTexts
 from ranvier.data.tokenizer import Tokenizer
@@ -77,7 +77,8 @@ class Classification(Task):
         """Problems of the data settings that show without reading more than a header."""
         found: list[RanvierError] = [
             *table_name_problems(run.data, NAMES, FORM, elsewhere=elsewhere),
-            *first_looks(run.data, NAMES, partial(look_at_header, columns=Columns.of(run.data))), *text_only(run.data),
+            *first_looks(run.data, NAMES,
+                         partial(look_at_header, columns=Columns.from_settings(run.data))), *text_only(run.data),
             *(tokenizers.text_tokenizer_problems if _is_decoder(run) else tokenizers.problems)(run)]
         if run.model.sequence < SHORTEST_SEQUENCE + 2 * (run.data.pair_column is not None):
             found.append(DataError(
@@ -89,7 +90,7 @@ class Classification(Task):
     def prepare(self, run: Run, progress: Progress) -> Prepared:
         """Tokenised sentences of this run (see ranvier.data.prepare). Sentences longer than the sequence are cut."""
         cache, data = cache_folder(run), run.data
-        columns = Columns.of(data)
+        columns = Columns.from_settings(data)
         train = open_part(training_name(data), "train", cache, progress, columns)
         held = None if data.eval is None else open_part(data.eval, "eval", cache, progress, columns)
         source = fingerprint(train.fingerprint, held and held.fingerprint)
@@ -106,7 +107,7 @@ class Classification(Task):
 
         arrays = made_once(folder, make, progress)
         kind = LabelledAtEnd if is_decoder else Labelled
-        used = taken(run, list(map(kind, arrays)))
+        used = take_subsets(run, list(map(kind, arrays)))
         classes = tuple(arrays[0].names("classes"))
         about = f"{data.train}: {len(used[0]):,} sentences, {len(used[1]):,} held out, {len(classes)} classes"
         found = Prepared(
@@ -114,7 +115,7 @@ class Classification(Task):
             scoring=Accuracy, about=about, padding=padding_of(used[0], run),
             transform=fingerprint(tokenizer.fingerprint, run.model.sequence),
             fingerprint=fingerprint("classification", tokenizer.fingerprint, [part.digest for part in arrays],
-                                    chosen(run)))
+                                    subset_settings(run)))
         return with_labels_of_model(found, run, progress)
 
 
@@ -130,15 +131,15 @@ def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece | Tokenizer,
            ) -> None:
     number = {name: place for place, name in enumerate(sentences.classes)}
     for name, part in (("eval", sentences.eval), ("train", sentences.train)):
-        arrays, cut = encoded(part, tokenizer, sequence)
+        arrays, cut = encode_sentences(part, tokenizer, sequence)
         if cut:
             progress(f"cut {cut:,} of {len(part):,} sentences ({name}) to {sequence} tokens")
         labels = np.array([number[sentence.label] for sentence in part], dtype=np.int32)
         write_arrays(folder / name, {**arrays, "labels": labels}, {"classes": list(sentences.classes)})
 
 
-def encoded(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer, sequence: int
-            ) -> tuple[dict[str, np.ndarray], int]:
+def encode_sentences(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer, sequence: int
+                     ) -> tuple[dict[str, np.ndarray], int]:
     """ids [N, S] filled up with padding, lengths [N], firsts [N], and how many samples were cut. A token for padding at
     the end of a text is left out: transformers takes the scores of the token before. DataError for a text without
     tokens."""

@@ -28,26 +28,26 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
     """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
     refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
     if refused is not None:
-        raise row.wrong("column-without-effect", f"has a column {refused} of a conversation, which has no effect here",
+        raise row.error("column-without-effect", f"has a column {refused} of a conversation, which has no effect here",
                         row.values[refused], "Leave the column out of the data set; `weight` and `train` belong to "
                         "messages, functions into `tools`.")
     messages = _messages(row, column)
     unlearnt = frozenset(number for number, message in enumerate(messages) if not _is_learnt(message, row.place))
-    tools = _of_kind(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
-    variables = _of_kind(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
+    tools = _parse_field(row, _TOOLS, list, 'Give a list of JSON schemas, for example [{"type": "function", ...}].')
+    variables = _parse_field(row, _VARIABLES, dict, 'Give an object, for example {"enable_thinking": false}.')
     plain = [{key: value for key, value in message.items() if key not in _LEARNT} for message in messages]
     return Conversation(messages=plain, unlearnt=unlearnt, tools=tools or None, variables=variables or {},
                         place=row.place)
 
 
-def _of_kind(row: Row, column: str, kind: type, remedy: str) -> Any:
+def _parse_field(row: Row, column: str, kind: type, remedy: str) -> Any:
     """A value of this kind, or the JSON text of one; None where the row has none."""
     value = _as_written(row, row.values.get(column))
     if isinstance(value, str) and value:
         with suppress(ValueError):
             value = parse_json(value)
     if value and not isinstance(value, kind):
-        raise row.wrong("column-of-other-kind", f"has {column} of another kind", value, remedy)
+        raise row.error("column-of-other-kind", f"has {column} of another kind", value, remedy)
     return value
 
 
@@ -81,13 +81,13 @@ def _messages(row: Row, column: str) -> list[Message]:
     value = row.values[column]
     remedy = 'Give a list of messages, for example [{"role": "user", "content": "..."}, ...].'
     if not isinstance(value, list) or not value:
-        raise row.wrong("not-a-conversation", "is not a conversation", value, remedy)
+        raise row.error("not-a-conversation", "is not a conversation", value, remedy)
     found: list[Message] = []
     for message in value:
         has_content = isinstance(message, dict) and (
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
-            raise row.wrong("message-without-role", "has a message without `role` and `content`", message, remedy)
+            raise row.error("message-without-role", "has a message without `role` and `content`", message, remedy)
         # A template may look for `content` without asking whether it is there.
         parts = {key: _as_written(row, part) for key, part in message.items() if part is not None or key == "content"}
         found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in parts.items()})
@@ -106,7 +106,7 @@ def _text_of_parts(message: Message, row: Row) -> Any:
         return "".join(part["text"] for part in parts)
     if message["role"] == "tool":
         return parts
-    raise row.wrong("content-not-text", "has a message whose content has other parts than text", others[0],
+    raise row.error("content-not-text", "has a message whose content has other parts than text", others[0],
                     'Give a text, or parts of the form {"type": "text", "text": "..."}.')
 
 
@@ -155,18 +155,18 @@ def pair_of(row: Row) -> Pair | None:
                     min(map(len, answers)))
         context = answers[0][:size]
         if prompt is not None and context[-len(prompt):] != prompt:
-            raise _unfit(row, "has answers whose conversations do not begin with its prompt", row.values["prompt"])
+            raise _row_error(row, "has answers whose conversations do not begin with its prompt", row.values["prompt"])
         answers = [answer[size:] for answer in answers]
     elif prompt is None:
-        raise _unfit(row, "has no prompt", row.values.get("prompt"))
+        raise _row_error(row, "has no prompt", row.values.get("prompt"))
     else:
         context = prompt
     if answers[0] == answers[1]:
         return None
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         if not answer or {answer[0]["role"], answer[-1]["role"]} != {"assistant"}:
-            raise _unfit(row, f"has no answer of the assistant in `{name}`", row.values[name])
-    chosen, rejected = (answered(row, context, answer) for answer in answers)
+            raise _row_error(row, f"has no answer of the assistant in `{name}`", row.values[name])
+    chosen, rejected = (with_answer(row, context, answer) for answer in answers)
     return Pair(chosen=chosen, rejected=rejected, margin=_margin_in(row))
 
 
@@ -178,7 +178,7 @@ def _margin_in(row: Row) -> float | None:
     with suppress(TypeError, ValueError):
         if not isinstance(value, bool) and math.isfinite(found := float(value)):
             return found
-    raise row.wrong("margin-not-number", "has a margin that is not a finite number", value,
+    raise row.error("margin-not-number", "has a margin that is not a finite number", value,
                     "Give a number, or leave the column out of the data set.")
 
 
@@ -188,17 +188,17 @@ def turns_in(row: Row, column: str, role: str) -> list[Message]:
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
-        raise row.wrong("not-a-turn", f"has no text and no messages in `{column}`", value,
+        raise row.error("not-a-turn", f"has no text and no messages in `{column}`", value,
                         "Give a text, or a list of messages.")
     return _messages(row, column)
 
 
-def answered(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
+def with_answer(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
     """The conversation of which the answer alone is learnt. row: what else it has."""
     found = conversation_of(replace(row, values={**row.values, "messages": [*context, *answer]}))
     earlier = (number for number, message in enumerate(context) if message["role"] == "assistant")
     return replace(found, unlearnt=found.unlearnt.union(earlier))
 
 
-def _unfit(row: Row, what: str, value: object) -> DataError:
-    return row.wrong("not-a-pair", what, value, _PAIR_FORM)
+def _row_error(row: Row, what: str, value: object) -> DataError:
+    return row.error("not-a-pair", what, value, _PAIR_FORM)

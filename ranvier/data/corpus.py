@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ranvier.config.named_code import names_corpus
-from ranvier.config.named_object import blamed, load_object
+from ranvier.config.named_object import blame_user_code, load_object
 from ranvier.data import tables
 from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import TO_UTF8, readable_file, visible_files
@@ -177,11 +177,11 @@ def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
 def own_corpus(name: str) -> OpenCorpus:
     """The user's corpus of this name. ConfigError where it is none."""
     found: Corpus = load_object(name, _SETTING, CORPUS_ATTRIBUTES)  # type: ignore[assignment]  # its attributes are checked
-    with blamed(name, _SETTING, "`fingerprint`"):
+    with blame_user_code(name, _SETTING, "`fingerprint`"):
         same = found.fingerprint
 
     def read(max_bytes: int) -> Iterator[Document]:
-        with blamed(name, _SETTING, "`read`"):
+        with blame_user_code(name, _SETTING, "`read`"):
             for document in found.read(max_bytes):
                 if not isinstance(document, Document):
                     raise DataError(
@@ -213,7 +213,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
     if found is None:
         return _hugging_face(name, progress, column)
     if tables.is_saved(path):
-        return _saved(name, column)
+        return _open_saved_dataset(name, column)
     if stat.S_ISDIR(found.st_mode):
         return replace(_files(name, path, _names(path), progress, column=column), is_path=True)
     if not stat.S_ISREG(found.st_mode):
@@ -320,12 +320,12 @@ def look_at_columns(name: str, column: str | None) -> None:
     DataError, with the columns that there are."""
     path = Path(os.path.expanduser(name))
     if tables.is_saved(path):
-        _saved(name, column)
+        _open_saved_dataset(name, column)
     elif path.is_file() and is_rows(path, column):
         next(row_documents(path, column), None)
 
 
-def _saved(name: str, column: str | None) -> OpenCorpus:
+def _open_saved_dataset(name: str, column: str | None) -> OpenCorpus:
     """A folder that `Dataset.save_to_disk` has written."""
     table = tables.open_dataset(name, "train", _SETTING, "a JSONL or Parquet file")
     texts = text_column(table, column)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ranvier.data.arrays import Arrays, made_once, write_arrays
 from ranvier.data.cache import Progress, advance, processes_of
-from ranvier.data.subset import check_parted, held_out, parted
+from ranvier.data.subset import check_parted, held_out, split_held_out
 from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError
 
@@ -104,7 +104,7 @@ def stored_samples(place: Path, train: str, held: str | None, rows: Callable[[st
         of_rows: list[list[Encoded] | None] = []
         found = rows(name, setting)
         pieces = iter(lambda: list(islice(found, _AT_ONCE)), [])
-        for piece in map_in_order(partial(_each, encode), pieces, processes_of(progress)):
+        for piece in map_in_order(partial(_encode_piece, encode), pieces, processes_of(progress)):
             of_rows += piece
             advance(progress, f"{what} of {name}", len(of_rows))
         samples = [sample for of_row in of_rows for sample in of_row or ()]
@@ -123,7 +123,7 @@ def stored_samples(place: Path, train: str, held: str | None, rows: Callable[[st
         progress(f"tokenising {train}")
         samples, counts = read(train, "train")
         if held is None:
-            samples, held_samples = parted(samples, held_out([one.key for one in samples]))
+            samples, held_samples = split_held_out(samples, held_out([one.key for one in samples]))
             held_counts = counts
         else:
             held_samples, held_counts = read(held, "eval")
@@ -134,7 +134,7 @@ def stored_samples(place: Path, train: str, held: str | None, rows: Callable[[st
     return made_once(place, make, progress)
 
 
-def _each(encode: Callable[[_Row], list[Encoded]], piece: Sequence[_Row | None]) -> list[list[Encoded] | None]:
+def _encode_piece(encode: Callable[[_Row], list[Encoded]], piece: Sequence[_Row | None]) -> list[list[Encoded] | None]:
     return [None if row is None else encode(row) for row in piece]
 
 

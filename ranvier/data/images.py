@@ -33,7 +33,7 @@ from ranvier.data.cache import Progress, cache_folder, fingerprint
 from ranvier.data.class_numbers import Accuracy, with_labels_of_model
 from ranvier.data.named_files import first_looks, name_problems, training_name, visible_files
 from ranvier.data.offline.fetch import Package, fetch
-from ranvier.data.subset import chosen, held_out, numbers_taken, taken
+from ranvier.data.subset import held_out, numbers_taken, subset_settings, take_subsets
 from ranvier.data.tables import read_known
 from ranvier.data.task import Dataset, Prepared, Task
 from ranvier.errors import DataError, RanvierError
@@ -68,7 +68,7 @@ class Images:
     state: str
     load: Callable[[int], Image.Image]
 
-    def some(self, chosen: npt.NDArray[np.int64] | None) -> Images:
+    def select(self, chosen: npt.NDArray[np.int64] | None) -> Images:
         """Only the images with these numbers, renumbered; None for all."""
         if chosen is None:
             return self
@@ -77,17 +77,17 @@ class Images:
                        fingerprint=fingerprint(self.fingerprint, numbers), state=fingerprint(self.state, numbers),
                        load=lambda number: self.load(numbers[number]))
 
-    def fitted(self, number: int, size: int) -> npt.NDArray[np.uint8]:
+    def load_fitted(self, number: int, size: int) -> npt.NDArray[np.uint8]:
         """An image as [size, size, 3] uint8. DataError, with its name, if it cannot be read."""
         try:
-            return fitted(self.load(number), size)
+            return resize_and_crop(self.load(number), size)
         except Exception as error:  # Pillow raises many kinds for damaged files
             raise DataError("is not an image that can be read", code="image-unreadable", where=self.names[number],
                             value=f"{type(error).__name__}: {error}",
                             remedy="Replace it, or remove it from its folder.") from error
 
 
-def fitted(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+def resize_and_crop(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     """An image as [size, size, 3] uint8: the short side is resized to 256/224 of `size` (bicubic), then the centre is
     cropped, the usual evaluation on ImageNet. ValueError for an image of more than 2**27 pixels."""
     width, height = image.size
@@ -127,7 +127,8 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     if train == "imagenet":
         parts = read_known(_IMAGENET, ("train", "validation"), progress,
                            "a folder with one folder of images for each class", _imagenet)
-        return (parts[0], parts[1] if held is None else _held(Path(os.path.expanduser(held)), parts[0], progress))
+        return (parts[0],
+                parts[1] if held is None else _held_out_images(Path(os.path.expanduser(held)), parts[0], progress))
     path = Path(os.path.expanduser(train))
     own = None
     if _has_folders(path / "train"):
@@ -135,9 +136,9 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     images = _folder(path, "train", progress)
     evaluated = own if held is None else Path(os.path.expanduser(held))
     if evaluated is not None:
-        return images, _held(evaluated, images, progress)
+        return images, _held_out_images(evaluated, images, progress)
     chosen = held_out(images.names)
-    return images.some(np.flatnonzero(~chosen)), images.some(np.flatnonzero(chosen))
+    return images.select(np.flatnonzero(~chosen)), images.select(np.flatnonzero(chosen))
 
 
 def _has_folders(path: Path) -> bool:
@@ -152,13 +153,13 @@ def look_at_folders(path: Path, setting: str) -> None:
     """Check that a folder has folders of classes, without looking for images. DataError."""
     place = path / "train" if _has_folders(path / "train") else _held_out_folder(path) or path
     if path.is_dir() and not _has_folders(place):
-        raise _unfit("images-unreadable", _TOO_FEW[setting], f"data.{setting} {path}")
+        raise _folder_error("images-unreadable", _TOO_FEW[setting], f"data.{setting} {path}")
 
 
 _TOO_FEW = {"train": "has fewer than two folders, one for each class", "eval": "has no folders of images"}
 
 
-def _unfit(code: str, what: str, where: str, value: object = None) -> DataError:
+def _folder_error(code: str, what: str, where: str, value: object = None) -> DataError:
     """The error for a folder that does not hold images by class."""
     return DataError(what, code=code, where=where, value=value,
                      remedy=f"Give a folder with one folder of images for each class ({', '.join(ENDINGS)}).")
@@ -168,7 +169,7 @@ def _held_out_folder(path: Path) -> Path | None:
     return next((path / name for name in ("val", "validation", "test") if _has_folders(path / name)), None)
 
 
-def _held(path: Path, train: Images, progress: Progress) -> Images:
+def _held_out_images(path: Path, train: Images, progress: Progress) -> Images:
     """The held-out folder, with the numbers of classes of the training part."""
     path = _held_out_folder(path) or path
     held = _folder(path, "eval", progress)
@@ -190,22 +191,22 @@ def _folder(path: Path, setting: str, progress: Progress) -> Images:
             each for each in visible_files(path / name) if each.name.lower().endswith(ENDINGS) and each.is_file())]
         stats = [file.stat() for file, _ in found]
     except OSError as error:
-        raise _unfit("image-folder-unreadable", "cannot be read", where, str(error)) from error
+        raise _folder_error("image-folder-unreadable", "cannot be read", where, str(error)) from error
     names = tuple(file.relative_to(path).as_posix() for file, _ in found)
     labels = np.array([label for _, label in found], dtype=np.int64)
     empty = sorted(set(range(len(classes))) - set(labels.tolist()))
     if len(classes) < (2 if setting == "train" else 1):
-        raise _unfit("image-folder-without-classes", _TOO_FEW[setting], where, classes)
+        raise _folder_error("image-folder-without-classes", _TOO_FEW[setting], where, classes)
     if empty:
-        raise _unfit("image-folder-empty", "has a folder without images", where, classes[empty[0]])
+        raise _folder_error("image-folder-empty", "has a folder without images", where, classes[empty[0]])
     progress(f"{path}: {len(names):,} images of {len(classes)} classes")
     return Images(classes=tuple(classes), names=names, labels=labels,
                   fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
                   state=fingerprint(str(path.resolve()), names, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
-                  load=lambda number: _opened(path / names[number]))
+                  load=lambda number: _open_image(path / names[number]))
 
 
-def _opened(path: Path) -> Image.Image:
+def _open_image(path: Path) -> Image.Image:
     with Image.open(path) as image:
         if image.width * image.height > _MOST_PIXELS:
             raise ValueError(f"it has {image.width} x {image.height} pixels")
@@ -356,7 +357,8 @@ class ImageClassification(Task):
                                 None if augment == "none" else (run.seed, repeats))
         found = Prepared(
             train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
-            transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform, chosen(run)),
+            transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform,
+                                                                          subset_settings(run)),
             about=f"{run.data.train}: {len(train):,} images, {len(held):,} held out, {len(classes)} classes")
         return with_labels_of_model(found, run, progress)
 
@@ -391,11 +393,11 @@ def _cifar(run: Run, progress: Progress) -> Parts:
 
     folder = cache / "images" / fingerprint(*CIFAR[name])
     train, held = made_once(folder, make, progress)
-    used = taken(run, [_stored(train, run, _augment(run)), _stored(held, run, None)])
+    used = take_subsets(run, [_make_pictures(train, run, _augment(run)), _make_pictures(held, run, None)])
     return used[0], used[1], tuple(train.names("classes")), (train.digest, held.digest)
 
 
-def _stored(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures:
+def _make_pictures(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures:
     images = part.arrays["images"]
     return Pictures(lambda samples: images[samples], part.arrays["labels"], run.model.image_size, augment)
 
@@ -404,7 +406,7 @@ def _files(run: Run, progress: Progress) -> Parts:
     """The same of images of any size: fewer samples are chosen before any is decoded."""
     size, data, name = run.model.image_size, run.data, training_name(run.data)
     parts = open_images(name, data.eval, progress)
-    train, held = (part.some(numbers) for part, numbers in zip(
+    train, held = (part.select(numbers) for part, numbers in zip(
         parts, numbers_taken(run, [len(part.labels) for part in parts]), strict=True))
     if (len(train.labels) + len(held.labels)) * size * size * 3 > MOST_CACHED_BYTES:
         progress(f"{data.train} is too large to be kept decoded: images are decoded each time they are read")
@@ -421,12 +423,12 @@ def _files(run: Run, progress: Progress) -> Parts:
 
     folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright")
     stored = made_once(folder, make, progress)
-    return (_stored(stored[0], run, _augment(run)), _stored(stored[1], run, None), train.classes,
+    return (_make_pictures(stored[0], run, _augment(run)), _make_pictures(stored[1], run, None), train.classes,
             [part.digest for part in stored])
 
 
 def _reader(images: Images, size: int) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda samples: np.stack([images.fitted(number, size) for number in samples.tolist()])
+    return lambda samples: np.stack([images.load_fitted(number, size) for number in samples.tolist()])
 
 
 def _pieces(images: Images, size: int, progress: Progress) -> Iterator[dict[str, np.ndarray]]:

@@ -25,7 +25,7 @@ from ranvier.data.padding import padding_text
 from ranvier.data.run_tokenizer import text_tokenizer, text_tokenizer_problems
 from ranvier.data.subset import join, shares, sources_of, spread
 from ranvier.data.task import Prepared, Task
-from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
+from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, cut_runs
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError, RanvierError
@@ -96,16 +96,16 @@ class LanguageModelling(Task):
         one sequence."""
         cache, sources = cache_folder(run), sources_of(run.data, run.data.corpus)
         opened = [corpora.open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
-        tokenizer = text_tokenizer(run, lambda: _trained(run, opened, cache, progress), progress)
+        tokenizer = text_tokenizer(run, lambda: _train_tokenizer(run, opened, cache, progress), progress)
         files = [_tokens(run, corpus, tokenizer, progress) for corpus in opened]
         parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
         if run.data.eval is not None:
-            return _with_held_out(run, self._prepared(run, tokenizer, opened, files, parts), tokenizer, progress)
-        return self._prepared(run, tokenizer, opened, files, parts)
+            return _with_held_out(run, self._prepare(run, tokenizer, opened, files, parts), tokenizer, progress)
+        return self._prepare(run, tokenizer, opened, files, parts)
 
-    def _prepared(self, run: Run, tokenizer: Tokenizer, opened: Sequence[corpora.OpenCorpus],
-                  files: Sequence[tuple[Tokens, Tokens]], parts: Sequence[Sequence[Sequences | PackedSamples]]
-                  ) -> Prepared:
+    def _prepare(self, run: Run, tokenizer: Tokenizer, opened: Sequence[corpora.OpenCorpus],
+                 files: Sequence[tuple[Tokens, Tokens]], parts: Sequence[Sequence[Sequences | PackedSamples]]
+                 ) -> Prepared:
         sources = sources_of(run.data, run.data.corpus)
         for (train, held), (train_samples, held_samples), source in zip(files, parts, sources, strict=True):
             for part, tokens, samples in (("training", train, train_samples), ("held-out", held, held_samples)):
@@ -125,7 +125,8 @@ class LanguageModelling(Task):
         more = (run.data.packing, run.data.mixture) if run.data.packing or run.data.mixture else ()
         return Prepared(tokenizer=tokenizer, train=join(train_parts), weight=weight,
                         eval=spread(held_parts) if run.data.eval is None else held_parts[0],
-                        about="; ".join(_about(run, source.name, corpus, *pair) for source, corpus, pair in zip(
+                        about="; ".join(_describe_corpus(run, source.name, corpus, *pair) for source, corpus,
+                                        pair in zip(
                             sources, opened, files, strict=True)),
                         padding=padding, shares=shares(sources, list(map(len, train_parts))),
                         transform=f"{run.model.sequence} tokens", first_tokens=files[0][1].head(HEAD_TOKENS),
@@ -177,11 +178,11 @@ def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
     """Sequences of the text as it stands, or of packed documents."""
     if not run.data.packing:
         return Sequences(tokens, run.model.sequence)
-    samples = TokenSamples(tokens, *runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
+    samples = TokenSamples(tokens, *cut_runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
     return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 
-def _about(run: Run, name: str, corpus: corpora.OpenCorpus, train: Tokens, held: Tokens) -> str:
+def _describe_corpus(run: Run, name: str, corpus: corpora.OpenCorpus, train: Tokens, held: Tokens) -> str:
     limit = _limit(run, corpus)
     of = f"; only the first {limit:,} bytes are read (--data.max-bytes)" if train.cut else ""
     return f"{name}: {len(train):,} tokens, {len(held):,} held out{of}"
@@ -194,7 +195,7 @@ def _limit(run: Run, corpus: corpora.OpenCorpus) -> int:
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
 
 
-def _trained(run: Run, opened: Sequence[corpora.OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
+def _train_tokenizer(run: Run, opened: Sequence[corpora.OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
     """A new tokenizer of the run's corpora."""
     same = [part for corpus in opened for part in (corpus.fingerprint, _limit(run, corpus))]
     name = fingerprint("bpe", *same, corpora.HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
@@ -232,7 +233,7 @@ def _write(folder: Path, corpus: corpora.OpenCorpus, text: str, max_bytes: int, 
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
         documents = ((document, True) for document in read) if whole else corpora.split(read)
-        pieces = map_in_order(partial(_encoded, tokenizer), _pieces(documents), processes_of(progress))
+        pieces = map_in_order(partial(_encode_documents, tokenizer), _pieces(documents), processes_of(progress))
         for ids, size, is_held in chain.from_iterable(pieces):
             append = held if is_held else train
             append(tokenizer.start)
@@ -259,8 +260,8 @@ def _pieces(documents: Iterable[tuple[corpora.Document, bool]]) -> Iterator[list
         yield piece
 
 
-def _encoded(tokenizer: Tokenizer, piece: Sequence[tuple[corpora.Document, bool]]
-             ) -> list[tuple[np.ndarray, int, bool]]:
+def _encode_documents(tokenizer: Tokenizer, piece: Sequence[tuple[corpora.Document, bool]]
+                      ) -> list[tuple[np.ndarray, int, bool]]:
     """Tokens, characters, and whether it is held out, of each document."""
     found = []
     for document, is_held in piece:

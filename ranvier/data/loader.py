@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ranvier.data.sampler import Sampler, at_home, microbatches, share
+from ranvier.data.sampler import Sampler, microbatches, order_by_node, share
 from ranvier.data.task import Dataset, Targets, padded_inputs, padded_targets
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.tensor.split.loss import IGNORED
@@ -30,7 +30,8 @@ class Loader:
 
     replica, num_replicas: which share of each batch is this rank's, of how many. part, num_parts: of each microbatch.
     One that cannot be cut into so many parts is filled up with samples that have no target.
-    nodes: the machine of each replica, where each sample is to come to the same machine in every epoch (`at_home`).
+    nodes: the machine of each replica, where each sample is to come to the same machine in every epoch
+        (`order_by_node`).
     total: samples after which there are no more, where an evaluation goes once through all.
     lengths: positions of each sample. A batch is then sorted by length before it is shared, so that microbatches with
     the same number have similar lengths on all replicas, and a microbatch is padded to its longest sample, rounded up
@@ -94,7 +95,7 @@ class Loader:
         return step, self.global_size, self.microbatch_size, self.offset
 
     def _read(self, step: int) -> list[Microbatch]:
-        batch, mine = self._taken(step)
+        batch, mine = self._step_samples(step)
         epochs = self.sampler.epochs(step, self.global_size, self.offset)[:self.size(step)][mine]
         found = []
         for whole, theirs in zip(microbatches(batch, self.microbatch_size), microbatches(epochs, self.microbatch_size),
@@ -110,17 +111,17 @@ class Loader:
 
     def samples(self, step: int) -> list[Tensor]:
         """The numbers of the samples of each of these microbatches, without reading them."""
-        batch, _ = self._taken(step)
+        batch, _ = self._step_samples(step)
         return [torch.from_numpy(self._own_part(whole)[0].copy())
                 for whole in microbatches(batch, self.microbatch_size)]
 
-    def _taken(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
+    def _step_samples(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
         """This replica's samples of a step, and which of all replicas' they are."""
         size = self.size(step)
         mine: slice | np.ndarray = share(size, self.num_replicas, self.replica)
         batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
         if len(set(self.nodes)) > 1:
-            mine = at_home(batch, self.nodes)[mine]
+            mine = order_by_node(batch, self.nodes)[mine]
             if self.lengths is not None:
                 mine = mine[longest_first(self.lengths[batch[mine]])]
         elif self.lengths is not None:

@@ -20,7 +20,7 @@ TO_UTF8 = "Other text is converted by iconv -f LATIN1 -t UTF-8 FILE."
 """Remedy for text in another encoding."""
 
 
-def _given(data: Data) -> list[tuple[str, str]]:
+def _given_files(data: Data) -> list[tuple[str, str]]:
     """(name, setting) of --data.train and --data.eval, as far as they are given."""
     return [(name, setting) for setting, name in (("train", data.train), ("eval", data.eval)) if name is not None]
 
@@ -35,13 +35,13 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
                           where="data.train", remedy=f"Give {form}.")]
     return [DataError("is neither a known name nor a path that exists", code="unknown-data", where=f"data.{setting}",
                       value=name, remedy=f"Give {form}.")
-            for name, setting in _given(data) if name not in names and not _exists(name)]
+            for name, setting in _given_files(data) if name not in names and not _exists(name)]
 
 
 def table_name_problems(data: Data, names: Sequence[str], form: str, *, elsewhere: bool) -> list[DataError]:
     """Problems as of `name_problems`, where the name may also be that of a data set on the Hugging Face hub. elsewhere:
     the package that reads it may be on another machine."""
-    hub = tuple(name for name, _ in _given(data) if is_data_set(name))
+    hub = tuple(name for name, _ in _given_files(data) if is_data_set(name))
     found = name_problems(data, (*names, *hub), form)
     if hub and not elsewhere and not tables.has_package("datasets"):
         found.append(tables.missing_package("datasets", hub[0], "data.train", form))
@@ -93,7 +93,7 @@ def refusals(look: Callable[[], object]) -> list[DataError]:
 def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
     """The DataErrors that `look` of (path, setting) raises for what --data.train and --data.eval name that is a file or
     folder which exists here, without reading all of it."""
-    return [problem for name, setting in _given(data) if name not in names and _exists(name)
+    return [problem for name, setting in _given_files(data) if name not in names and _exists(name)
             for problem in refusals(partial(look, Path(os.path.expanduser(name)), setting))]
 
 
@@ -105,7 +105,7 @@ def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str,
         next(rows(name, setting), None)
 
     return table_name_problems(data, names, form, elsewhere=elsewhere) or [
-        problem for name, setting in _given(data) if not is_data_set(name)
+        problem for name, setting in _given_files(data) if not is_data_set(name)
         for problem in refusals(partial(look, name, setting))]
 
 
@@ -173,7 +173,7 @@ def open_source(name: str, setting: str, form: str) -> tables.Table:
             opened.append(tables.open_file(path, name if len(files) == 1 else str(path)))
             if not opened[-1].columns:
                 raise tables.without_rows(str(path))
-    return opened[0] if len(opened) == 1 else _joined(name, opened)
+    return opened[0] if len(opened) == 1 else _join_tables(name, opened)
 
 
 def files_of(name: str) -> list[Path]:
@@ -186,7 +186,7 @@ def files_of(name: str) -> list[Path]:
     return sorted(one for one in found if tables.ending_of(one) in tables.ROW_ENDINGS)
 
 
-def _joined(name: str, parts: Sequence[tables.Table]) -> tables.Table:
+def _join_tables(name: str, parts: Sequence[tables.Table]) -> tables.Table:
     """Several tables as one. DataError where they have other columns."""
     for table in parts:
         if set(table.columns) != set(parts[0].columns):

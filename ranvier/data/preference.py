@@ -36,7 +36,7 @@ from ranvier.data.conversation_rows import MARGIN, OTHER_COLUMNS, PAIR_COLUMNS, 
 from ranvier.data.named_files import FILES, first_rows, open_source, readable_file, text_only, training_name
 from ranvier.data.padding import padding_text
 from ranvier.data.row_forms import function_fingerprint, made_by_function
-from ranvier.data.subset import Subset, chosen, taken
+from ranvier.data.subset import Subset, subset_settings, take_subsets
 from ranvier.data.tables import Row, Table
 from ranvier.data.task import Dataset, Prepared, Targets, Task
 from ranvier.data.token_samples import PackedSamples, TokenSamples
@@ -69,9 +69,9 @@ class PreferenceTask(Task):
         """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
         out. DataError when nothing is left."""
         tokenizer = open_tokenizer(run, progress)
-        parts = _stored(run, tokenizer, progress, scores=self._scores)
+        parts = _load_pairs(run, tokenizer, progress, scores=self._scores)
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
-        used = taken(run, whole)
+        used = take_subsets(run, whole)
         train, held = used if self._scores else map(WithReference, used)
         told = encoded_rows.counts_of(parts, (training_name(run.data), run.data.eval))
         words = encoded_rows.Words(samples="pairs", silent="with an empty answer", empty="whose answers are the same",
@@ -91,7 +91,8 @@ class PreferenceTask(Task):
                   f"{encoded_rows.about_counts(told, words, run.model.sequence)}",
             warnings=tuple(warnings),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
-            fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts], chosen(run)))
+            fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts],
+                                    subset_settings(run)))
 
 
 PREFERENCE, REWARD = PreferenceTask("preference"), PreferenceTask("reward")
@@ -117,7 +118,7 @@ def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
     first: Pair | None = None
     with readable_file(Path(os.path.expanduser(name)), setting, FORM):
         for row in table.rows(table.columns if is_object_name(form) else wanted):
-            pair = pair_of(row) if form == "auto" else _made(form, row)
+            pair = pair_of(row) if form == "auto" else _parse_pair(form, row)
             first = first or pair
             if pair is not None and first is not None and (pair.margin is None) != (first.margin is None):
                 raise DataError("has a margin, and pairs before have none" if first.margin is None else
@@ -127,7 +128,7 @@ def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
             yield pair
 
 
-def _made(form: str, row: Row) -> Pair | None:
+def _parse_pair(form: str, row: Row) -> Pair | None:
     made = made_by_function(form, row)
     if made is not None and not isinstance(made, dict):
         raise DataError(f"returns a {type(made).__name__} for a row", code="form-function-result", where="data.form",
@@ -145,7 +146,7 @@ def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     return ScoredPairs(answers, part.arrays.get("margins")) if scores else PreferencePairs(answers)
 
 
-def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool) -> tuple[Arrays, Arrays]:
+def _load_pairs(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: bool) -> tuple[Arrays, Arrays]:
     """Training and held-out pairs, from the cache. scores: whether the last token of an answer has a position."""
     name, held, sequence, form = training_name(run.data), run.data.eval, run.model.sequence, run.data.form
     tables = [open_pairs(each, setting, form).fingerprint
@@ -161,11 +162,11 @@ def _stored(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, scores: b
                          "many positions." if counts.too_long else "Give pairs whose answers differ.")
 
     return encoded_rows.stored_samples(place, name, held, partial(pairs, form=form),
-                                       partial(_encoded, tokenizer, sequence, scores), nothing, "pairs",
+                                       partial(_encode_pair, tokenizer, sequence, scores), nothing, "pairs",
                                        tokenizer.vocab, progress)
 
 
-def _encoded(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
+def _encode_pair(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
     """The sample of a pair. Its key is its prompt, so that all pairs of a prompt lie together."""
     prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
                                           zip(pair.chosen.messages, pair.rejected.messages, strict=False))]

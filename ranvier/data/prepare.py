@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ranvier.config.named_object import blamed, load_object
+from ranvier.config.named_object import blame_user_code, load_object
 from ranvier.config.run import Run
 from ranvier.config.task_form import SHIPPED, TASK_ATTRIBUTES, form_of
 from ranvier.data.cache import CacheOnly, NotInCache, Progress, cache_folder
@@ -38,10 +38,10 @@ def problems(run: Run, *, elsewhere: bool = False) -> list[RanvierError]:
     """Problems of the data settings that show without reading much. elsewhere: for another machine."""
     try:
         task = task_of(run)
-        with blamed(run.data.task, "data.task", "`problems`"):
+        with blame_user_code(run.data.task, "data.task", "`problems`"):
             found = list(task.problems(run, elsewhere=elsewhere))
             for name, other in ({} if found else eval_set_runs(run)).items():
-                found += [_of_set(name, problem) for problem in task.problems(other, elsewhere=elsewhere)]
+                found += [_name_set(name, problem) for problem in task.problems(other, elsewhere=elsewhere)]
             return found
     except RanvierError as problem:
         return [problem]
@@ -53,7 +53,7 @@ def warnings(run: Run) -> list[RanvierError]:
         task = task_of(run)
     except RanvierError:  # one of the problems
         return []
-    with blamed(run.data.task, "data.task", "`warnings`"):
+    with blame_user_code(run.data.task, "data.task", "`warnings`"):
         return list(task.warnings(run))
 
 
@@ -69,7 +69,7 @@ def hub_names(run: Run) -> list[tuple[str, str]]:
             if name and name not in HUB and (on_hub if is_text else is_data_set)(name)]
 
 
-def cached(run: Run) -> Prepared | None:
+def load_cached(run: Run) -> Prepared | None:
     """The data of a run where it is in the cache; nothing is made or fetched. None also of plain text, which has
     nothing to tell, and of data sets of the hub."""
     data = run.data
@@ -108,8 +108,8 @@ def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str,
     """
     for problem in problems(run):
         raise problem
-    prepared = _prepared(run, progress, labels)
-    sets = {name: _eval_set(name, prepared, _prepared(other, progress, labels))
+    prepared = _prepare(run, progress, labels)
+    sets = {name: _eval_set(name, prepared, _prepare(other, progress, labels))
             for name, other in eval_set_runs(run).items()}
     count, size = prepared.epoch_samples, run.batch.global_size
     unit = "packed sequences" if run.data.packing else "samples"
@@ -120,8 +120,8 @@ def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str,
     return replace(prepared, eval_sets=sets, warnings=(*prepared.warnings, *few))
 
 
-def _prepared(run: Run, progress: Progress, labels: tuple[str, ...]) -> Prepared:
-    with blamed(run.data.task, "data.task", "`prepare`"):
+def _prepare(run: Run, progress: Progress, labels: tuple[str, ...]) -> Prepared:
+    with blame_user_code(run.data.task, "data.task", "`prepare`"):
         prepared = task_of(run).prepare(run, progress)
     if not isinstance(prepared, Prepared):
         raise ConfigError(f"has a `prepare` that returns a {type(prepared).__name__}", code="task-prepare-result",
@@ -142,7 +142,7 @@ def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
     return EvalSet(data=prepared.eval, scoring=prepared.scoring, fingerprint=prepared.fingerprint)
 
 
-def _of_set(name: str, problem: RanvierError) -> RanvierError:
+def _name_set(name: str, problem: RanvierError) -> RanvierError:
     """A problem of the run with a named set, said of that set."""
     texts = problem.texts
     return DataError(f"{texts['where']} {texts['what']}", code=problem.code, where=f"data.eval-sets, set {name}",

@@ -34,7 +34,7 @@ from ranvier.data.named_files import first_looks, name_problems, text_only, trai
 from ranvier.data.padding import padding_of
 from ranvier.data.run_tokenizer import run_tokenizer
 from ranvier.data.squad import NAMES, Question, look_at_small, open_part, read_questions
-from ranvier.data.subset import Subset, chosen, numbers_taken
+from ranvier.data.subset import Subset, numbers_taken, subset_settings
 from ranvier.data.task import Prepared, Task
 from ranvier.data.token_samples import EncoderTexts
 from ranvier.data.wordpiece import WordPiece
@@ -107,7 +107,8 @@ class QuestionAnswering(Task):
             train=used[0], eval=used[1], tokenizer=tokenizer, weight=1.0, padding=padding_of(used[0], run),
             scoring=_scoring(whole[1], rows[1], arrays[1]),
             transform=fingerprint(tokenizer.fingerprint, sequence, step_of(sequence)),
-            fingerprint=fingerprint("qa", tokenizer.fingerprint, [part.digest for part in arrays], chosen(run)),
+            fingerprint=fingerprint("qa", tokenizer.fingerprint, [part.digest for part in arrays],
+                                    subset_settings(run)),
             about=f"{data.train}: {numbers[0]:,} questions in {len(used[0]):,} windows, "
                   f"{numbers[1]:,} in {len(used[1]):,} held out")
 
@@ -170,8 +171,8 @@ def windows(questions: Sequence[Question], tokenizer: WordPiece, sequence: int, 
     found: list[dict[str, npt.NDArray[Any]]] = []
     encoded = [ids[:MOST_QUESTION_TOKENS] for ids in tokenizer.encode([question.text for question in questions])]
     for number, context_ids, characters in _contexts(questions, tokenizer):
-        for window in _of_question(number, questions[number], encoded[number], context_ids, characters, tokenizer,
-                                   sequence):
+        for window in _question_samples(number, questions[number], encoded[number], context_ids, characters, tokenizer,
+                                        sequence):
             if not with_places:
                 del window["places"]
             found.append(window)
@@ -190,9 +191,9 @@ def _contexts(questions: Sequence[Question],
             yield number, *tokens[question.context]
 
 
-def _of_question(number: int, question: Question, asked: list[int], context: npt.NDArray[np.int32],
-                 characters: npt.NDArray[np.int32], tokenizer: WordPiece,
-                 sequence: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+def _question_samples(number: int, question: Question, asked: list[int], context: npt.NDArray[np.int32],
+                      characters: npt.NDArray[np.int32], tokenizer: WordPiece,
+                      sequence: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
     room = sequence - len(asked) - 3
     if room < 1:
         raise DataError(f"leaves no space for its context in {sequence} tokens", code="question-too-long",

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ranvier.config.named_object import blamed, is_object_name, load_object
+from ranvier.config.named_object import blame_user_code, is_object_name, load_object
 from ranvier.config.run import Data
 from ranvier.data.cache import fingerprint
 from ranvier.data.chat_template import Conversation, Message
-from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, answered, conversation_of, turns_in
+from ranvier.data.conversation_rows import MESSAGES_SETTING, OTHER_COLUMNS, conversation_of, turns_in, with_answer
 from ranvier.data.tables import Row, Table
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import parse_json
@@ -54,7 +54,7 @@ def form_of_table(table: Table, data: Data) -> RowForm:
     none of the forms."""
     name, columns = data.form, set(table.columns)
     if is_object_name(name):
-        return RowForm(words=f"the form {name}", columns=table.columns, read=partial(_by_function, name),
+        return RowForm(words=f"the form {name}", columns=table.columns, read=partial(_call_users_function, name),
                        fingerprint=function_fingerprint(name))
     column = next((one for one in ((data.messages_column,) if data.messages_column else _MESSAGES) if one in columns),
                   None)
@@ -67,7 +67,7 @@ def form_of_table(table: Table, data: Data) -> RowForm:
         elif columns >= {"prompt", "completion"}:
             name = "prompt-completion"
         else:
-            raise _unknown(table)
+            raise _unknown_form_error(table)
     match name:
         case "messages" | "sharegpt":
             column = column or table.column(data.messages_column, _MESSAGES, MESSAGES_SETTING)
@@ -89,7 +89,7 @@ def form_of_table(table: Table, data: Data) -> RowForm:
     return found
 
 
-def _unknown(table: Table) -> DataError:
+def _unknown_form_error(table: Table) -> DataError:
     columns = set(table.columns)
     remedy = ("Set `--data.task preference` for pairs of answers." if columns >= {"chosen", "rejected"} else
               "Give texts to the task lm, as `--data.corpus`." if columns == {"text"} else
@@ -114,12 +114,12 @@ def _sharegpt(row: Row, column: str) -> Conversation:
     value = row.values.get(column)
     remedy = 'Give a list of turns, for example [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}].'
     if not isinstance(value, list) or not value:
-        raise row.wrong("not-a-conversation", "is not a conversation", value, remedy)
+        raise row.error("not-a-conversation", "is not a conversation", value, remedy)
     messages = _system(row)
     for turn in value:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or (
                 turn.get("from") not in _SHAREGPT_ROLES):
-            raise row.wrong("not-a-sharegpt-turn", "has a turn without a known speaker in `from` and a text in `value`",
+            raise row.error("not-a-sharegpt-turn", "has a turn without a known speaker in `from` and a text in `value`",
                             turn, remedy)
         others = {key: part for key, part in turn.items() if key not in ("from", "value")}
         if turn["from"] == "function_call":
@@ -136,7 +136,7 @@ def _call(row: Row, text: str) -> Mapping[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not {"name", "arguments"} <= found.keys():
-        raise row.wrong("not-a-function-call", "has a call of a function that is not a JSON object with a name and "
+        raise row.error("not-a-function-call", "has a call of a function that is not a JSON object with a name and "
                         "arguments", text, 'Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
     return found
 
@@ -148,7 +148,7 @@ def _alpaca(row: Row) -> Conversation | None:
     messages, more = _system(row), row.values.get("input")
     history = row.values.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise row.wrong("not-an-alpaca-history", "has a `history` that is no list of questions and answers", history,
+        raise row.error("not-an-alpaca-history", "has a `history` that is no list of questions and answers", history,
                         'Give for example [["...", "..."]].')
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -160,10 +160,10 @@ def _alpaca(row: Row) -> Conversation | None:
 def _prompt_completion(row: Row) -> Conversation | None:
     if row.values.get("completion") in (None, "", []):
         return None
-    return answered(row, turns_in(row, "prompt", "user"), turns_in(row, "completion", "assistant"))
+    return with_answer(row, turns_in(row, "prompt", "user"), turns_in(row, "completion", "assistant"))
 
 
-def _by_function(name: str, row: Row) -> Conversation | None:
+def _call_users_function(name: str, row: Row) -> Conversation | None:
     made = made_by_function(name, row)
     if made is None:
         return None
@@ -180,7 +180,7 @@ def _by_function(name: str, row: Row) -> Conversation | None:
 def made_by_function(name: str, row: Row) -> Any:
     """Result of a user's function for a row, whose columns it gets as a dict."""
     function: Any = load_object(name, SETTING, ())
-    with blamed(name, SETTING, f"the function, for {row.place}"):
+    with blame_user_code(name, SETTING, f"the function, for {row.place}"):
         return function(dict(row.values))
 
 
@@ -201,7 +201,7 @@ def _system(row: Row) -> list[Message]:
 def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
-        raise row.wrong("form-column-not-text", f"has no text in `{column}`", value,
+        raise row.error("form-column-not-text", f"has no text in `{column}`", value,
                         "Give a text, or make messages of rows by a function: `--data.form`.")
     return value
 

@@ -51,7 +51,7 @@ def _look_at_text_tokenizer(run: Run) -> None:
 def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> Tokenizer:
     """`text_tokenizer` with a new one of sentences. texts, source: as of `run_tokenizer`."""
     def trained() -> Tokenizer:
-        return byte_level.load(_made("bpe of sentences", run, lambda: byte_level.train(
+        return byte_level.load(_make_file("bpe of sentences", run, lambda: byte_level.train(
             texts(), run.model.vocab, progress), source, progress), byte_level.REMAKE)
 
     return text_tokenizer(run, trained, progress)
@@ -122,11 +122,12 @@ def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, pro
     the model has a smaller vocabulary than the tokenizer."""
     name = run.model.pretrained
     found = _existing(run, None if name is None else folder_of(name, cache_folder(run), progress))
-    return found or wordpiece.load(_made(
+    return found or wordpiece.load(_make_file(
         "wordpiece", run, lambda: wordpiece.train(texts(), run.model.vocab), source, progress))
 
 
-def _made(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], source: str, progress: Progress) -> Path:
+def _make_file(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], source: str,
+               progress: Progress) -> Path:
     """The file of a new tokenizer, in the cache. source: the fingerprint of its text."""
     path = cache_folder(run) / "tokenizers" / f"{fingerprint(kind, source, run.model.vocab)}.json"
 

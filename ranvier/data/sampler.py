@@ -63,14 +63,14 @@ class Sampler:
 
     def _order(self, epoch: int) -> np.ndarray:
         """The sequence numbers of an epoch in their order."""
-        order = _joined([self._of_share(share, epoch) for share in self._shares])
+        order = _concatenate([self._share_samples(share, epoch) for share in self._shares])
         if self.seed is None:
             return order
         if len(self._shares) > 1:
             order = order[permutation(len(order), "mixture", self.seed, epoch)]
-        return order if self._lengths is None else grouped(order, self._lengths, self.seed, epoch)
+        return order if self._lengths is None else group_by_length(order, self._lengths, self.seed, epoch)
 
-    def _of_share(self, share: Share, epoch: int) -> np.ndarray:
+    def _share_samples(self, share: Share, epoch: int) -> np.ndarray:
         """[taken] int64: what `epoch` takes of a share, which goes on where the epoch before has ended."""
         place, stop, found = epoch * share.taken, (epoch + 1) * share.taken, []
         while place < stop:
@@ -80,12 +80,12 @@ class Sampler:
                      else permutation(share.count, *key, self.seed, number))
             found.append(order[within:within + stop - place])
             place += len(found[-1])
-        taken = _joined(found)
+        taken = _concatenate(found)
         taken += share.first
         return taken
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
     """All of them in one array; of one there is no copy."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -100,7 +100,7 @@ def permutation(count: int, *key: object) -> np.ndarray:
     return hashes.argsort()
 
 
-def grouped(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+def group_by_length(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """`order`, changed in place, with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are
     sorted by length and cut into groups, and the groups of a piece are shuffled. lengths: by sample number.
 
@@ -127,7 +127,7 @@ def share(total: int, parts: int, index: int) -> slice:
     return slice(start, start + size + (index < extra))
 
 
-def at_home(samples: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+def order_by_node(samples: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
     """Places in `samples` in an order in which the shares of replicas on `nodes` (one number each) have as many samples
     as can be whose home is that node. A sample's home depends on its number alone, so that what one epoch has left on a
     machine is there in the next. The set of samples stays; within a share they keep their order."""

@@ -15,7 +15,7 @@ from ranvier.config.run import Data
 from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import check_is_file, is_data_set, read_bytes, readable_file
 from ranvier.data.offline.fetch import fetch, python_package
-from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
+from ranvier.data.subset import Part, check_parted, held_out, read_parts, split_held_out
 from ranvier.data.tables import Row, Table, is_saved, no_column, open_dataset, open_file, read_known, text_of
 from ranvier.errors import DataError
 
@@ -39,11 +39,11 @@ class Columns:
     label: str | None = None
 
     @staticmethod
-    def of(data: Data) -> Columns:
+    def from_settings(data: Data) -> Columns:
         """Columns that a run names."""
         return Columns(text=data.text_column, pair=data.pair_column, label=data.label_column)
 
-    def in_table(self, table: Table) -> Columns:
+    def find_in(self, table: Table) -> Columns:
         """The same with the names that the table has. DataError where a column is missing."""
         return Columns(text=table.column(self.text, ("sentence", "text"), "data.text-column"),
                        pair=None if self.pair is None else table.column(self.pair, (), "data.pair-column"),
@@ -81,7 +81,7 @@ GLUE: Mapping[str, Glue] = MappingProxyType({
 def table_sentences(table: Table, columns: Columns, class_names: Sequence[str] | None = None) -> list[Sentence]:
     """The rows of a table. class_names: names of numbered labels, where the table declares them. DataError for a row
     without text or label."""
-    found = columns.in_table(table)
+    found = columns.find_in(table)
     return [_sentence(row, found, class_names) for row in table.rows(found.names())]
 
 
@@ -100,12 +100,12 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     text = text_of(row, columns.text, "data.text-column").strip()
     pair = None if columns.pair is None else text_of(row, columns.pair, "data.pair-column").strip()
     if isinstance(label, (float, list, tuple, dict)):
-        raise row.wrong("label-not-class", "has a label that is neither the name nor the number of a class: regression "
+        raise row.error("label-not-class", "has a label that is neither the name nor the number of a class: regression "
                         "and several labels for one text are not supported", label,
                         "Give each text one class, or name another column in `--data.label-column`.")
     if not isinstance(label, (str, int)) or not str(label).strip() or not text or pair == "":
         empty = "label" if text and pair != "" else "text"
-        raise row.wrong("sentence-empty", f"has no {empty}", dict(row.values),
+        raise row.error("sentence-empty", f"has no {empty}", dict(row.values),
                         "Leave such rows out, or name other columns.")
     return Sentence(text, str(label).strip(), row.place, pair)
 
@@ -153,7 +153,7 @@ def open_part(name: str, setting: str, cache: Path, progress: Progress, columns:
     data = read_bytes(path, setting, FORM)
     with readable_file(path, setting, FORM):
         table = open_file(path, name, quoted_tabs=False)
-        columns.in_table(table)
+        columns.find_in(table)
     same = fingerprint("table", hashlib.sha256(data).hexdigest(), columns)
     return Part(name=name, fingerprint=same, read=lambda: (_rows_of_file(table, path, setting, columns), None))
 
@@ -173,7 +173,7 @@ def _hub_part(name: str, setting: str, columns: Columns) -> Part[Sentence]:
         except DataError:
             if split == splits[-1]:
                 raise
-    found = columns.in_table(table)
+    found = columns.find_in(table)
     assert found.label is not None
     classes = table.class_names(found.label)
     return Part(name=name, fingerprint=fingerprint(table.fingerprint, columns),
@@ -189,11 +189,11 @@ def read_sentences(train: Part[Sentence], held: Part[Sentence] | None) -> Senten
     if evaluated is None:
         count = SENTIMENT_HELD_OUT if train.fingerprint == fingerprint("sentiment", SENTIMENT.sha256) else None
         chosen = held_out([sentence.text for sentence in sentences], count)
-        sentences, evaluated = parted(sentences, chosen)
+        sentences, evaluated = split_held_out(sentences, chosen)
     unknown = next((sentence for sentence in evaluated if sentence.label not in classes), None)
     if unknown is not None:
         raise DataError("is not a label of the training data", code="unknown-label", where=unknown.place,
-                        value=unknown.label, remedy=f"Use its labels: {_listed(classes)}.")
+                        value=unknown.label, remedy=f"Use its labels: {_list_classes(classes)}.")
     check_parted(sentences, evaluated, "sentences", train.name)
     return Sentences(train=sentences, eval=evaluated, classes=classes)
 
@@ -204,7 +204,7 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
     found = set(labels)
     if len(found) < 2:
         raise DataError("has one class only, so there is nothing to learn" if found else "has no sentences",
-                        code="one-class", where=f"data.train {name}", value=_listed(sorted(found)) or None,
+                        code="one-class", where=f"data.train {name}", value=_list_classes(sorted(found)) or None,
                         remedy="Give sentences of two classes or more.")
     numbers = all(label.isascii() and label.removeprefix("-").isdigit() and len(label) < 19 for label in found)
     return tuple(sorted(found, key=(lambda label: (int(label), label)) if numbers else None))
@@ -213,12 +213,12 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
 def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> None:
     """Check that a file has the columns; of it only the header or the first row is read. DataError."""
     if is_saved(path):
-        columns.in_table(open_dataset(str(path), "train" if setting == "train" else "validation", f"data.{setting}",
-                                      FORM))
+        columns.find_in(open_dataset(str(path), "train" if setting == "train" else "validation", f"data.{setting}",
+                                     FORM))
         return
     with readable_file(path, setting, FORM):
         check_is_file(path, setting, FORM)
-        columns.in_table(open_file(path, str(path), quoted_tabs=False))
+        columns.find_in(open_file(path, str(path), quoted_tabs=False))
 
 
 def _sentiment(path: Path) -> list[Sentence]:
@@ -247,5 +247,5 @@ def _glue(name: str, progress: Progress) -> tuple[list[Sentence], list[Sentence]
     return train, held
 
 
-def _listed(classes: Sequence[str]) -> str:
+def _list_classes(classes: Sequence[str]) -> str:
     return ", ".join(classes[:20]) + (", ..." if len(classes) > 20 else "")

@@ -121,7 +121,7 @@ class ShardedLoader:
             for share in shares:
                 yield [Microbatch(samples=torch.tensor(part, dtype=torch.int64)) for part in self._parts(share)]
             return
-        loaded = iter(DataLoader(old.dataset, batch_sampler=[self._loaded(share) for share in shares if share],
+        loaded = iter(DataLoader(old.dataset, batch_sampler=[self._local_samples(share) for share in shares if share],
                                  num_workers=old.num_workers, collate_fn=old.collate_fn, pin_memory=old.pin_memory,
                                  timeout=old.timeout, worker_init_fn=old.worker_init_fn,
                                  multiprocessing_context=old.multiprocessing_context,
@@ -163,7 +163,7 @@ class ShardedLoader:
             found.append(list(samples[first:last]))
         return found
 
-    def _loaded(self, share: Sequence[int]) -> list[int]:
+    def _local_samples(self, share: Sequence[int]) -> list[int]:
         """The samples that this rank loads of a share. A row that has none of them loads one, to know their shapes."""
         return [number for part in self._parts(share) for number in part] or [share[0]]
 
@@ -173,5 +173,5 @@ class ShardedLoader:
                             where="shard_loader(loader)", value=type(loaded).__name__,
                             remedy="Give the DataLoader a collate_fn that returns (inputs, targets).")
         edges = accumulate(map(len, self._parts(share)), initial=0)
-        return cut_batch(loaded[0], loaded[1], torch.tensor(self._loaded(share), dtype=torch.int64),
+        return cut_batch(loaded[0], loaded[1], torch.tensor(self._local_samples(share), dtype=torch.int64),
                          [slice(start, stop) for start, stop in pairwise(edges)])

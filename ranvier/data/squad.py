@@ -17,7 +17,7 @@ import numpy as np
 
 from ranvier.data.cache import Progress, fingerprint
 from ranvier.data.named_files import read_bytes
-from ranvier.data.subset import Part, check_parted, held_out, parted, read_parts
+from ranvier.data.subset import Part, check_parted, held_out, read_parts, split_held_out
 from ranvier.data.tables import read_known
 from ranvier.errors import DataError
 from ranvier.system.untrusted_file import is_unicode, parse_json
@@ -61,7 +61,7 @@ def read_questions(train: Part[Question], held: Part[Question] | None) -> tuple[
             chosen = np.array([question.context in out for question in questions])
         else:
             chosen = held_out([question.text for question in questions])
-        questions, evaluated = parted(questions, chosen)
+        questions, evaluated = split_held_out(questions, chosen)
     check_parted(questions, evaluated, "questions", train.name)
     return questions, evaluated
 
@@ -83,16 +83,17 @@ def look_at_small(path: Path, setting: str) -> None:
 
 
 def _questions(document: object, name: str) -> Iterator[Question]:
-    for article, at in _each(_get(document, "data", list, name), f"{name} data"):
-        for paragraph, here in _each(_get(article, "paragraphs", list, at), f"{at}.paragraphs"):
+    for article, at in _enumerate_items(_get(document, "data", list, name), f"{name} data"):
+        for paragraph, here in _enumerate_items(_get(article, "paragraphs", list, at), f"{at}.paragraphs"):
             context = _get(paragraph, "context", str, here)
-            for entry, place in _each(_get(paragraph, "qas", list, here), f"{here}.qas"):
+            for entry, place in _enumerate_items(_get(paragraph, "qas", list, here), f"{here}.qas"):
                 answers = tuple((_get(answer, "text", str, there), _get(answer, "answer_start", int, there))
-                                for answer, there in _each(_get(entry, "answers", list, place), f"{place}.answers"))
-                yield _checked(Question(_get(entry, "question", str, place), context, answers, place))
+                                for answer,
+                                there in _enumerate_items(_get(entry, "answers", list, place), f"{place}.answers"))
+                yield _check_question(Question(_get(entry, "question", str, place), context, answers, place))
 
 
-def _each(items: list[object], at: str) -> Iterator[tuple[object, str]]:
+def _enumerate_items(items: list[object], at: str) -> Iterator[tuple[object, str]]:
     for number, item in enumerate(items):
         yield item, f"{at}[{number}]"
 
@@ -106,7 +107,7 @@ def _get(holder: object, key: str, kind: type[_Kind], at: str) -> _Kind:
     return value
 
 
-def _checked(question: Question) -> Question:
+def _check_question(question: Question) -> Question:
     """The question. DataError if it has no answer, an answer that is not in the context, or invalid Unicode."""
     if not question.answers:
         raise DataError("has no answer; unanswerable questions, as in SQuAD 2.0, are not supported",
@@ -125,7 +126,7 @@ def _checked(question: Question) -> Question:
 def _hub(progress: Progress) -> tuple[list[Question], list[Question]]:
     train, held = read_known(
         _HUB, ("train", "validation"), progress, "a JSON file in the format of SQuAD 1.1",
-        lambda split, rows: [_checked(Question(
+        lambda split, rows: [_check_question(Question(
             row["question"], row["context"],
             tuple(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)),
             f"{_HUB} {split} row {number}")) for number, row in enumerate(rows)])

@@ -53,7 +53,8 @@ def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
     return chosen
 
 
-def parted(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray) -> tuple[list[_Sample], list[_Sample]]:
+def split_held_out(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray) -> tuple[list[_Sample],
+                                                                                             list[_Sample]]:
     """(training samples, held-out ones): the latter are those that are chosen."""
     return ([one for one, here in zip(samples, chosen, strict=True) if not here],
             [one for one, here in zip(samples, chosen, strict=True) if here])
@@ -106,13 +107,13 @@ def numbers_taken(run: Run, totals: Sequence[int]) -> list[np.ndarray | None]:
         totals, ("train", "eval"), (run.data.train_samples, run.data.eval_samples), strict=True)]
 
 
-def taken(run: Run, parts: Sequence[Dataset]) -> list[Dataset]:
+def take_subsets(run: Run, parts: Sequence[Dataset]) -> list[Dataset]:
     """The samples that the run takes of its training and its held-out part."""
     return [part if numbers is None else Subset(part, numbers)
             for part, numbers in zip(parts, numbers_taken(run, list(map(len, parts))), strict=True)]
 
 
-def chosen(run: Run) -> tuple[object, ...]:
+def subset_settings(run: Run) -> tuple[object, ...]:
     """Settings that decide which samples the run takes, for fingerprints."""
     data = run.data
     return data.train_samples, data.eval_samples, run.seed if data.train_samples or data.eval_samples else None

@@ -63,7 +63,7 @@ class Row:
     values: Mapping[str, object]
     is_arrow: bool = False
 
-    def wrong(self, code: str, what: str, value: object, remedy: str) -> DataError:
+    def error(self, code: str, what: str, value: object, remedy: str) -> DataError:
         """The error for something in this row."""
         return DataError(what, code=code, where=self.place, value=repr(value)[:80], remedy=remedy)
 
@@ -149,7 +149,7 @@ def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
         columns, rows = _parquet(path, name)
     elif ending in SEPARATED or (not quoted_tabs and ending not in ROW_ENDINGS):
         separator = SEPARATED.get(ending, "\t")
-        columns, rows = _separated(path, name, separator, quoted_tabs or separator != "\t")
+        columns, rows = _read_separated(path, name, separator, quoted_tabs or separator != "\t")
     else:
         read = json_array if ending == JSON and not holds_lines(path) else json_rows
         first = next(read(path, name), None)
@@ -254,7 +254,7 @@ def _object(values: object, where: str, text: str | None, escaped: bool, remedy:
     return Row(where, values)
 
 
-def _separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[tuple[str, ...], _Rows]:
+def _read_separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[tuple[str, ...], _Rows]:
     """Header and rows of a file with a header line. is_quoted: fields are, as spreadsheets do it."""
     def lines() -> Iterator[tuple[int, list[str]]]:
         with _text(path, "") as file:
@@ -417,7 +417,7 @@ def text_of(row: Row, column: str, setting: str) -> str:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]
     if not isinstance(text, str):
-        raise row.wrong("column-not-text", f"has a column `{column}` that is no text", text,
+        raise row.error("column-not-text", f"has a column `{column}` that is no text", text,
                         f"Correct that row, or set --{setting} to a column of text.")
     if not is_unicode(text):
         raise DataError("has half of a surrogate pair, which is not a character", code="text-half-surrogate",

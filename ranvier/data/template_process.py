@@ -32,7 +32,7 @@ def _limit_memory() -> None:
         return
 
 
-def _rendered(request: dict[str, Any]) -> dict[str, Any]:
+def _render(request: dict[str, Any]) -> dict[str, Any]:
     """`text` and `spans` of a request; or `limit` or `error`, in words."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -62,7 +62,7 @@ def main() -> None:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         try:
-            answer = _rendered(request)
+            answer = _render(request)
         except MemoryError:
             answer = {"limit": f"needs more than {MEMORY_BYTES >> 20} MiB"}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -70,9 +70,9 @@ class _Process:
 
     def start(self) -> None:
         with self._lock:
-            self._started()
+            self._start()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._running is None or self._running.poll() is not None:
             # It ends when its standard input does; a signal at the end of the thread that started it would be too soon.
             self._running = child.start(child.python(str(template_process.__file__)), input=subprocess.PIPE,
@@ -82,7 +82,7 @@ class _Process:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a request. TemplateLimitError where there is none, and for one that names a limit."""
         with self._lock:
-            process = self._started()
+            process = self._start()
             try:
                 answer = self._answer(process, request)
             except BaseException:  # its next answer would be that to this request

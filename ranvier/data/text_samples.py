@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from ranvier.data.cache import published
+from ranvier.data.cache import publish_file
 
 
 class TextTokenizer:
@@ -40,7 +40,7 @@ class TextTokenizer:
 
     def save(self, path: Path) -> None:
         """Write `text` to a file. DataError if it cannot be written."""
-        with published(path) as file:
+        with publish_file(path) as file:
             file.write(self.text().encode())
 
 

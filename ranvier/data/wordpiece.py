@@ -109,7 +109,7 @@ def from_folder(folder: Path) -> WordPiece:
     found = {"lowercase": settings.get("do_lower_case", True), "strip_accents": settings.get("strip_accents"),
              "chinese": settings.get("tokenize_chinese_chars", True)}
     _check_beside(path, found)
-    return _checked(path, _text(path).removesuffix("\n").split("\n"), found)
+    return _check_vocabulary(path, _text(path).removesuffix("\n").split("\n"), found)
 
 
 def load(path: Path) -> WordPiece:
@@ -119,29 +119,29 @@ def load(path: Path) -> WordPiece:
     model, normaliser = document.get("model"), document.get("normalizer")
     if not isinstance(model, dict) or not isinstance(vocab := model.get("vocab"), dict) or model.get(
             "type", "WordPiece") != "WordPiece" or model.get("continuing_subword_prefix", _CONTINUES) != _CONTINUES:
-        raise _damaged(path, "its model is not WordPiece")
+        raise _damaged_error(path, "its model is not WordPiece")
     if not isinstance(normaliser, dict) or normaliser.get("type") != "BertNormalizer":
-        raise _damaged(path, "its normalizer is not BertNormalizer")
+        raise _damaged_error(path, "its normalizer is not BertNormalizer")
     numbers = [number for number in vocab.values() if type(number) is int]
     if sorted(numbers) != list(range(len(vocab))):
-        raise _damaged(path, "its tokens are not numbered from 0 without a gap")
+        raise _damaged_error(path, "its tokens are not numbered from 0 without a gap")
     settings = {"lowercase": normaliser.get("lowercase", True), "strip_accents": normaliser.get("strip_accents"),
                 "chinese": normaliser.get("handle_chinese_chars", True)}
     _check_unused(path, document)
     _check_beside(path, settings)
-    return _checked(path, sorted(vocab, key=vocab.__getitem__), settings)
+    return _check_vocabulary(path, sorted(vocab, key=vocab.__getitem__), settings)
 
 
 def _check_unused(path: Path, document: dict[str, Any]) -> None:
     """DataError for parts of a tokenizer.json that would change a text's tokens, and that are not used here."""
     step, added = document.get("pre_tokenizer"), document.get("added_tokens")
     if isinstance(step, dict) and step.get("type") != "BertPreTokenizer":
-        raise _damaged(path, f"its pre_tokenizer is {step.get('type')}")
+        raise _damaged_error(path, f"its pre_tokenizer is {step.get('type')}")
     if document["normalizer"].get("clean_text", True) is not True:
-        raise _damaged(path, "it keeps control characters (clean_text)")
+        raise _damaged_error(path, "it keeps control characters (clean_text)")
     for one in added if isinstance(added, list) else []:
         if isinstance(one, dict) and one.get("special") is False and one.get("content") not in SPECIAL:
-            raise _damaged(path, f"its token {str(one.get('content'))[:40]} is added beside WordPiece")
+            raise _damaged_error(path, f"its token {str(one.get('content'))[:40]} is added beside WordPiece")
 
 
 def _check_beside(path: Path, settings: dict[str, Any]) -> None:
@@ -154,33 +154,33 @@ def _check_beside(path: Path, settings: dict[str, Any]) -> None:
     for name, value in beside.items():
         here = settings["lowercase"] if settings[name] is None else settings[name]
         if isinstance(value, bool) and value != here:
-            raise _damaged(path, f"{name} is {here}, and {value} in {config.name}")
+            raise _damaged_error(path, f"{name} is {here}, and {value} in {config.name}")
     if told.get("truncation_side") == "left":
-        raise _damaged(config, "it cuts long texts at their beginning (truncation_side)")
+        raise _damaged_error(config, "it cuts long texts at their beginning (truncation_side)")
 
 
-def _checked(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiece:
+def _check_vocabulary(path: Path, vocab: list[str], settings: dict[str, Any]) -> WordPiece:
     missing = [token for token in SPECIAL[:4] if token not in vocab]
     if missing:
-        raise _damaged(path, f"it has no {', '.join(missing)}")
+        raise _damaged_error(path, f"it has no {', '.join(missing)}")
     if len(set(vocab)) != len(vocab):
-        raise _damaged(path, "it has a token twice")
+        raise _damaged_error(path, "it has a token twice")
     for name, value in settings.items():
         if type(value) is not bool and not (name == "strip_accents" and value is None):
-            raise _damaged(path, f"{name} is {value!r}")
+            raise _damaged_error(path, f"{name} is {value!r}")
     try:
         return WordPiece(vocab, **settings)
     except Exception as error:  # the library raises plain Exception; lone surrogates are a UnicodeError
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(_text(path))
     except ValueError as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
     if not isinstance(document, dict):
-        raise _damaged(path, "no JSON object")
+        raise _damaged_error(path, "no JSON object")
     return document
 
 
@@ -188,10 +188,10 @@ def _text(path: Path) -> str:
     try:
         return read_bytes(path, _MOST_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
-def _damaged(path: Path, reason: object) -> DataError:
+def _damaged_error(path: Path, reason: object) -> DataError:
     return DataError("is not a WordPiece tokenizer as expected", code="not-wordpiece", where=str(path),
                      value=str(reason),
                      remedy="Fetch the model's folder again, or choose another `--model.pretrained`.")

@@ -162,7 +162,7 @@ def best_cut(situation: Situation) -> Cut:
         return Cut(reason=f"{num_stages} stages are more than {situation.num_blocks} blocks can make{behind}")
     candidate = _Candidate(situation)
     best = candidate.cut()
-    return candidate.improved(best) if best.seconds is not None else best
+    return candidate.improve(best) if best.seconds is not None else best
 
 
 class _Candidate:
@@ -205,7 +205,7 @@ class _Candidate:
         costs = [self.sums[together], *(sum(times) for times in self.times[together:])]
         return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.placement))
 
-    def improved(self, best: Cut) -> Cut:
+    def improve(self, best: Cut) -> Cut:
         """`best`, with boundaries moved by one block as long as that makes the predicted step shorter.
 
         The slowest stage is what counts with many microbatches. With few of them, with message times, or with stages
@@ -242,7 +242,7 @@ class _Candidate:
         for stage, (start, stop) in enumerate(pairwise((0, *boundaries, self.situation.num_blocks))):
             yield stage, start, stop
 
-    def _needs(self, stage: int, start: int, stop: int) -> int:
+    def _memory_needs(self, stage: int, start: int, stop: int) -> int:
         assert self.situation.memory_bytes is not None
         return self.situation.memory_bytes(CandidateStage(
             num_replicas=self.situation.num_replicas, pipeline_size=self.num_ranks, stage=stage, start=start, stop=stop,
@@ -252,7 +252,7 @@ class _Candidate:
         """Bytes by which a stage is above the limit, negative below it."""
         if self.situation.memory_bytes is None or self.situation.limit_bytes is None:
             return 0
-        return self._needs(stage, start, stop) - self.situation.limit_bytes
+        return self._memory_needs(stage, start, stop) - self.situation.limit_bytes
 
     def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
         """The message of the stage that exceeds the memory limit most; None if all are within it."""
@@ -260,7 +260,7 @@ class _Candidate:
         if excess <= 0:
             return None
         stage, start, stop = place
-        needs, limit = self._needs(*place) / 2**20, (self.situation.limit_bytes or 0) / 2**20
+        needs, limit = self._memory_needs(*place) / 2**20, (self.situation.limit_bytes or 0) / 2**20
         return (f"no cut fits the memory: with microbatches of {self.size} stage {stage} with blocks {start} to "
                 f"{stop - 1} needs {needs:,.1f} MiB of {limit:,.1f} MiB")
 

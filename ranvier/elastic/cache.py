@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import State, carried, named, named_tensors
+from ranvier.block import State, as_named_tensors, from_named_tensors, named_tensors
 from ranvier.elastic.cache_file import WHERE, CacheFile, Lengths, NotCacheable, Precision, RowFormat, RunFolder
 from ranvier.elastic.cache_profile import Times
 
@@ -83,7 +83,7 @@ def digests(blocks: Sequence[Block]) -> list[str]:
 def _equal(first: State, second: State, *, exactly: bool) -> bool:
     """Whether two states are equal, NaNs and infinities included: bit for bit, or within the tolerance of their number
     format."""
-    one, other = named(first, WHERE), named(second, WHERE)
+    one, other = as_named_tensors(first, WHERE), as_named_tensors(second, WHERE)
     if list(one) != list(other):
         return False
     for name, tensor in one.items():
@@ -135,15 +135,16 @@ def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
     NotCacheable if the pieces differ in shapes, or have another number of rows than places."""
     if len(pieces) == 1 and len(pieces[0][0]) == count:
         return pieces[0][1]
-    if any(RowFormat.of(state, "full", count=len(places)) != RowFormat.of(pieces[0][1], "full",
+    if any(RowFormat.from_state(state, "full", count=len(places)) != RowFormat.from_state(pieces[0][1], "full",
                                                                          count=len(pieces[0][0]))
            for places, state in pieces):
         raise NotCacheable("the state's shapes differ between microbatches")
-    whole = {name: tensor.new_empty((count, *tensor.shape[1:])) for name, tensor in named(pieces[0][1], WHERE).items()}
+    whole = {name: tensor.new_empty((count, *tensor.shape[1:])) for name,
+             tensor in as_named_tensors(pieces[0][1], WHERE).items()}
     for places, state in pieces:
-        for name, tensor in named(state, WHERE).items():
+        for name, tensor in as_named_tensors(state, WHERE).items():
             whole[name].index_copy_(0, places.to(tensor.device), tensor)
-    return carried(whole)
+    return from_named_tensors(whole)
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -237,8 +238,9 @@ class AutoCache:
         form of a row, so that entries of other ranks are found from the first `forward` on."""
         found, state = repeatable(self._blocks, inputs, compute, self._device)
         with suppress(NotCacheable):
-            count = len(next(iter(named(state, WHERE).values())))
-            self._rows = RowFormat.of(state, self._precision, count=count, has_positions=self._lengths is not None)
+            count = len(next(iter(as_named_tensors(state, WHERE).values())))
+            self._rows = RowFormat.from_state(state, self._precision, count=count,
+                                              has_positions=self._lengths is not None)
         return found
 
     @torch.no_grad()
@@ -362,11 +364,11 @@ class AutoCache:
         if self._is_off or not self.depth or not numbers or not self._are_in_dataset(numbers):
             return False
         try:
-            form = RowFormat.of(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
+            form = RowFormat.from_state(inputs, "full", count=len(numbers), has_positions=self._lengths is not None)
         except NotCacheable as reason:
             return self._warn(reason)
         if self._lengths is not None:
-            self._length = next(iter(named(inputs, WHERE).values())).shape[1]
+            self._length = next(iter(as_named_tensors(inputs, WHERE).values())).shape[1]
         self._inputs = self._inputs or form
         return form == self._inputs or self._warn("the shapes of inputs differ between microbatches")
 
@@ -412,9 +414,9 @@ class AutoCache:
         self.counts.misses += len(missing)
         # Rows go through the blocks together where all do: no row is copied, and collectives need all of them.
         if len(missing) or not count:
-            parts.append((missing, 0, inputs if not found else carried({
+            parts.append((missing, 0, inputs if not found else from_named_tensors({
                 name: tensor.index_select(0, missing.to(tensor.device))
-                for name, tensor in named(inputs, WHERE).items()})))
+                for name, tensor in as_named_tensors(inputs, WHERE).items()})))
         pieces: list[tuple[Tensor, State]] = []
         for places, depth, state in parts:
             if depth < self.depth or not self.depth:
@@ -430,14 +432,16 @@ class AutoCache:
         if self._device.type == "cuda":  # the result is copied to the host next, which would wait for it anyway
             torch.cuda.current_stream(self._device).synchronize()
         self.counts.seconds[what] += time.perf_counter() - start
-        return carried({name: tensor.detach() for name, tensor in named(made, WHERE).items()})
+        return from_named_tensors({name: tensor.detach() for name, tensor in as_named_tensors(made, WHERE).items()})
 
     def _write(self, samples: Sequence[int], state: State) -> None:
         """Write rows, but for those that do not fit."""
         self.counts.unwritten += len(samples)
         try:
-            rows = RowFormat.of(state, self._precision, count=len(samples), has_positions=self._lengths is not None)
-            if self._lengths is not None and next(iter(named(state, WHERE).values())).shape[1] != self._length:
+            rows = RowFormat.from_state(state, self._precision, count=len(samples),
+                                        has_positions=self._lengths is not None)
+            if self._lengths is not None and next(iter(as_named_tensors(state,
+                                                                        WHERE).values())).shape[1] != self._length:
                 raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
         except NotCacheable as reason:
             self._is_off = True  # the state has no rows, and will have none in any other microbatch

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ranvier.block import State, carried, named
+from ranvier.block import State, as_named_tensors, from_named_tensors
 from ranvier.system.file_lock import lock_now, open_folder, remove_unlocked
 
 Lengths = npt.NDArray[np.int64]
@@ -46,7 +46,7 @@ Precision = Literal["half", "full"]
 """Number format of stored fp32 and fp64 values: fp16 or their own."""
 
 WHERE = "the frozen blocks"
-"""The source of a state in the errors of `ranvier.block.named`."""
+"""The source of a state in the errors of `ranvier.block.as_named_tensors`."""
 
 CHECKSUM_BYTES = 4
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16,
@@ -99,10 +99,10 @@ class RowFormat:
         return sum(part.num_bytes for part in self.parts)
 
     @staticmethod
-    def of(state: State, precision: Precision, *, count: int, has_positions: bool = False) -> RowFormat:
+    def from_state(state: State, precision: Precision, *, count: int, has_positions: bool = False) -> RowFormat:
         """The format of the rows of `state`. NotCacheable if its tensors do not all have `count` samples as their first
         dim (and positions as their second one, where rows have lengths of their own), or for other dtypes."""
-        tensors = named(state, WHERE)
+        tensors = as_named_tensors(state, WHERE)
         if any(tensor.shape[:1] != (count,) for tensor in tensors.values()):
             raise NotCacheable("the state's tensors do not all have the samples as their first dim")
         seconds = {tuple(tensor.shape[1:2]) for tensor in tensors.values()}
@@ -121,7 +121,7 @@ class RowFormat:
     def encode(self, state: State) -> tuple[Tensor, Tensor]:
         """([n, CHECKSUM_BYTES + payload] uint8 on the state's device, whose checksums are still 0; [n] bool: rows whose
         finite values are in the range of their format)."""
-        tensors = named(state, WHERE)
+        tensors = as_named_tensors(state, WHERE)
         lead = next(iter(tensors.values())).shape[:1 + self.has_positions]
         records, in_range = list[Tensor](), torch.ones(lead[0], dtype=torch.bool)
         for part in self.parts:
@@ -147,7 +147,7 @@ class RowFormat:
             stored = torch.empty(*lead, *part.shape, dtype=part.stored, device=payload.device)
             stored.view(-1).view(torch.uint8).view(piece.shape).copy_(piece)
             found[part.name] = stored.to(part.dtype)
-        return carried(found)
+        return from_named_tensors(found)
 
 
 # --- the folder of a run ---------------------------------------------------------------------------------------------

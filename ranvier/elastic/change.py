@@ -34,7 +34,7 @@ class Change:
     schedule: Mapping[str, Any] | None = None
     wish: str | None = None
 
-    def applied(self, run: ResolvedRun) -> ResolvedRun:
+    def apply_to(self, run: ResolvedRun) -> ResolvedRun:
         """`run`, as it was started, as it is after the change."""
         mesh, pipeline = resized(run.mesh, **self.mesh), run.pipeline
         if mesh.pipeline_size != run.mesh.pipeline_size:
@@ -42,12 +42,12 @@ class Change:
         return replace(run, mesh=mesh, pipeline=replace(pipeline, boundaries=self.boundaries, **self.schedule or {}),
                        batch=replace(run.batch, global_size=self.global_size, microbatch_size=self.microbatch_size))
 
-    def fitted(self, run: ResolvedRun, problem: Callable[[ResolvedRun], RanvierError | None]
-               ) -> tuple[Change, RanvierError | None]:
+    def first_fitting(self, run: ResolvedRun, problem: Callable[[ResolvedRun], RanvierError | None]
+                      ) -> tuple[Change, RanvierError | None]:
         """The change with the first schedule of `run` that has no `problem` there. Where each has one, with the run's
         own, and its problem."""
         own = replace(self, schedule=None)
-        there = own.applied(run)
+        there = own.apply_to(run)
         found, why = first_that_fits(there, problem, lambda run, why: why is None)
         return own if found == there else replace(own, schedule=schedule_settings(found)), why
 

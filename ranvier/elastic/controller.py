@@ -203,10 +203,10 @@ class Controller:
         wanted = frozen_layers(wanted.layers | frozenset(range(self._untrained)))
         moves, chosen = wanted != facts.frozen, None
         if request is not None:  # 2. a mesh: the one that is requested, or the best of those that pay
-            found = self._requested(facts, request, wanted)
+            found = self._requested_change(facts, request, wanted)
             if isinstance(found, Change):
                 return Decision(state=state, change=found, notes=notes)
-            change = self._here(state, facts, wanted, "freezing")[0] if moves else None
+            change = self._change_on_same_mesh(state, facts, wanted, "freezing")[0] if moves else None
             return Decision(state=state, change=change, notes=(*notes, found))
         reason = "nothing trains in them" if not state.evaluations else \
             f"{self.policy_text}, evaluation {state.evaluations}"
@@ -216,10 +216,11 @@ class Controller:
                 state, facts, wanted, among=None if moves or compares_all else again)
             notes += more_notes
         if chosen is not None:
-            return Decision(state=state, notes=notes, change=self._to(chosen, facts, wanted, reason)[0])
+            return Decision(state=state, notes=notes, change=self._change_to_mesh(chosen, facts, wanted, reason)[0])
         if not moves:
             return Decision(state=state, change=None, notes=notes)
-        change, problem = self._here(state, facts, wanted, reason)  # 3. other frozen layers where the run is
+        change, problem = self._change_on_same_mesh(state, facts, wanted,
+                                                    reason)  # 3. other frozen layers where the run is
         thawed = facts.frozen.layers - wanted.layers
         if problem is None or not thawed:
             return Decision(state=state, change=change, notes=notes)
@@ -227,8 +228,8 @@ class Controller:
                        text=f"{layers_text(thawed)} {'stays' if len(thawed) == 1 else 'stay'} frozen: {problem}")
         return Decision(state=replace(state, kept=facts.frozen.prefix), change=None, notes=(*notes, refused))
 
-    def entered(self, state: ElasticState, change: Change, *, step: int, old: Mesh, new: Mesh, moved_bytes: int,
-                seconds: float, remaining_steps: int) -> ElasticState:
+    def after_change(self, state: ElasticState, change: Change, *, step: int, old: Mesh, new: Mesh, moved_bytes: int,
+                     seconds: float, remaining_steps: int) -> ElasticState:
         """The change has been made, in so many seconds. remaining_steps: of the global batch before it."""
         ledger = state.ledger
         if not ledger.entries or ledger.entries[-1].measured_cost is not None:  # nobody has judged it
@@ -243,9 +244,9 @@ class Controller:
             state = replace(state, profile=MicrobatchProfile(), reported=frozenset())
         return state
 
-    def restored(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
-                 boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun, FrozenLayers], str | None]
-                 ) -> Decision:
+    def restore(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
+                boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun, FrozenLayers], str | None]
+                ) -> Decision:
         """The state of a checkpoint that has `saved`, and the change with which the resumed run returns to its frozen
         layers and, if it is started on the mesh on which it was started before, to its last mesh. A run that has more
         ranks now, since some had been lost, or settings that do not allow that mesh, stays on its first one.
@@ -273,7 +274,7 @@ class Controller:
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         notes: tuple[Note, ...] = ()
         if was != mesh and (why := problem(self.change_to(
-                was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).applied(self.run), frozen)):
+                was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).apply_to(self.run), frozen)):
             notes = (Note(event="dropped", text=f"{mesh_text(was)}, the mesh before the run was interrupted: {why}"),)
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         if not same or was == mesh:  # whose memory the start has looked at
@@ -298,18 +299,18 @@ class Controller:
                       microbatch_size=microbatch_size(self.run.batch.microbatch_size, global_size=size, mesh=mesh),
                       reason=reason, schedule=schedule)
 
-    def _to(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
-            ) -> tuple[Change, RanvierError | None]:
+    def _change_to_mesh(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
+                        ) -> tuple[Change, RanvierError | None]:
         """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
         return self.change_to(candidate.mesh, facts.frozen, wanted, candidate.boundaries or None,
-                              reason).fitted(self.run, lambda run: facts.problem(run, wanted))
+                              reason).first_fitting(self.run, lambda run: facts.problem(run, wanted))
 
-    def _here(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
-              ) -> tuple[Change, RanvierError | None]:
+    def _change_on_same_mesh(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
+                             ) -> tuple[Change, RanvierError | None]:
         """The change to other frozen layers on the present mesh and cut; and the error if that may not fit."""
         here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
                               schedule=state.schedule)
-        there, problem = here.fitted(self.run, lambda run: facts.problem(run, wanted))
+        there, problem = here.first_fitting(self.run, lambda run: facts.problem(run, wanted))
         return (there if problem is None else here), problem
 
     def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
@@ -339,7 +340,7 @@ class Controller:
                                               asked_after=left if due is None else min(due, left))
 
         def problem_of(candidate: MeshCandidate) -> str | None:
-            problem = self._to(candidate, facts, wanted)[1]
+            problem = self._change_to_mesh(candidate, facts, wanted)[1]
             return None if problem is None else f"{problem.where} {problem.what}"
 
         candidates = mesh_candidates(
@@ -350,15 +351,15 @@ class Controller:
 
     # ------------------------------------------------------------------ requests
 
-    def _requested(self, facts: DecisionFacts, request: MeshRequest, wanted: FrozenLayers) -> Change | Note:
+    def _requested_change(self, facts: DecisionFacts, request: MeshRequest, wanted: FrozenLayers) -> Change | Note:
         """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
         mesh = facts.present.mesh
         asked: dict[str, Any] = {axis: request.sizes.get(axis, size if axis in mesh.stage_axes else None)
                                  for axis, size in mesh.sizes.items()}
-        problem = request.problem or self._unfit(facts, asked)
+        problem = request.problem or self._refusal(facts, asked)
         if problem is None:
             change, found = self.change_to(
-                resized(self.run.mesh, **asked), facts.frozen, wanted, None, request.reason).fitted(
+                resized(self.run.mesh, **asked), facts.frozen, wanted, None, request.reason).first_fitting(
                     self.run, lambda run: facts.problem(run, wanted))
             if found is None:
                 return replace(change, wish=request.wish)
@@ -366,7 +367,7 @@ class Controller:
         return Note(event="resize-refused", text=f"resize request for {request} refused: {problem}",
                     fields=request.fields())
 
-    def _unfit(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
+    def _refusal(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
         """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""
         sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
         if len(sizes) < len(asked):

@@ -75,8 +75,8 @@ class Ledger:
         return transition_seconds(moved_bytes, [(entry.measured_cost, entry.moved_bytes) for entry in self.entries
                                                 if entry.measured_cost is not None])
 
-    def pays(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
-             remaining_steps: int, moved_bytes: int) -> Decision:
+    def decide(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
+               remaining_steps: int, moved_bytes: int) -> Decision:
         """Whether to go from mesh `old` to `new` (in words) after `step` steps.
 
         seconds_before: a step's, as measured; model_before, model_after: what the model predicts for both meshes. Where

@@ -104,7 +104,7 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
     share, size, in_flight = -(-samples // data), run.batch.microbatch_size, run.pipeline.in_flight
     count = -(-share // min(share, size))
     size = microbatch_size(size, global_size=samples, mesh=mesh)
-    best = None if profile is None else profile.found(pipe, data, microbatch_counts(pipe, share))
+    best = None if profile is None else profile.best_count(pipe, data, microbatch_counts(pipe, share))
     if best is not None:
         count, size = best, size_of(share, best, mesh.microbatch_parts)
     holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
@@ -190,14 +190,14 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
     here = next((each for each in candidates if each.mesh == present.mesh), None)
     for candidate in candidates:
         if candidate.too_large and candidate is not here:
-            refuse(candidate, "dropped", _dropped(candidate, depth, candidate.reason))
+            refuse(candidate, "dropped", _drop_reason(candidate, depth, candidate.reason))
     for candidate in (candidate for candidate in candidates if candidate.fits):
         if candidate is here and depth == present.frozen:
             break
         same = candidate is here and candidate.boundaries == tuple(present.boundaries)
         problem = None if same else problem_of(candidate)
         if problem is not None:
-            text = _dropped(candidate, depth, problem)
+            text = _drop_reason(candidate, depth, problem)
             if candidate is here:  # its present cut is what it has, and slower meshes need not be judged
                 notes.append(Note(event="dropped", text=text))
                 break
@@ -209,7 +209,7 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         # of a step here with the layers that are about to freeze: as measured without them, scaled as the model is
         now = here.seconds if state.seconds is None else \
             state.seconds * (here.seconds / facts.seconds if facts.seconds else 1.0)
-        decision = ledger.pays(
+        decision = ledger.decide(
             step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh),
             seconds_before=now, model_before=here.seconds_per_sample,
             model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
@@ -223,5 +223,5 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
     return replace(state, ledger=ledger, refused=refused), chosen, tuple(notes)
 
 
-def _dropped(candidate: MeshCandidate, depth: int, why: str) -> str:
+def _drop_reason(candidate: MeshCandidate, depth: int, why: str) -> str:
     return f"{mesh_text(candidate.mesh)} with {depth} frozen layers: {why}"

@@ -65,29 +65,30 @@ class MicrobatchProfile:
 
     def next_count(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int | None:
         """The number of microbatches to measure next; None when the search is over."""
-        if self._searched(pipe, data, candidates) is not None:
+        if self._searched_depth(pipe, data, candidates) is not None:
             return None
         tried = self._trials(pipe, data, frozen)
         return next(count for count in candidates if count not in tried)
 
     def best(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int:
         """The fastest count of the finished search, else of what was tried at this depth, else the first candidate."""
-        found = self.found(pipe, data, candidates)
+        found = self.best_count(pipe, data, candidates)
         if found is not None:
             return found
         tried = self._trials(pipe, data, frozen)
         return min((count for count in candidates if count in tried), key=lambda count: tried[count],
                    default=candidates[0])
 
-    def found(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
+    def best_count(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
         """The fastest count of the finished search; None as long as none is finished."""
-        searched = self._searched(pipe, data, candidates)
+        searched = self._searched_depth(pipe, data, candidates)
         if searched is None:
             return None
         tried = self._trials(pipe, data, searched)
         return min(candidates, key=lambda count: tried[count])
 
-    def measured(self, pipe: int, data: int, frozen: int, microbatches: int, seconds: float) -> MicrobatchProfile:
+    def with_measurement(self, pipe: int, data: int, frozen: int, microbatches: int,
+                         seconds: float) -> MicrobatchProfile:
         """The profile with one more measurement. One that is not a finite number of seconds is left out."""
         if not isfinite(seconds):
             return self
@@ -101,7 +102,7 @@ class MicrobatchProfile:
         return {trial.microbatches: trial.seconds for trial in self.trials
                 if (trial.pipe, trial.data, trial.frozen) == (pipe, data, frozen)}
 
-    def _searched(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
+    def _searched_depth(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
         """The largest depth at which every candidate was measured."""
         depths = {trial.frozen for trial in self.trials if (trial.pipe, trial.data) == (pipe, data)}
         return max((frozen for frozen in depths if set(candidates) <= set(self._trials(pipe, data, frozen))),

@@ -6,7 +6,7 @@ from functools import cache
 from typing import cast
 
 from ranvier.block import still_frozen, untrained_layers
-from ranvier.config.named_object import lacks, make_object
+from ranvier.config.named_object import missing_attribute, make_object
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
@@ -23,7 +23,7 @@ def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy 
                   eval_samples: int = 0) -> Controller:
     """The controller of a run, as it was started. policy: decides instead of the one that the run names. eval_samples:
     held-out samples, for a policy that compares the layers' outputs. ConfigError for an object that is no policy."""
-    if policy is not None and (missing := lacks(policy, POLICY_METHODS)) is not None:
+    if policy is not None and (missing := missing_attribute(policy, POLICY_METHODS)) is not None:
         raise ConfigError(f"has no {missing}", code="freezing-object-incomplete", where="train(freezing=...)",
                           value=type(policy).__name__, remedy="Give it what docs/extending.md describes.")
     named = policy_of(run.elastic) if policy is None else policy

@@ -108,7 +108,7 @@ class ElasticState:
     """(pipe, data) whose best number of microbatches has been reported."""
 
     @property
-    def asked(self) -> bool:
+    def needs_decision(self) -> bool:
         """Whether there is something to decide."""
         return self.norms is not None or self.compares
 
@@ -132,7 +132,7 @@ class ElasticState:
         trial = replace(trial, seconds=(*trial.seconds, seconds))
         if len(trial.seconds) < TRIAL_STEPS:
             return replace(state, trial=trial)
-        return replace(state, trial=None, profile=state.profile.measured(
+        return replace(state, trial=None, profile=state.profile.with_measurement(
             trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))
 
     def with_measured(self) -> ElasticState:

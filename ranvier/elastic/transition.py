@@ -25,12 +25,12 @@ from torch import Tensor
 from ranvier.checkpoint import state
 from ranvier.checkpoint.manifest import ITEM_BYTES, Manifest, OptimizerGroup, SavedTensor, ScaleState
 from ranvier.checkpoint.state import Piece
-from ranvier.checkpoint.user_optimizer import merged
+from ranvier.checkpoint.user_optimizer import merge_groups
 from ranvier.comm.edges import invalid_message
 from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.comm.protocol import Backend, Group, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
-from ranvier.layout import Box, Move, box_size, index_of, moves
+from ranvier.layout import Box, Move, box_size, index_of, plan_moves
 from ranvier.tensor.quantized_weight import dense
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ def take(engine: Engine, host_buffers: Held | None = None) -> Held:
         pieces.append(Piece(kind=piece.kind, name=piece.name, shape=piece.shape, box=piece.box, tensor=copy))
     numbers = state.numbers(engine)
     scale = numbers["loss_scale"]
-    return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)}, frozen=state.frozen(engine),
+    return Held(pieces=pieces, numbers={**numbers, "loss_scale": scale and asdict(scale)},
+                frozen=state.frozen_parameters(engine),
                 missed_updates=state.missed_updates(engine), optimizer_groups=state.optimizer_groups(engine))
 
 
@@ -86,13 +87,13 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
     whole = backend.subset(backend.size)  # of its own, so that nothing of it is left afterwards
     assert whole is not None, "a subset of all ranks has every rank"
     ranks = whole.group("transition", [range(whole.size)])
-    source = _Ranks(ranks.gather_objects(_announced(held)), {} if held is None else {
+    source = _Ranks(ranks.gather_objects(_announcement(held)), {} if held is None else {
         number: piece.tensor for number, piece in enumerate(held.pieces)})
     if engine is not None:
         state.check_fits(engine, source)
         state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
-    travelling = list(source.moves(needs))
+    travelling = list(source.plan_moves(needs))
     transport = whole.transport("transition", on_host=True)  # as `take` has copied it
     _carry_out(travelling, source, transport, whole.rank, timeout_seconds)
     if engine is not None:
@@ -102,7 +103,7 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
     return sum(source.size_bytes(move) for move in travelling if move.source != move.destination)
 
 
-def _announced(held: Held | None) -> dict[str, object]:
+def _announcement(held: Held | None) -> dict[str, object]:
     """Description of this rank's state for JSON. Tensors without dims come with their value."""
     if held is None:
         return {"pieces": [], "numbers": None, "frozen": [], "missed_updates": {}, "optimizer_groups": []}
@@ -138,8 +139,8 @@ class _Ranks:
                                  frozen=tuple(sorted({name for document in announced for name in document["frozen"]})),
                                  missed_updates={name: count for document in announced
                                                  for name, count in document["missed_updates"].items()},
-                                 optimizer_groups=merged(group for document in announced
-                                                         for group in document["optimizer_groups"]))
+                                 optimizer_groups=merge_groups(group for document in announced
+                                                               for group in document["optimizer_groups"]))
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
         """Key of a tensor -> box and target of every read."""
 
@@ -163,7 +164,7 @@ class _Ranks:
 
     # --- moving
 
-    def moves(self, needs: Sequence[Sequence[Any]]) -> Iterator[Move]:
+    def plan_moves(self, needs: Sequence[Sequence[Any]]) -> Iterator[Move]:
         """The moves of all ranks, the same list everywhere, each small enough for one message."""
         need: dict[str, list[tuple[int, Box]]] = {}
         for rank, wanted in enumerate(needs):
@@ -171,8 +172,8 @@ class _Ranks:
                 box = tuple(map(tuple, box))
                 if box_size(box):
                     need.setdefault(key, []).append((rank, box))
-        for move in moves(self._have, need):
-            yield from _in_pieces(move, self._item_bytes(move.parameter))
+        for move in plan_moves(self._have, need):
+            yield from _split_move(move, self._item_bytes(move.parameter))
 
     def size_bytes(self, move: Move) -> int:
         return box_size(move.box) * self._item_bytes(move.parameter)
@@ -205,7 +206,7 @@ def _is_within(inner: Box, outer: Box) -> bool:
     return all(low <= start and stop <= high for (start, stop), (low, high) in zip(inner, outer, strict=True))
 
 
-def _in_pieces(move: Move, item_bytes: int) -> Iterator[Move]:
+def _split_move(move: Move, item_bytes: int) -> Iterator[Move]:
     """`move` in parts of at most MESSAGE_BYTES, or of one index along the first dim."""
     if not move.box or box_size(move.box) * item_bytes <= MESSAGE_BYTES:
         yield move
@@ -236,7 +237,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
                     awaited.add(number)
             while missing := awaited - came:
                 message = _next(transport, moves, missing, timeout_seconds)
-                source.copy(moves[message.microbatch], _whole(message))
+                source.copy(moves[message.microbatch], _checked_tensor(message))
                 came.add(message.microbatch)
             if not transport.flush(timeout_seconds):
                 raise MessageTimeout("not all that this rank sends has left it", code="transition-send-late",
@@ -245,7 +246,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
     transport.close()
 
 
-def _whole(message: Message) -> Tensor:
+def _checked_tensor(message: Message) -> Tensor:
     """The tensor of a message, checked to be as it was sent: a bit changed on its way would stay in the weights."""
     elements = message.tensors[""]
     if int(message.tensors["checksum"]) != int(checksum(elements)):
@@ -298,24 +299,24 @@ def with_states_of_neighbour(held: Held, group: Group) -> Held:
     size, index = len(group.ranks), group.index
     if size == 1:
         return held
-    own = _packed([piece for piece in held.pieces if piece.kind not in state.NO_STATES], held.missed_updates)
+    own = _pack([piece for piece in held.pieces if piece.kind not in state.NO_STATES], held.missed_updates)
     sizes = group.gather_number(own.numel())
     before, after = (index - 1) % size, (index + 1) % size
     found = torch.empty(sizes[before], dtype=torch.uint8)
     group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],
                      [own.numel() if other == after else 0 for other in range(size)]).wait()
-    pieces, missed_updates = _unpacked(found)
+    pieces, missed_updates = _unpack(found)
     return replace(held, pieces=[*held.pieces, *pieces], missed_updates={**missed_updates, **held.missed_updates})
 
 
-def _packed(pieces: Sequence[Piece], missed_updates: Mapping[str, int]) -> Tensor:
+def _pack(pieces: Sequence[Piece], missed_updates: Mapping[str, int]) -> Tensor:
     head = json.dumps([missed_updates, [[piece.kind, piece.name, piece.shape, piece.box, state.dtype_name(piece.tensor),
                                          tuple(piece.tensor.shape)] for piece in pieces]]).encode()
     parts = [torch.tensor([len(head)]).view(torch.uint8), torch.frombuffer(bytearray(head), dtype=torch.uint8)]
     return torch.cat([*parts, *(piece.tensor.reshape(-1).view(torch.uint8) for piece in pieces)])
 
 
-def _unpacked(message: Tensor) -> tuple[list[Piece], dict[str, int]]:
+def _unpack(message: Tensor) -> tuple[list[Piece], dict[str, int]]:
     """The pieces, each with memory of its own, which is aligned; and which parameters have missed updates."""
     length = int(message[:_LENGTH_BYTES].clone().view(torch.int64))
     start, pieces = _LENGTH_BYTES + length, []

@@ -67,14 +67,14 @@ class SharedEngine:
 
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Result of `ranvier.inference.evaluation.loglikelihoods`. Called by rank 0."""
-        found: list[tuple[float, bool]] = self._all({"do": "score", "requests": [list(map(list, one))
-                                                                                 for one in requests]})
+        found: list[tuple[float, bool]] = self._call_all_ranks({"do": "score", "requests": [list(map(list, one))
+                                                                                            for one in requests]})
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], *, until: Sequence[str], max_tokens: int,
                  temperature: float, top_k: int | None, top_p: float) -> list[str]:
         """Texts behind the prompts, up to the first stop text. Called by rank 0."""
-        found: list[str] = self._all({
+        found: list[str] = self._call_all_ranks({
             "do": "generate", "prompts": list(map(list, prompts)), "until": list(until), "max_tokens": max_tokens,
             "sampling": {"temperature": temperature, "top_k": top_k, "top_p": top_p}})
         return found
@@ -88,7 +88,7 @@ class SharedEngine:
         """Let the other ranks go."""
         self._ranks.gather_objects(None)
 
-    def _all(self, command: dict[str, Any]) -> Any:
+    def _call_all_ranks(self, command: dict[str, Any]) -> Any:
         self._ranks.gather_objects(command)
         return self._execute(command)
 

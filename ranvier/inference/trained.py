@@ -90,11 +90,11 @@ class Trained:
                             remedy=f"Name it yourself if it is meant: `--{read.flag(name)} {read.as_text(value)}`.")
                 for name, value in self.unnamed.items() if name not in flags]
 
-    def sized(self, run: Run) -> Run:
+    def with_model_sizes(self, run: Run) -> Run:
         """The run with the sizes of the folder's model."""
         return run if self.pretrained is None else with_model(run, self.pretrained)
 
-    def fitted(self, data: Prepared) -> Prepared:
+    def with_model_classes(self, data: Prepared) -> Prepared:
         """The data with the numbers of classes that the model has. DataError where it has other classes or tokens."""
         fingerprint = None if data.tokenizer is None else data.tokenizer.fingerprint
         if self.tokenizer is not None and fingerprint not in (None, self.tokenizer):
@@ -121,7 +121,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     if (path / "config.json").is_file():
         if ema:
             raise no_averages(path)
-        return _of_folder(path, tell)
+        return _from_folder(path, tell)
     saved = newest_whole(path, tell)
     averages = averages_in(saved) if ema else {}
     run = saved.manifest.about.get("run")
@@ -137,7 +137,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
             check_pixels(place)
         _check_head(saved.manifest.about.get("missing"), saved.folder)
         if not labels and values.get("data.task") in ("classification", "images"):
-            labels = _unnamed(values.get("model.num_classes"))
+            labels = _default_class_names(values.get("model.num_classes"))
     beside = tokenizer_beside(path, saved.folder)
     if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
@@ -166,7 +166,7 @@ def _is_path(text: str) -> bool:
         return False
 
 
-def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
+def _from_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     found = Pretrained(path)
     _check_head(found.missing, path)
     check_source(found, user_cache_folder(), tell)
@@ -178,7 +178,7 @@ def _of_folder(path: Path, tell: Callable[[str], None]) -> Trained:
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)
-    unnamed = _unnamed(num_classes(config)) if found.head == "classes" else []
+    unnamed = _default_class_names(num_classes(config)) if found.head == "classes" else []
     return Trained(settings=values, fill=lambda engine: load_pretrained(engine, found), origin=path, pretrained=found,
                    labels=labels_in(path) or tuple(unnamed))
 
@@ -190,7 +190,7 @@ def _check_head(missing: object, origin: Path) -> None:
                               where=str(origin), remedy="Train it first: `ranvier train --model.pretrained`.")
 
 
-def _unnamed(count: object) -> list[str]:
+def _default_class_names(count: object) -> list[str]:
     """The names that transformers gives to classes without one."""
     return [f"LABEL_{number}" for number in range(count)] if isinstance(count, int) else []
 
@@ -263,13 +263,13 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
             raise no_averages(path)
         pretrained = Pretrained(path)
         own = path / TOKENIZER
-        found = _of_decoder(pretrained.head, LanguageModel(
+        found = _decoder_model(pretrained.head, LanguageModel(
             config=pretrained.config, read=pretrained.read, tokenizer=own if own.is_file() else None, origin=path))
         check_source(pretrained, user_cache_folder(), tell)
         return found
     source = TrainedSource(newest_whole(path, tell), None, ema=ema)
-    return _of_decoder(source.head, LanguageModel(config=source.config, read=source.exact,
-                                                  tokenizer=tokenizer_of(path, source), origin=source.saved.folder))
+    return _decoder_model(source.head, LanguageModel(config=source.config, read=source.exact,
+                                                     tokenizer=tokenizer_of(path, source), origin=source.saved.folder))
 
 
 def no_averages(path: Path) -> CheckpointError:
@@ -279,7 +279,7 @@ def no_averages(path: Path) -> CheckpointError:
                            remedy="Export it with `ranvier export --ema`, or leave `--ema` out.")
 
 
-def _of_decoder(head: str, model: LanguageModel) -> LanguageModel:
+def _decoder_model(head: str, model: LanguageModel) -> LanguageModel:
     if head != "tokens":
         raise CheckpointError("is not a language model", code="not-a-language-model", where=str(model.origin),
                               value=f"head {head!r}",
@@ -328,7 +328,7 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
                           remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
                                  "the task chat and set `--data.task chat`.")
     line = tell if world.rank == 0 else (lambda text: None)
-    prepared = {name: trained.fitted(prepare(one, line)) for name, one in runs.items()}
+    prepared = {name: trained.with_model_classes(prepare(one, line)) for name, one in runs.items()}
     for data in prepared.values():
         run = resolve(run, Facts(num_classes=data.num_classes))
     engine = build_engine(run, trained, world)

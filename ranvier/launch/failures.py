@@ -47,7 +47,7 @@ from ranvier.launch.stop import STOP_SIGNALS, StopRequest
 from ranvier.launch.stopped_ranks import CHECK_SECONDS, kill_stopped_ranks
 from ranvier.mesh import Mesh
 from ranvier.system.processes import Process
-from ranvier.system.terminal import tell
+from ranvier.system.terminal import print_stderr
 from ranvier.world import World
 
 MESH = "ranvier/mesh"
@@ -87,17 +87,18 @@ def report_failure(world: World, error: BaseException, *, names_culprit: bool = 
     if isinstance(error, SystemExit):
         return code
     if first is None and not is_user_error:
-        tell(f"ranvier: {name} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        print_stderr(f"ranvier: {name} stopped: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
         actions = describe_actions(world.store, world.size) if isinstance(
             error, MessageTimeout) and silence is not None and "\n" not in str(error) else ""
-        tell(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]") + (actions and f"\n{actions}")
-             + (_STORE_IS_SILENT if silence is None else silence))
+        print_stderr(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]") + (actions
+                                                                                               and f"\n{actions}")
+                     + (_STORE_IS_SILENT if silence is None else silence))
     elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
-        tell(f"ranvier: {store_is_gone(world, error)}")
+        print_stderr(f"ranvier: {store_is_gone(world, error)}")
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
-        tell(text if world.size == 1 else f"{name} failed:\n{text}")
+        print_stderr(text if world.size == 1 else f"{name} failed:\n{text}")
     return code
 
 
@@ -176,7 +177,7 @@ def install_error_handlers(world: World, launch: Launch, *, timeout_seconds: flo
     def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(partial(_describe_now, world))
         if text is not None:
-            tell(f"ranvier: {text}")
+            print_stderr(f"ranvier: {text}")
         abort_all_ranks(world, 1)
 
     heartbeat = None
@@ -277,7 +278,7 @@ def install_start_error_handlers(local_rank: int | None) -> None:
             sys.__excepthook__(kind, error, trace)
             return
         if not local_rank:  # before ranks are connected, all of them meet the same errors
-            tell(f"ranvier: error: {error}")
+            print_stderr(f"ranvier: error: {error}")
         raise SystemExit(2)
 
     sys.excepthook = on_error

@@ -72,9 +72,9 @@ def exit_with_launcher(started: Started) -> None:
         return
 
     def watch() -> None:
-        while all(process.runs for process in watched):
+        while all(process.is_running for process in watched):
             time.sleep(_INTERVAL_SECONDS)
-        gone = next((process for process in watched if not process.runs), watched[-1])
+        gone = next((process for process in watched if not process.is_running), watched[-1])
         exit_now(f"rank {started.rank} ends: {LAUNCHERS[started.launcher].process} is gone (process {gone.pid})")
 
     threading.Thread(target=watch, name="ranvier-launcher", daemon=True).start()
@@ -312,7 +312,7 @@ class FailureWatch:
     def check(self, neighbours: Mapping[int, Process]) -> str | None:
         """Why this rank must leave now; None to stay. neighbours: processes of other ranks on this machine."""
         for rank, process in neighbours.items():
-            if process.runs or self._store.check([f"{FINISHED}/{rank}"]):
+            if process.is_running or self._store.check([f"{FINISHED}/{rank}"]):
                 continue
             self._gone[rank] = self._gone.get(rank, 0) + 1
             if self._gone[rank] == _GONE_CHECKS:  # killed: others, on other machines too, learn of it from the record

@@ -143,26 +143,26 @@ class Newcomer:
 
     def await_others(self, seconds: float) -> None:
         """Return once all of them are ready. LaunchError if they are not in time."""
-        self._say("ready")
+        self._report("ready")
         for number in range(self._count):
             self._await(f"ready/{number}", seconds, f"joining rank {number} is not ready")
 
     def join(self, seconds: float) -> World:
         """The world with this rank in it. LaunchError if the run has not called within `seconds`, or refuses."""
         called: Mapping[str, object] = json.loads(self._await("call", seconds, "the run has not taken the request"))
-        if self._refused():
+        if self._is_refused():
             self._await_verdict(0.0)
         call = Call(**called)  # type: ignore[arg-type]  # rank 0 has written it
-        self._say("here")
+        self._report("here")
         made, problem = _connect(self._world, call.first + self._number, call,
                                  call.answer_seconds + call.connect_seconds, None)
-        self._say("connected", problem or "")
+        self._report("connected", problem or "")
         self._await_verdict(3 * call.timeout_seconds)
         assert made is not None, "the verdict would be another one"
         backend: Backend = made
         return replace(self._world, backend=backend, local_size=call.local_size,
                        members=call.all_members, local_ranks=tuple(range(call.first, call.size)),
-                       num_lost_ranks=call.num_lost_ranks, overdue=made.waits.overdue, lost=made.waits.lost,
+                       num_lost_ranks=call.num_lost_ranks, overdue=made.waits.overdue, lost=made.waits.lost_peer,
                        sever=made.sockets.sever)
 
     def _await_verdict(self, seconds: float) -> None:
@@ -171,18 +171,18 @@ class Newcomer:
             raise LaunchError(f"is refused: {problem}", code="join-refused", where=f"joining rank {self._number}",
                               remedy="Check the run's output, and join again.")
 
-    def _refused(self) -> bool:
+    def _is_refused(self) -> bool:
         return self._world.store.check([f"{_KEYS}{self._wish}/verdict"])
 
-    def _say(self, what: str, text: str = "") -> None:
+    def _report(self, what: str, text: str = "") -> None:
         self._world.store.set(f"{_KEYS}{self._wish}/{what}/{self._number}", text)
 
     def _await(self, what: str, seconds: float, late: str) -> str:
         """The value of a key of this request. A verdict that comes first ends the wait for everything else."""
         key, store = f"{_KEYS}{self._wish}/{what}", self._world.store
         try:
-            if not await_keys(store, [key], seconds, stops=lambda: what != "verdict" and self._refused()):
-                if what != "verdict" and self._refused():
+            if not await_keys(store, [key], seconds, stops=lambda: what != "verdict" and self._is_refused()):
+                if what != "verdict" and self._is_refused():
                     self._await_verdict(0.0)
                 raise LaunchError(late, code="join-late", where="join", value=f"{seconds:g} s",
                                   remedy="Is the run under way? Wait longer with `--wait`, for runs with long steps.")

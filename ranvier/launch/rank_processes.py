@@ -26,7 +26,7 @@ import torch
 from ranvier.comm.mixed_backend import MixedBackend
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.protocol import Backend
-from ranvier.comm.signed_store import signed
+from ranvier.comm.signed_store import sign_store
 from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.named_object import import_named
 from ranvier.launch.mpiexec import mpiexec_command
@@ -134,8 +134,8 @@ def run_one_rank(where: str) -> None:
     name, _, rank_text = where.partition(":")
     folder, job = Path(name), json.loads((Path(name) / "job.json").read_text())
     torch.set_num_threads(1)
-    torch_store, store = signed(connect_store(LOOPBACK, job["port"], timedelta(seconds=job["timeout_seconds"])),
-                                job["secret"])
+    torch_store, store = sign_store(connect_store(LOOPBACK, job["port"], timedelta(seconds=job["timeout_seconds"])),
+                                    job["secret"])
     backend: Backend
     if job["transport"] != "torch":
         messages = backend = MPIBackend(torch.device(job["device"]), job["timeout_seconds"])

@@ -23,7 +23,7 @@ from ipaddress import ip_address
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ranvier.comm.signed_store import SharedStore, signed
+from ranvier.comm.signed_store import SharedStore, sign_store
 from ranvier.errors import LaunchError
 from ranvier.launch import stores
 from ranvier.launch.launchers import Started
@@ -60,12 +60,12 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
         raise LaunchError(f"{what}: {str(error).partition(chr(10))[0]}", code="store-unreachable", where="launch",
                           value=f"{host}:{port}", remedy=remedy) from error
     if started.launcher == "local":
-        return signed(store, started.secret)
+        return sign_store(store, started.secret)
     below = PrefixStore("ranvier", store)
     if started.launcher == "torchrun":
-        _, starts = signed(PrefixStore("starts", below), started.secret)
+        _, starts = sign_store(PrefixStore("starts", below), started.secret)
         below = PrefixStore(agree_on_start(started.rank, started.size, starts, timeout_seconds), below)
-    return signed(below, started.secret)
+    return sign_store(below, started.secret)
 
 
 def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: float) -> str:
@@ -179,4 +179,4 @@ def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, Shar
     contact = MPI.COMM_WORLD.bcast(contact)
     assert contact is not None, "rank 0 sends it"
     host, port, secret = contact
-    return signed(store or stores.connect_store(host, port, timeout), secret)
+    return sign_store(store or stores.connect_store(host, port, timeout), secret)

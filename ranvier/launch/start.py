@@ -195,7 +195,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
     if isinstance(backend, TorchBackend):
         world.sever = backend.sockets.sever
     if isinstance(backend, TorchBackend | MixedBackend):
-        world.overdue, world.lost = backend.waits.overdue, backend.waits.lost
+        world.overdue, world.lost = backend.waits.overdue, backend.waits.lost_peer
     if started.rank == 0 and started.size > 1:
         _print_choices(world, transport if comm.transport == "auto" else None,
                        device if launch.device == "auto" else None, stream)

@@ -52,7 +52,7 @@ from ranvier.mesh import Mesh
 from ranvier.system.child import package_path
 from ranvier.system.child import start as start_child
 from ranvier.system.processes import Process, descendants
-from ranvier.system.terminal import tell
+from ranvier.system.terminal import print_stderr
 from ranvier.world import JoinPoint
 
 _GRACE_SECONDS = 3.0
@@ -96,14 +96,14 @@ class _RankEnd:
         """One line for the user, with the rank's coordinates on `mesh`. others: what becomes of the other ranks."""
         name = "mpiexec" if self.rank is None else f"rank {self.rank} ({describe_rank(mesh, self.rank)})"
         hint = {0: " before the run had ended", -signal.SIGKILL: " (by the kernel, if memory ran out)"}
-        return f"ranvier: {name} {self.how}{hint.get(self.code, '')}{'' if mesh.size == 1 else others}"
+        return f"ranvier: {name} {self.description}{hint.get(self.code, '')}{'' if mesh.size == 1 else others}"
 
     def is_by(self, number: int) -> bool:
         """Whether signal `number` ended the rank; Python exits with INTERRUPTED after Ctrl-C."""
         return self.code in (-number, INTERRUPTED)
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """Its end, as in "was killed by SIGKILL"."""
         if self.code >= 0:
             return f"exited with code {self.code}"
@@ -187,7 +187,7 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
     end, lost = children.named_now(end), len(children.lost)
     outcome = _report_failure(end, forwarded, output, children.store, mesh, explain_kill)
     if (why := why_given_up(children.store)) is not None:
-        tell(f"ranvier: the run cannot continue without it: {why}")
+        print_stderr(f"ranvier: the run cannot continue without it: {why}")
     return replace(outcome, num_lost=outcome.num_lost + lost, retryable=outcome.retryable and not received)
 
 
@@ -205,9 +205,9 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
     if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
         return Outcome(code=end.code, num_lost=record["num_lost"], retryable=record["retryable"])
-    tell(end.describe(read_mesh(store, mesh)))
+    print_stderr(end.describe(read_mesh(store, mesh)))
     if end.code == -signal.SIGKILL and explain_kill is not None:
-        tell(explain_kill())
+        print_stderr(explain_kill())
     return Outcome(code=1, num_lost=lost, retryable=True)
 
 
@@ -227,7 +227,7 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
         call_with_timeout(lambda: children.store.compare_set(FAILED, "", json.dumps(record)))
     if end.code != _USER_ERROR:
         what = "has not joined" if rank is None else f"was rank {rank} of the run"
-        tell(f"ranvier: joining rank {end.rank}, which {what}, {end.how}")
+        print_stderr(f"ranvier: joining rank {end.rank}, which {what}, {end.description}")
     return Outcome(code=end.code if end.code == _USER_ERROR else 1)
 
 
@@ -262,7 +262,7 @@ class _Children:
                 self._ranks = find_rank_processes(self.store, self.num_ranks, own)
         return self._ranks
 
-    def stopped(self) -> _RankEnd | None:
+    def find_stopped(self) -> _RankEnd | None:
         """A rank that a signal has stopped for too long, or mpiexec. Ranks of mpiexec are unknown until they have
         connected."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
@@ -379,15 +379,15 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
     try:
         if wish is not None and rank_of_newcomer(children.store, wish, end.rank) is None:
             return False
-        if not report_lost_rank(children.store, LostRank(member=name, how=end.how)):
+        if not report_lost_rank(children.store, LostRank(member=name, how=end.description)):
             return False
     except RuntimeError:  # the run has ended
         return False
     if wish is None:
         mesh = read_mesh(children.store, mesh)
-        tell(children.named_now(end).describe(mesh, "; the others try to continue without it"))
+        print_stderr(children.named_now(end).describe(mesh, "; the others try to continue without it"))
     else:
-        tell(f"ranvier: joining rank {end.rank} {end.how}; the run tries to continue without it")
+        print_stderr(f"ranvier: joining rank {end.rank} {end.description}; the run tries to continue without it")
     children.let_go(end)
     return True
 
@@ -411,7 +411,7 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
             return children.lost.pop()
         if 0 in codes and (rank := children.exited_early()) is not None:
             return _RankEnd(rank, 0)
-        if (stopped := children.stopped()) is not None:
+        if (stopped := children.find_stopped()) is not None:
             if lets_go(stopped):
                 continue
             return stopped
@@ -426,8 +426,8 @@ def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
     """
     if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children):
         return None
-    tell(f"ranvier: {signal_name(received[0])}: the ranks save and stop after this step; another signal ends them "
-         "at once")
+    print_stderr(f"ranvier: {signal_name(received[0])}: the ranks save and stop after this step; another signal ends "
+                 "them at once")
     return received[0]
 
 
@@ -443,7 +443,7 @@ def _send(number: int, children: _Children) -> bool:
     ranks = children.ranks()
     if len(ranks) == children.num_ranks and children.started[0].process.poll() is None:
         for process in ranks.values():
-            if process.runs:
+            if process.is_running:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
     return len(ranks) == children.num_ranks
@@ -451,9 +451,10 @@ def _send(number: int, children: _Children) -> bool:
 
 def _report_stop(number: int, explain: Callable[[], str] | None = None) -> int:
     """Print that signal `number` ended the run, and what `explain` says; returns the exit code."""
-    tell("ranvier: interrupted" if number == signal.SIGINT else f"ranvier: stopped by {signal.Signals(number).name}")
+    print_stderr("ranvier: interrupted" if number == signal.SIGINT
+                 else f"ranvier: stopped by {signal.Signals(number).name}")
     if explain is not None:
-        tell(explain())
+        print_stderr(explain())
     return 128 + number
 
 

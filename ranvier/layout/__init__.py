@@ -13,11 +13,11 @@ boxes, so everything here is arithmetic on boxes.
 Pure: no process group, no clock, no I/O.
 """
 
-from ranvier.layout.boxes import Box, Move, Places, Slice, box_size, index_of, intersection, moves, part, whole
+from ranvier.layout.boxes import Box, Move, Places, Slice, box_size, index_of, intersection, part, plan_moves, whole_box
 from ranvier.layout.chunks import ChunkCut, FlatGradient, FlatOrder, flat_order
 from ranvier.layout.layout import Chunking, Layout, Parameter, frozen_blocks
 from ranvier.layout.split import Split, TensorAxis
 
 __all__ = ["Box", "ChunkCut", "Chunking", "FlatGradient", "FlatOrder", "Layout", "Move", "Parameter", "Places", "Slice",
-           "Split", "TensorAxis", "box_size", "flat_order", "frozen_blocks", "index_of", "intersection", "moves",
-           "part", "whole"]
+           "Split", "TensorAxis", "box_size", "flat_order", "frozen_blocks", "index_of", "intersection", "part",
+           "plan_moves", "whole_box"]

@@ -17,7 +17,7 @@ def box_size(box: Box) -> int:
     return prod(stop - start for start, stop in box)
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """The box that is all of a tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
@@ -132,7 +132,7 @@ Places = Mapping[str, Sequence[tuple[int, Box]]]
 """Name of a tensor -> (rank, box) of its parts, none of them empty."""
 
 
-def moves(have: Places, need: Places) -> list[Move]:
+def plan_moves(have: Places, need: Places) -> list[Move]:
     """The transfers after which every rank has what it needs, each element once. The source is the destination itself
     where it has the elements, else the lowest rank that has them. ModelError where no rank has them."""
     result = []

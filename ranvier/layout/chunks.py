@@ -182,7 +182,7 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
                 first_of.setdefault(number, len(chunks))
                 last_of[number] = len(chunks)
             width = (end - begin) // size
-            shares = _owned(inside, owners, places, size, begin) if is_whole and shard else None
+            shares = _owned_intervals(inside, owners, places, size, begin) if is_whole and shard else None
             share = shares[index] if shares else (begin + index * width, begin + (index + 1) * width)
             chunks.append(ChunkCut(start=begin, stop=end, gradients=inside, share=share, group=first.group,
                                    counts=first.counts, run=run, shares=shares))
@@ -252,8 +252,8 @@ def _owners(numbers: Sequence[int], gradients: Sequence[FlatGradient], members: 
     return found
 
 
-def _owned(inside: Sequence[int], owners: Mapping[int, int], places: Mapping[int, tuple[int, int]], size: int,
-           begin: int) -> tuple[tuple[int, int], ...]:
+def _owned_intervals(inside: Sequence[int], owners: Mapping[int, int], places: Mapping[int, tuple[int, int]], size: int,
+                     begin: int) -> tuple[tuple[int, int], ...]:
     """The interval of a chunk with these gradients, which begins at `begin`, that each member updates."""
     shares = []
     for member in range(size):

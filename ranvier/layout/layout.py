@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 
 from ranvier.errors import ConfigError, ModelError
-from ranvier.layout.boxes import Box, Slice, box_size, intersection, whole
+from ranvier.layout.boxes import Box, Slice, box_size, intersection, whole_box
 from ranvier.layout.chunks import FlatGradient, FlatOrder, flat_order
 from ranvier.layout.split import TensorAxis
 from ranvier.mesh import Coordinates, Mesh, Position, StagePlacement
@@ -120,11 +120,11 @@ class Layout:
                              remedy="Give each block its own name.")
 
     @cached_property
-    def _by_name(self) -> dict[str, Parameter]:
+    def _parameters_by_name(self) -> dict[str, Parameter]:
         return {parameter.name: parameter for parameter in self.parameters}
 
     def __getitem__(self, name: str) -> Parameter:
-        return self._by_name[name]
+        return self._parameters_by_name[name]
 
     @cached_property
     def _edges(self) -> tuple[int, ...]:
@@ -153,10 +153,10 @@ class Layout:
 
     def parameters_of(self, pipe: int) -> tuple[Parameter, ...]:
         """Parameters of the blocks of `blocks_on`, in model order."""
-        return self._by_pipe.get(pipe, ())
+        return self._parameters_by_pipe.get(pipe, ())
 
     @cached_property
-    def _by_pipe(self) -> dict[int, tuple[Parameter, ...]]:
+    def _parameters_by_pipe(self) -> dict[int, tuple[Parameter, ...]]:
         found: dict[int, list[Parameter]] = {}
         for parameter in sorted(self.parameters, key=lambda parameter: parameter.block):
             found.setdefault(self.pipe_of(parameter.block), []).append(parameter)
@@ -193,7 +193,7 @@ class Layout:
         return found
 
     @cached_property
-    def ends(self) -> dict[str, dict[tuple[int, str], Parameter]]:
+    def tie_ends(self) -> dict[str, dict[tuple[int, str], Parameter]]:
         """Owner -> (place in the pipeline, key) -> the first parameter of that end, in model order."""
         found: dict[str, dict[tuple[int, str], Parameter]] = {}
         for parameter in self.parameters:
@@ -209,7 +209,7 @@ class Layout:
     @cached_property
     def _ends_on(self) -> dict[int, dict[str, Parameter]]:
         found: dict[int, dict[str, Parameter]] = {}
-        for ends in self.ends.values():
+        for ends in self.tie_ends.values():
             for (pipe, key), parameter in ends.items():
                 found.setdefault(pipe, {})[key] = parameter
         return found
@@ -217,7 +217,7 @@ class Layout:
     def box(self, parameter: Parameter, position: Position) -> Box:
         """The box of `parameter` that a position in a stage holds."""
         shards = (self.shards or {}).get(parameter.name)
-        return whole(parameter.shape) if shards is None else shards[position]
+        return whole_box(parameter.shape) if shards is None else shards[position]
 
     def copy_axes(self, name: str) -> tuple[TensorAxis, ...]:
         """Axes of the tensor mesh along which ranks hold the same elements, with the same gradient."""
@@ -244,7 +244,7 @@ class Layout:
 
     # ------------------------------------------------------------------ ranks and their elements
 
-    def held(self, rank: int) -> list[Slice]:
+    def held_slices(self, rank: int) -> list[Slice]:
         """The slices of parameters (for compute) on `rank`, in model order."""
         at = self.mesh.coordinates(rank)
         position = at.position
@@ -268,12 +268,12 @@ class Layout:
                 name=name, numel=box_size(self.box(end, position)), blocks=frozenset(blocks[name]), shape=end.shape,
                 in_layer=end.in_layer, settings_name=self[name].settings_name, weight=-(-end.numel // parts),
                 whole=self.chunking is not None and name in self.chunking.whole,
-                remote_ends=len(self.ends[name]) - 1 if owns else 0, sent_to_owner=not owns,
-                group=self.summed(name) or None if owns else None, copied=owns and bool(self.copy_axes(name)),
+                remote_ends=len(self.tie_ends[name]) - 1 if owns else 0, sent_to_owner=not owns,
+                group=self.summed_axes(name) or None if owns else None, copied=owns and bool(self.copy_axes(name)),
                 counts=not owns or self.is_first_copy(name, at)))
         return found
 
-    def summed(self, name: str) -> tuple[TensorAxis, ...]:
+    def summed_axes(self, name: str) -> tuple[TensorAxis, ...]:
         """Axes of the tensor mesh over which a gradient is summed, beside those of replicas."""
         return self[name].summed if self.mesh.stage_size > 1 else ()
 
@@ -281,13 +281,13 @@ class Layout:
         """Offsets of the `gradients` of `rank` in its flat buffer, with the chunks and shares. Needs `chunking`."""
         assert self.chunking is not None, "a layout without chunking has no order of gradients"
         gradients, members, runs = self.gradients(rank), {}, self.chunking.runs
-        for summed in {(), *(self.summed(each.name) for each in gradients if not each.sent_to_owner)}:
+        for summed in {(), *(self.summed_axes(each.name) for each in gradients if not each.sent_to_owner)}:
             ranks = self.mesh.group(rank, *self.mesh.replica_axes, *summed)
             members[summed or None] = len(ranks), ranks.index(rank)
         return flat_order(gradients, members, self.chunking.chunk_size,
                           runs.get(self.mesh.coordinates(rank).pipeline_rank, ()), shard=self.chunking.shard)
 
-    def updated(self, rank: int) -> list[Slice]:
+    def updated_slices(self, rank: int) -> list[Slice]:
         """The slices that the optimizer of `rank` updates and has states of: with `chunking.shard` in the order of its
         chunks, else in model order."""
         at, gradients = self.mesh.coordinates(rank), self.gradients(rank)
@@ -303,7 +303,7 @@ class Layout:
                     found.append(Slice(name, boxes[name], (start - first, stop - first)))
         return found
 
-    def owned(self, rank: int) -> list[Slice]:
+    def owned_slices(self, rank: int) -> list[Slice]:
         """The slices that `rank` owns, in model order: every element has one owner, which writes it to checkpoints.
 
         Where optimizer states are sharded, whoever updates an element owns it. Elsewhere replicas have equal shares of
@@ -314,10 +314,10 @@ class Layout:
         position, replica = at.position, at.replica
         shared: dict[str, list[Slice]] = {}
         if self.chunking is not None and self.chunking.shard:
-            for piece in self.updated(rank):
+            for piece in self.updated_slices(rank):
                 shared.setdefault(piece.parameter, []).append(piece)
         owned = []
-        for piece in self.held(rank):
+        for piece in self.held_slices(rank):
             parameter, size = self[piece.parameter], box_size(piece.box)
             if not parameter.is_owner:
                 continue
@@ -348,7 +348,7 @@ class Layout:
             if (shape, boxes) in sound:
                 continue
             found = [box for box in boxes if box_size(box)]
-            inside = all(intersection(box, whole(shape)) == box for box in found)
+            inside = all(intersection(box, whole_box(shape)) == box for box in found)
             apart = all(intersection(a, b) is None for i, a in enumerate(found) for b in found[:i])
             if not inside or not apart or sum(map(box_size, found)) != prod(shape):
                 raise ModelError("is not owned exactly once", code="parameter-not-owned-once",

@@ -19,14 +19,14 @@ class Split:
     dims: for each dim the axes that cut it, the outer first; () leaves it whole.
     summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that of its
         sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
-    units: pieces of the first dim, such as heads, that columns divide or else do not cut at all: see `on`.
+    units: pieces of the first dim, such as heads, that columns divide or else do not cut at all: see `for_cols`.
     """
 
     dims: tuple[tuple[TensorAxis, ...], ...]
     summed: tuple[TensorAxis, ...] = ()
     units: int | None = None
 
-    def on(self, num_cols: int) -> Split:
+    def for_cols(self, num_cols: int) -> Split:
         """The split on so many columns. Where they do not divide `units` (grouped-query attention: fewer heads of keys
         and values than columns), every column holds all units, and computes with those that its queries need; the sum
         over the columns is the units' gradient."""

@@ -73,10 +73,10 @@ class Attention(family.FusedAttention):
 
     def forward(self, state: State) -> State:
         x_BSH, mask_BS = state["hidden"], state["mask"]
-        y_BSH = self.projection(tensor.local_map(self._attended, self.qkv(x_BSH), mask_BS))
+        y_BSH = self.projection(tensor.local_map(self._attend, self.qkv(x_BSH), mask_BS))
         return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
 
-    def _attended(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
+    def _attend(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
         """Attention within the heads that this column has."""
         q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
@@ -141,7 +141,7 @@ class _BERT:
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         last, loss = (ClassHead, ClassLoss()) if head == "classes" else (SpanHead, SpanLoss())
-        return family.stacked(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=family.initial)
+        return family.stack_layers(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=family.initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         """Without padding."""
@@ -160,5 +160,5 @@ BERT = _BERT()
 
 
 def bert(config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a BERT with the head "classes" or "span"; see `family.built`."""
-    return family.built(BERT, config, head, dtype=dtype)
+    """The blocks of a BERT with the head "classes" or "span"; see `family.build_blocks`."""
+    return family.build_blocks(BERT, config, head, dtype=dtype)

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from ranvier.arguments import check_arguments, fits
 from ranvier.block import CONTAINERS, KEPT_IN_FP32, State, beside_modules, keep_names
 from ranvier.errors import ModelError
-from ranvier.models.forward_trace import Trace, trace_forward, unchanged
+from ranvier.models.forward_trace import Trace, refuse_changes, trace_forward
 from ranvier.models.from_transformers import transformer_blocks
 from ranvier.originals.read_attributes import ReadAttributes
 from ranvier.originals.stand_in_tensors import StandIns
@@ -66,7 +66,7 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
         return transformer_blocks(module, output=output)
     names = _cuts(module, cut)
     arguments = _inputs(module, inputs)
-    with unchanged(module):
+    with refuse_changes(module):
         traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
                   for mode in (True, False)}
     blocks = _blocks(module, traces)
@@ -216,7 +216,7 @@ class _Block(nn.Module):
             given = part.run(self, *taken)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error) and self._place in ("between", "last"):
-                raise self._in_place("what it was given") from error
+                raise self._in_place_error("what it was given") from error
             raise
         if self._place in ("last", "only"):
             result: State = given
@@ -224,7 +224,7 @@ class _Block(nn.Module):
         if self._place != "first":
             for name, value, version in before:
                 if value._version != version:
-                    raise self._in_place(name)
+                    raise self._in_place_error(name)
         for name, value in zip(part.gives, given, strict=True):
             state |= pack(name, value, [*taken, *given])
         return state
@@ -238,7 +238,7 @@ class _Block(nn.Module):
                                  value=f"training={not self.training}",
                                  remedy="Put both in one mode, or cut so that the submodule is called as a whole.")
 
-    def _in_place(self, what: str) -> ModelError:
+    def _in_place_error(self, what: str) -> ModelError:
         return ModelError(f"changes {what} in place, which the block before it may still use",
                           code="block-changes-input", where=f"block {self._name}",
                           remedy="Write the operation out of place (inplace=False, x = x + y), or cut after it.")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ranvier.block import Model, State, untrained_layers
-from ranvier.config.named_object import blamed, is_object_name, load_object
+from ranvier.config.named_object import blame_user_code, is_object_name, load_object
 from ranvier.config.run import Run, Transformer
 from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError, ModelError, RanvierError
@@ -79,10 +79,10 @@ def _model_problems(run: Run) -> list[RanvierError]:
         return [ConfigError("packs samples, which transformers' modules cannot keep apart",
                             code="packing-without-segments", where="data.packing", value=True,
                             remedy="Leave it out, or choose a model of another `--model.family`.")]
-    with blamed(name, _SETTING, "`problems`"):
+    with blame_user_code(name, _SETTING, "`problems`"):
         found = list(family.problems(run.model, form.head))
     if is_object_name(name) and not found:
-        found = _contract_problems(run, _built(family, name, run.model, form.head, torch.float32))
+        found = _contract_problems(run, _build(family, name, run.model, form.head, torch.float32))
     return found
 
 
@@ -92,7 +92,7 @@ def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
     for problem in _model_problems(run):
         raise problem
     head = head_of(run)
-    model = _built(family_of(run), family_name(run), run.model, head, dtype)
+    model = _build(family_of(run), family_name(run), run.model, head, dtype)
     if run.data.task == "preference":
         model = replace(model, loss=PreferenceLoss(vocabulary_of(model.loss) or run.model.vocab, run.preference))
     if not run.lora.rank:
@@ -101,8 +101,8 @@ def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
     return with_adapters(model, replace(run.lora, train_head=train_head), seed=run.seed)
 
 
-def _built(family: ModelFamily, name: str, settings: Transformer, head: str, dtype: torch.dtype) -> Model:
-    with blamed(name, _SETTING, "`model`"):
+def _build(family: ModelFamily, name: str, settings: Transformer, head: str, dtype: torch.dtype) -> Model:
+    with blame_user_code(name, _SETTING, "`model`"):
         model = family.model(settings, head, dtype=dtype)
     if not isinstance(model, Model):
         raise ModelError("has a `model` that does not return a ranvier.Model", code="family-model-type", where=_SETTING,
@@ -158,7 +158,7 @@ def layers_of(run: Run) -> tuple[tuple[str, ...], ...]:
 def _outline(name: str, settings: Transformer, head: str) -> tuple[int, tuple[tuple[str, ...], ...]]:
     """Number of blocks, and layers. Planners ask for them thousands of times."""
     family = family_named(name, settings.options if is_object_name(name) else ())
-    model = _built(family, name, settings, head, torch.float32)
+    model = _build(family, name, settings, head, torch.float32)
     return len(model.blocks), model.layers
 
 
@@ -173,13 +173,13 @@ def text(run: Run) -> str:
 
 
 def _facts(run: Run) -> ModelFacts:
-    with blamed(family_name(run), _SETTING, "`describe`"):
+    with blame_user_code(family_name(run), _SETTING, "`describe`"):
         return family_of(run).describe(run.model)
 
 
 def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sample, forward and backward."""
-    with blamed(family_name(run), _SETTING, "`flops_per_sample`"):
+    with blame_user_code(family_name(run), _SETTING, "`flops_per_sample`"):
         scores = family_name(run) == "llama" and head_of(run) != "tokens"
         model = replace(run.model, vocab=2) if scores else run.model  # a head of next to nothing
         return family_of(run).flops_per_sample(model, recomputed=recomputed)
@@ -187,7 +187,7 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
 
 def sample_of(run: Run, count: int) -> tuple[State, Targets]:
     """Inputs and targets of `count` samples, where a device context says."""
-    with blamed(family_name(run), _SETTING, "`sample`"):
+    with blame_user_code(family_name(run), _SETTING, "`sample`"):
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
     if run.data.task != "preference":
         packs = run.data.packing and "data.packing" not in form_of(run.data).unused

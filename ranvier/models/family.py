@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import Initial, Model, State, repeated
+from ranvier.block import Initial, Model, State, all_like_first
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.tensor import layers as tensor
@@ -85,7 +85,7 @@ def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
                         where="model.heads", value=settings.heads, remedy=f"Set `--model.heads {near}`{other}.")]
 
 
-def built(family: ModelFamily, config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
+def build_blocks(family: ModelFamily, config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a model of a family. Builders honour `torch.device(...)` contexts, "meta" included. RanvierError
     for settings that it cannot have."""
     for problem in family.problems(config, head):
@@ -146,15 +146,15 @@ def inner_width(config: Transformer) -> int:
     return config.intermediate or 4 * config.hidden
 
 
-def stacked(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],
-            mlp: type[nn.Module], head: type[nn.Module], *, loss: nn.Module,
-            initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = ()) -> Model:
+def stack_layers(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],
+                 mlp: type[nn.Module], head: type[nn.Module], *, loss: nn.Module,
+                 initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = ()) -> Model:
     """A model of layers that are alike, of these kinds of blocks."""
     layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
     kinds = {"embedding": embedding, **{name: kind for layer in layers for name, kind in zip(
         layer, (attention, mlp), strict=True)}, "head": head}
     return Model(blocks={name: partial(kind, config, dtype) for name, kind in kinds.items()}, loss=loss, layers=layers,
-                 initial=partial(initial, config), alike=repeated(layers), tied=tied)
+                 initial=partial(initial, config), alike=all_like_first(layers), tied=tied)
 
 
 def transformer_in_words(family: str, settings: Transformer) -> str:

@@ -67,7 +67,7 @@ class _Value(fx.Proxy):
         return _Value  # to the parsers of arguments, too, which have no frame of their own
 
 
-def _in_place(operation: str, value: Any, other: Any) -> Any:
+def _inplace_operator(operation: str, value: Any, other: Any) -> Any:
     """`value += other`, and the like. fx would write the operator itself as a statement, which changes a number for all
     that use it."""
     return getattr(operator, operation)(value, other)
@@ -80,7 +80,8 @@ def _out_of_place(operation: str, value: Any, other: Any) -> Any:
 
 
 def _traced_in_place(operation: str) -> Callable[[_Value, Any], fx.Proxy]:
-    return lambda value, other: value.tracer.create_proxy("call_function", _in_place, (operation, value, other), {})
+    return lambda value, other: value.tracer.create_proxy("call_function", _inplace_operator, (operation, value, other),
+                                                          {})
 
 
 for _operation in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
@@ -187,7 +188,7 @@ def _free_given_values(graph: fx.Graph) -> None:
     used afterwards: neither what it was computed from nor what was computed from that or from it."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        value = node.args[1] if node.target is _in_place else None
+        value = node.args[1] if node.target is _inplace_operator else None
         if not isinstance(value, fx.Node) or (value.meta["block"] == node.meta["block"] and value.op != "placeholder"):
             continue
         related = {value}
@@ -205,7 +206,7 @@ _SIZES_ONE_BY_ONE = ("ones", "zeros", "empty", "rand", "randn")
 """Functions of torch that take a size in one tuple or number by number, of which only a tuple may have traced ones."""
 
 
-def _joined(function: Callable[..., Any]) -> Callable[..., Any]:
+def _join_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to which traced sizes, given number by number, go as one tuple."""
     def call(*size: Any, **options: Any) -> Any:
         return function(size, **options) if any(type(one) is _Value for one in size) else function(*size, **options)
@@ -217,7 +218,7 @@ def _sizes_joined() -> Iterator[None]:
     plain = {name: getattr(torch, name) for name in _SIZES_ONE_BY_ONE}
     try:
         for name, function in plain.items():
-            setattr(torch, name, _joined(function))
+            setattr(torch, name, _join_sizes(function))
         yield
     finally:
         for name, function in plain.items():
@@ -345,7 +346,7 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def refuse_changes(module: nn.Module) -> Iterator[None]:
     """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
     where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
     before = [(one, name, container, kind(container)) for one in module.modules()

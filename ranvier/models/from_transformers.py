@@ -76,7 +76,7 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Any] | Tensor | No
     inputs = _sample(model) if sample is None else (
         {_main_input(model): sample} if isinstance(sample, Tensor) else dict(sample))
     take = output or _output
-    with _in_evaluation(model):
+    with _evaluation_mode(model):
         plan = _plan(model, inputs)
         expected = take(model(**inputs, **plan.options))
         modules = _modules(model, plan, take)
@@ -151,16 +151,16 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     chains = [path for path in outer if called[path]]
     for path in chains:
         if called[path] != list(range(lists[path])):
-            raise _refused("layers-not-in-order", model,
+            raise _refusal("layers-not-in-order", model,
                            f"does not run its layers once each, in order, but {called[path][:8]}", path)
     if len(chains) != 1:
-        raise _refused("no-list-of-layers", model,
+        raise _refusal("no-list-of-layers", model,
                        "has no list of layers" if not chains else f"has {len(chains)} lists of layers "
                        f"({', '.join(chains)}), and a pipeline has one", type(model).__name__)
     path, = chains
     for ancestor in _ancestors(path):
         if any(getattr(model.get_submodule(ancestor), hooks) for hooks in HOOKS):
-            raise _refused("model-with-hooks", model, "has hooks, which would run in two blocks",
+            raise _refusal("model-with-hooks", model, "has hooks, which would run in two blocks",
                            ancestor or type(model).__name__,
                            "Remove them, or register them on modules that are in one block.")
     returned = [outputs[f"{path}.{index}"] for index in range(lists[path])]
@@ -191,7 +191,7 @@ def _run_watched(model: nn.Module, inputs: Mapping[str, Tensor], options: Mappin
         with torch.no_grad():
             model(**inputs, **options)
     except Exception as error:
-        raise _refused("model-cannot-run-on-sample", model, f"cannot be run on the sample: {error}",
+        raise _refusal("model-cannot-run-on-sample", model, f"cannot be run on the sample: {error}",
                        "the sample", "Pass inputs that it runs on, from_transformers(model, sample=...), or a list of "
                        "modules to ranvier.Engine (docs/extending.md).") from error
     finally:
@@ -214,7 +214,7 @@ def _phases(model: nn.Module, path: str, events: Sequence[tuple[str, bool]]) -> 
         if not any(True for _ in model.get_submodule(name).parameters()):
             found[name] = "both"
         elif len(phases) > 1 or "between" in phases:
-            raise _refused("module-in-two-blocks", model,
+            raise _refusal("module-in-two-blocks", model,
                            f"runs {' and '.join(sorted(phases))} the layers, and a block is in one place", name)
         else:
             found[name], = phases or {"after"}
@@ -243,7 +243,7 @@ def _beside(model: nn.Module, path: str) -> Iterator[str]:
 def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dict[str, nn.Module]:
     """All blocks. The first one is run here, for what layers are called with."""
     first = _First(model, plan)
-    with torch.no_grad(), _by_itself("embedding"):
+    with torch.no_grad(), _running_alone("embedding"):
         first.learn()
     layers = list(model.get_submodule(plan.path).children())
     modules: dict[str, nn.Module] = {"embedding": first}
@@ -396,7 +396,8 @@ class _Last(nn.Module):
                    for name, value in state.items() if name.startswith(_SIZES)}
         self._state[:] = [hidden]
         try:
-            with _conditions(hidden), _by_itself("head", AttributeError):  # of a parameter that training alone reads
+            with _conditions(hidden), _running_alone("head",
+                                                     AttributeError):  # of a parameter that training alone reads
                 return self._take(self.model(**inputs, **self._options))
         finally:
             self._state.clear()
@@ -492,7 +493,7 @@ def _sample(model: nn.Module) -> dict[str, Tensor]:
         return {name: values.to(parameter.device, parameter.dtype)}
     if name == "input_ids" and hasattr(_text_config(model), "vocab_size"):
         return {name: (torch.arange(16) * 7919 % _text_config(model).vocab_size).view(2, 8).to(parameter.device)}
-    raise _refused("no-sample-of-input", model, f"takes {name}, of which no sample can be made", "the sample",
+    raise _refusal("no-sample-of-input", model, f"takes {name}, of which no sample can be made", "the sample",
                    "Pass sample= with the inputs of two samples.")
 
 
@@ -534,13 +535,13 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
     state: State = inputs
     with torch.no_grad():
         for name, module in modules.items():
-            with _by_itself(name):
+            with _running_alone(name):
                 state = module(state)
     return state
 
 
 @contextmanager
-def _by_itself(block: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def _running_alone(block: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Inside, a block runs on the sample. Errors of the model's code, which misses what is in another block, become
     ModelErrors. kind: of these errors alone."""
     try:
@@ -560,7 +561,7 @@ def _compare(model: nn.Module, expected: State, found: State) -> None:
         allowed = max(TOLERANCE, 16 * epsilon) * float(wanted.detach().double().abs().max())
         if not float(difference) <= allowed:
             reads = bool(ours[name].isnan().any() and not wanted.isnan().any())
-            raise _refused("blocks-compute-otherwise", model,
+            raise _refusal("blocks-compute-otherwise", model,
                            "computes something else in blocks than as a whole; the largest difference is "
                            f"{float(difference):.2g}, the largest output {float(wanted.detach().abs().max()):.2g}"
                            + ("; its head reads a floating-point input, or a module before the layers" if reads else
@@ -569,7 +570,7 @@ def _compare(model: nn.Module, expected: State, found: State) -> None:
 
 
 @contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -579,5 +580,5 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _refused(code: str, model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
+def _refusal(code: str, model: nn.Module, what: str, where: str, remedy: str = REMEDY) -> ModelError:
     return ModelError(what, code=code, where=where, value=type(model).__name__, remedy=remedy)

@@ -63,10 +63,10 @@ class Attention(family.FusedAttention):
 
     def forward(self, state: State) -> State:
         x_BSH, segments_BS = packed.hidden_and_segments(state)
-        y_BSH: Tensor = self.projection(tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)), segments_BS))
+        y_BSH: Tensor = self.projection(tensor.local_map(self._attend, self.qkv(self.norm(x_BSH)), segments_BS))
         return packed.with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
-    def _attended(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def _attend(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
         """Attention within the heads that this column has."""
         q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
@@ -121,8 +121,8 @@ class _GPT:
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
         tied = () if settings.untied else (("embedding.token.weight", "head.projection.weight"),)
-        return family.stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=NextTokenLoss(settings.vocab),
-                              initial=family.decoder_initial, tied=tied)
+        return family.stack_layers(settings, dtype, Embedding, Attention, MLP, Head, loss=NextTokenLoss(settings.vocab),
+                                   initial=family.decoder_initial, tied=tied)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
@@ -138,5 +138,5 @@ GPT = _GPT()
 
 
 def gpt(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a GPT; see `family.built`."""
-    return family.built(GPT, config, "tokens", dtype=dtype)
+    """The blocks of a GPT; see `family.build_blocks`."""
+    return family.build_blocks(GPT, config, "tokens", dtype=dtype)

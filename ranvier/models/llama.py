@@ -97,13 +97,13 @@ class Sublayer(nn.Module):
         self.dropout = tensor.Dropout(config.dropout)
         self.multiplier = config.residual_multiplier
 
-    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def residual_branch(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
         """f of the normalized input."""
         raise NotImplementedError
 
     def forward(self, state: State) -> State:
         x_BSH, segments_BS = packed.hidden_and_segments(state)
-        y_BSH = self.added(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
+        y_BSH = self.residual_branch(x_BSH if self.norm is None else self.norm(x_BSH), segments_BS)
         if self.norm_after is not None:
             y_BSH = self.norm_after(y_BSH)
         if self.multiplier != 1:
@@ -132,11 +132,11 @@ class Attention(Sublayer):
         self.key_norm = _query_norm(config, keys, dtype)
         self.cache = DecodingCache()
 
-    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def residual_branch(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
         q_BSF, k_BSF, v_BSF = self.qkv(x_BSH)
         q_BNSD, k_BKSD, v_BKSD = (self._heads(q_BSF, self.query_norm), self._heads(k_BSF, self.key_norm),
                                   self._heads(v_BSF, None))
-        y_BNSD = tensor.local_map(self._attended, q_BNSD, k_BKSD, v_BKSD, segments_BS)
+        y_BNSD = tensor.local_map(self._attend, q_BNSD, k_BKSD, v_BKSD, segments_BS)
         y_BSH: Tensor = self.projection(y_BNSD.transpose(1, 2).flatten(2))
         return y_BSH
 
@@ -149,12 +149,12 @@ class Attention(Sublayer):
             x_BSND = norm(x_BSND)
         return x_BSND.transpose(1, 2)
 
-    def _turned(self, q_BNSD: Tensor, segments_BS: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def _rotation(self, q_BNSD: Tensor, segments_BS: Tensor | None) -> Callable[[Tensor], Tensor]:
         """The rotation of queries and keys at their positions: in a packed sample, or behind the tokens before."""
         length = q_BNSD.shape[2]
         before = self.cache.advance(length) if segments_BS is None else 0
         if self.rotary is None:
-            return _unturned
+            return _no_rotation
         if segments_BS is not None:
             return partial(self.rotary, positions=packed.positions_of(segments_BS))
         if not before:
@@ -162,9 +162,9 @@ class Attention(Sublayer):
         positions = torch.arange(before, before + length, device=q_BNSD.device)[None]
         return partial(self.rotary, positions=positions, longest=before + length)
 
-    def _attended(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def _attend(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
         """Attention within the heads that this column has: queries and keys are turned here."""
-        turned = self._turned(q_BNSD, segments_BS)
+        turned = self._rotation(q_BNSD, segments_BS)
         q_BNSD = turned(q_BNSD)
         k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
         mask = packed.attention_mask(q_BNSD, k_BKSD, segments_BS, window=self.window, needed=bool(self.softcap))
@@ -186,7 +186,7 @@ class Attention(Sublayer):
         return weights_BNSS.matmul(v_BKSD)
 
 
-def _unturned(x_BNSD: Tensor) -> Tensor:
+def _no_rotation(x_BNSD: Tensor) -> Tensor:
     return x_BNSD
 
 
@@ -212,7 +212,7 @@ class MLP(Sublayer):
         self.fc1 = tensor.SharedInputLinear(config.hidden, {"gate": width, "up": width}, bias=bias, dtype=dtype)
         self.fc2 = tensor.Linear(width, config.hidden, bias=bias, stationary="input", reuse_input=True, dtype=dtype)
 
-    def added(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
+    def residual_branch(self, x_BSH: Tensor, segments_BS: Tensor | None) -> Tensor:
         gate_BSF, up_BSF = self.fc1(x_BSH)
         y_BSH: Tensor = self.fc2(tensor.gated(gate_BSF, up_BSF, activation=self.activation))
         return y_BSH
@@ -348,5 +348,5 @@ LLAMA = _Llama()
 
 
 def llama(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a Llama; see `family.built`."""
-    return family.built(LLAMA, config, "tokens", dtype=dtype)
+    """The blocks of a Llama; see `family.build_blocks`."""
+    return family.build_blocks(LLAMA, config, "tokens", dtype=dtype)

@@ -69,16 +69,16 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
         if (alike := model.alike.get(block, block)) not in kinds:
             with meta_device():
                 kinds[alike] = _linear_layers(build())
-    names = [_joined(block, name) for block in model.blocks for name in kinds[model.alike.get(block, block)]]
-    chosen = set(_chosen(names, lora))
+    names = [_join_name(block, name) for block in model.blocks for name in kinds[model.alike.get(block, block)]]
+    chosen = set(_target_layers(names, lora))
     targets = {block: {name: target for name, target in kinds[model.alike.get(block, block)].items()
-                       if _joined(block, name) in chosen} for block in model.blocks}
+                       if _join_name(block, name) in chosen} for block in model.blocks}
     last = list(model.blocks)[-1] if lora.train_head is True else None
     if last is not None:
         _check_head(model, last)
     form = AdapterForm(rank=lora.rank, scale=lora.scale, dropout=lora.dropout,
                        magnitude=lora.method == "dora")
-    fan_in = {f"{_joined(block, name)}.lora.A": target.in_features for block, found in targets.items()
+    fan_in = {f"{_join_name(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}
     for block, module in ready_made(model).items():  # names in the module that it was made of, for `names_in_whole`
         noted = vars(module).get("names_in_whole", {})
@@ -88,20 +88,20 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
     alike_now = alike_by_kind({block: (model.alike.get(block, block), tuple(targets[block]), block == last)
                                for block in model.blocks})
     own = model.initial is None
-    blocks = {block: partial(_adapted, build, block, targets[block], form, trains=block == last,
+    blocks = {block: partial(_build_adapted, build, block, targets[block], form, trains=block == last,
                              seed=seed if own else None) for block, build in model.blocks.items()}
-    return replace(model, blocks=blocks, alike=alike_now, quantized=_quantized(model, kinds, lora),
+    return replace(model, blocks=blocks, alike=alike_now, quantized=_quantized_weights(model, kinds, lora),
                    initial=None if model.initial is None else partial(_initial, model.initial, fan_in))
 
 
-def _quantized(model: Model, kinds: Mapping[str, Mapping[str, _Target]], lora: Lora) -> dict[str, str]:
+def _quantized_weights(model: Model, kinds: Mapping[str, Mapping[str, _Target]], lora: Lora) -> dict[str, str]:
     """`Model.quantized`: the weights of all linear layers whose inputs are whole blocks, but for those of the last
     block, which is the head, and those that are tied."""
     if lora.base_format == "precision":
         return {}
     check_available(lora.base_format)
     tied = {name for group in model.tied for name in group}
-    names = [f"{_joined(block, target.path)}.weight" for block in list(model.blocks)[:-1]
+    names = [f"{_join_name(block, target.path)}.weight" for block in list(model.blocks)[:-1]
              for target in kinds[model.alike.get(block, block)].values() if target.in_features % BLOCK == 0]
     found: dict[str, str] = {name: lora.base_format for name in names if name not in tied}
     if not found:
@@ -116,11 +116,11 @@ def is_adapter(parameter: str) -> bool:
     return re.search(r"(^|\.)lora\.(A|B|magnitude_change)$", parameter) is not None
 
 
-def _joined(block: str, name: str) -> str:
+def _join_name(block: str, name: str) -> str:
     return f"{block}.{name}" if name else block
 
 
-def _chosen(names: Sequence[str], lora: Lora) -> Iterator[str]:
+def _target_layers(names: Sequence[str], lora: Lora) -> Iterator[str]:
     """The layers that are adapted, of all linear layers of a model."""
     patterns = AUTO_TARGETS if lora.targets == "auto" else lora.targets
     found: set[str] = set()
@@ -156,15 +156,15 @@ def _linear_layers(block: nn.Module) -> dict[str, _Target]:
             case SharedInputLinear():
                 for name, features in module.outputs.items():
                     left_out.add(module.get_submodule(name))
-                    found[_joined(path, name)] = _Target(
-                        path=_joined(path, name), in_features=module.in_features, out_features=features,
+                    found[_join_name(path, name)] = _Target(
+                        path=_join_name(path, name), in_features=module.in_features, out_features=features,
                         takes="stream", gives="inner", units=module.units[name])
             case Linear():
                 target = _Target(path=path, in_features=module.in_features, out_features=module.out_features,
                                  takes=module.takes, gives=module.gives)
                 for part in module.parts:
-                    found[_joined(path, part)] = replace(target, part=part,
-                                                         out_features=module.out_features // len(module.parts))
+                    found[_join_name(path, part)] = replace(target, part=part,
+                                                            out_features=module.out_features // len(module.parts))
                 if not module.parts:
                     found[path] = target
             case nn.MultiheadAttention():  # reads its layer's weight without calling the layer
@@ -192,8 +192,8 @@ def _check_head(model: Model, last: str) -> None:
                              remedy="Set `--lora.train-head false`.")
 
 
-def _adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _Target], form: AdapterForm, *,
-             trains: bool, seed: int | None) -> nn.Module:
+def _build_adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _Target], form: AdapterForm, *,
+                   trains: bool, seed: int | None) -> nn.Module:
     """The block with its adapters, which one that was there before has already.
 
     seed: sets the adapters' initial values. trains: whether its linear layers train.
@@ -210,7 +210,7 @@ def _adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _
         if seed is not None and not weight.is_meta:
             with torch.device("cpu"):  # whatever device a builder's context names
                 for kind, parameter in adapter.named_parameters():
-                    full = f"{_joined(block, name)}.lora.{kind}"
+                    full = f"{_join_name(block, name)}.lora.{kind}"
                     initialise(parameter, full, _start(full, target.in_features), seed)
         add_adapter(layer, adapter.train(layer.training), target.part)
     trained = {parameter for layer in _head_layers(module) for parameter in layer.parameters()} if trains else set()

@@ -67,7 +67,7 @@ class Recorder(Elsewhere):
         self._record, self._size = record, size
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return _returned(self._record(args, kwargs), self._size)
+        return _layer_outputs(self._record(args, kwargs), self._size)
 
 
 class Injector(Elsewhere):
@@ -79,7 +79,7 @@ class Injector(Elsewhere):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden, = self._state
-        return _returned(hidden, self._size)
+        return _layer_outputs(hidden, self._size)
 
 
 class StandIn(Elsewhere):
@@ -139,6 +139,6 @@ class Absent(Elsewhere):
                          where=self._name, remedy=REMEDY)
 
 
-def _returned(hidden: Tensor, size: int) -> object:
+def _layer_outputs(hidden: Tensor, size: int) -> object:
     """Hidden states as a layer returns them that returns so many values, 0 for a tensor by itself."""
     return (hidden, *[None] * (size - 1)) if size else hidden

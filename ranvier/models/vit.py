@@ -74,11 +74,11 @@ class Attention(family.FusedAttention):
         super().__init__(config, dtype, _norm(config, dtype), ("query", "key", "value"))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSF = tensor.local_map(self._attended, self.qkv(self.norm(x_BSH)))
+        y_BSF = tensor.local_map(self._attend, self.qkv(self.norm(x_BSH)))
         y_BSH: Tensor = self.dropout(self.projection(y_BSF), onto=x_BSH)
         return y_BSH
 
-    def _attended(self, qkv_BSF: Tensor) -> Tensor:
+    def _attend(self, qkv_BSF: Tensor) -> Tensor:
         """Attention within the heads that this column has."""
         q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
@@ -141,8 +141,8 @@ class _ViT:
         return [*family.wrong_head("vit", head, ("classes",)), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return family.stacked(settings, dtype, Embedding, Attention, MLP, Head, loss=ClassLoss(),
-                              initial=family.initial)
+        return family.stack_layers(settings, dtype, Embedding, Attention, MLP, Head, loss=ClassLoss(),
+                                   initial=family.initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[Tensor, Tensor]:
         images_BCII = torch.zeros(count, CHANNELS, settings.image_size, settings.image_size)
@@ -160,5 +160,5 @@ VIT = _ViT()
 
 
 def vit(config: Transformer, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of a ViT with a classifier; see `family.built`."""
-    return family.built(VIT, config, "classes", dtype=dtype)
+    """The blocks of a ViT with a classifier; see `family.build_blocks`."""
+    return family.build_blocks(VIT, config, "classes", dtype=dtype)

@@ -32,7 +32,7 @@ class Segment:
     tensor: object = None
     missed_updates: int = 0
 
-    def like(self, other: Segment) -> bool:
+    def updates_like(self, other: Segment) -> bool:
         """Whether both are updated alike, in one piece where they are neighbours."""
         return self.tensor is None and other.tensor is None and (
             self.learning_rate_factor, self.weight_decay, self.missed_updates) == (
@@ -55,7 +55,7 @@ class Bucket:
         return self.stop - self.start
 
 
-def joined(buckets: Sequence[Bucket]) -> list[Bucket]:
+def join_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
     """The same elements in as few buckets as possible: those that follow each other in memory become one."""
     first: list[Bucket] = []
     stops: list[int] = []
@@ -119,7 +119,7 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
         first, last = max(segment.start, start), min(segment.stop, stop)
         if first >= last:
             continue
-        if found and found[-1].stop == first and found[-1].like(segment):
+        if found and found[-1].stop == first and found[-1].updates_like(segment):
             first = found.pop().start
         found.append(replace(segment, start=first, stop=last))
     return found
@@ -167,7 +167,7 @@ class StatePlaces:
         """Name -> elements of the flat state."""
         self._intervals: dict[str, list[_Interval]] = {name: [] for name in self.sizes}
         stops = [owner.stop for owner in owners]
-        for bucket in joined(buckets):  # neighbours have their states side by side
+        for bucket in join_buckets(buckets):  # neighbours have their states side by side
             for owner in owners[bisect_right(stops, bucket.start):]:
                 start, stop = max(owner.start, bucket.start), min(owner.stop, bucket.stop)
                 if owner.start >= bucket.stop:
@@ -179,10 +179,10 @@ class StatePlaces:
 
     def largest(self, buckets: Sequence[Bucket]) -> dict[str, int]:
         """Name -> elements of the state of the bucket that has most of it."""
-        parts = {name: [self.of(name, bucket.start, bucket.stop) for bucket in buckets] for name in self.sizes}
+        parts = {name: [self.slice_of(name, bucket.start, bucket.stop) for bucket in buckets] for name in self.sizes}
         return {name: max((part.stop - part.start for part in found), default=0) for name, found in parts.items()}
 
-    def of(self, name: str, start: int, stop: int) -> slice:
+    def slice_of(self, name: str, start: int, stop: int) -> slice:
         """Place of the states of elements [start, stop), which are in one bucket or in neighbouring ones."""
         return slice(self._offset(name, start), self._offset(name, stop))
 

@@ -31,8 +31,8 @@ class GradientSpec(FlatGradient):
     is_table: bool = False
 
     @classmethod
-    def of(cls, gradient: FlatGradient, parameter: nn.Parameter, group: Group | None = None,
-           split: TensorSplit | None = None, *, is_table: bool = False) -> GradientSpec:
+    def from_layout(cls, gradient: FlatGradient, parameter: nn.Parameter, group: Group | None = None,
+                    split: TensorSplit | None = None, *, is_table: bool = False) -> GradientSpec:
         """A gradient as the layout has it, of this parameter."""
         return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split, is_table=is_table)
 
@@ -74,7 +74,7 @@ class Chunk:
     gather: Callable[[], Work] | None = None
 
     @classmethod
-    def of(cls, cut: ChunkCut, specs: list[GradientSpec], group: Group) -> Chunk:
+    def from_layout(cls, cut: ChunkCut, specs: list[GradientSpec], group: Group) -> Chunk:
         """A chunk as the layout cuts it, of these gradients."""
         return cls(start=cut.start, stop=cut.stop, specs=specs, share=cut.share, group=group, counts=cut.counts,
                    offset=cut.offset, run=cut.run, shares=cut.shares)

@@ -92,7 +92,7 @@ class Gradients:
         self.chunks: list[Chunk] = []
         for cut in order.chunks:
             inside = [specs[number] for number in cut.gradients]
-            self.chunks.append(Chunk.of(cut, inside, groups[inside[0].group]))
+            self.chunks.append(Chunk.from_layout(cut, inside, groups[inside[0].group]))
         self._places_of: dict[range | None, list[tuple[GradientSpec, int, int]]] = {None: []}
         """The blocks with which gradients have their memory in turn, None for their own -> their places in it."""
         for spec in self._specs:
@@ -143,9 +143,9 @@ class Gradients:
         setattr(self.flat.untyped_storage(), _MAKER, ref(self))
         self.reductions.flat = self.flat
         self._attach()
-        self._usual_uses = _uses(self.flat)
+        self._usual_uses = _reference_count(self.flat)
 
-    def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
+    def flat_slice(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
         return self.flat[start + chunk.offset:stop + chunk.offset]
 
@@ -179,8 +179,8 @@ class Gradients:
             chunk.outstanding = sum(spec.remote_ends for spec in chunk.specs)
         self._leave_to_program(self._specs, attached=not keep)
         self._attach()
-        if not keep and _uses(self.flat) > self._usual_uses:  # of views that the program keeps: they stay as they are
-            self._make_buffer()
+        if not keep and _reference_count(self.flat) > self._usual_uses:
+            self._make_buffer()  # views that the program keeps stay as they are
         self.flat.zero_()
         self._next = self._moving = 0
         self._passed = sys.maxsize
@@ -204,7 +204,7 @@ class Gradients:
 
     def warn_of_lost(self) -> None:
         """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
-        for spec in self.owned():
+        for spec in self.owned_specs():
             grad = spec.parameter.grad
             maker = maker_of(grad)
             is_left = maker is not None and (maker() is not self or (
@@ -225,14 +225,14 @@ class Gradients:
         """The places in the reduction order of the chunks that hold some of each of these."""
         return [number for parameter in parameters for number in self._chunks_of[parameter]]
 
-    def queued(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """A product for these parameters has been deferred, for which their chunks wait until it is `added`."""
+    def note_deferred(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """A product for these parameters has been deferred: their chunks wait for its `note_added`."""
         chunks = self.chunks_of(parameters)
         for number in chunks:
             self.chunks[number].outstanding += 1
         return chunks
 
-    def added(self, chunks: Iterable[int]) -> None:
+    def note_added(self, chunks: Iterable[int]) -> None:
         """What these chunks have waited for has been added: a deferred product, or the gradient from another end of a
         tie."""
         for number in chunks:
@@ -270,7 +270,7 @@ class Gradients:
         entered it before: what it has made is copied."""
         chunks = [chunk for chunk in self.chunks if chunk.run == run and not chunk.entered]
         for chunk in chunks:
-            self.of(chunk, chunk.start, chunk.stop).zero_()
+            self.flat_slice(chunk, chunk.start, chunk.stop).zero_()
             chunk.entered = True
         if chunks:
             self._attach(run)
@@ -310,7 +310,7 @@ class Gradients:
                 grad = spec.parameter.grad
                 self._handed_on.setdefault(spec.name, None if grad is None else grad._version)
 
-    def late(self) -> list[str]:
+    def late_parameters(self) -> list[str]:
         """The parameters to whose gradients something was added in a backward after they were handed on, so that it is
         in no sum: a block has computed with a parameter of a later block without having it."""
         now = self._versions_now()
@@ -365,7 +365,7 @@ class Gradients:
         for spec in chunk.specs:
             if self._unreached.get(spec.name):
                 first, last = self.places[spec.parameter]
-                part = self.of(chunk, max(first, start), max(first, start, min(last, stop)))
+                part = self.flat_slice(chunk, max(first, start), max(first, start, min(last, stop)))
                 if part.numel() and bool(torch.signbit(part).all()) and not bool(part.any()):
                     found.add(spec.parameter)
         return found
@@ -396,15 +396,15 @@ class Gradients:
 
     # ------------------------------------------------------------------ the end of the batch
 
-    def reduced(self) -> Iterator[Chunk]:
+    def reduced_chunks(self) -> Iterator[Chunk]:
         """The chunks that are summed here, in order, each as soon as its sum is there; see `share_of`. Those that
         `on_complete` has had are left out."""
         assert self.complete, "a chunk of gradients is still incomplete"
-        return self.reductions.in_order()
+        return self.reductions.summed_chunks()
 
     def _place(self, spec: GradientSpec) -> Tensor:
         """The part of the buffer that holds a parameter's gradient, flat."""
-        return self.of(self.chunks[self._chunks_of[spec.parameter].start], *self.places[spec.parameter])
+        return self.flat_slice(self.chunks[self._chunks_of[spec.parameter].start], *self.places[spec.parameter])
 
     def _view(self, place: Tensor, parameter: nn.Parameter) -> Tensor:
         """A part of the buffer as the gradient of a parameter."""
@@ -442,8 +442,8 @@ class Gradients:
     def show_unreached(self) -> None:
         """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
         loop has it; nor have those whose owner has the sum: who updates all that he finds leaves them alone."""
-        left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced()))
-        self.unreached = {spec.name for spec in self.owned() if spec.parameter in left_alone}
+        left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced_chunks()))
+        self.unreached = {spec.name for spec in self.owned_specs() if spec.parameter in left_alone}
         for spec in self._specs:
             if spec.name in self.unreached or spec.sent_to_owner:
                 spec.parameter.grad = None
@@ -452,7 +452,7 @@ class Gradients:
         """Gradients that a user has put in the place of the averaged ones are copied to the buffer, those of frozen
         parameters, too, which this step updates then. Where one is None, the parameter is left alone until the next
         batch; in a later one, to which this is added, nothing has reached it here."""
-        for spec in self.owned():
+        for spec in self.owned_specs():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
                 self._leave_to_program((spec,))
@@ -466,7 +466,7 @@ class Gradients:
         """Parameters have no gradients until the next batch, as `zero_grad` of a plain loop leaves them."""
         for spec in self._specs:
             spec.parameter.grad = None
-        self.unreached, self.unapplied = {spec.name for spec in self.owned()}, False
+        self.unreached, self.unapplied = {spec.name for spec in self.owned_specs()}, False
 
     def snapshot(self) -> Tensor:
         """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
@@ -480,15 +480,15 @@ class Gradients:
 
     def were_zeroed(self) -> bool:
         """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
-        found = [spec.parameter.grad for spec in self.owned() if spec.name in self._versions]
+        found = [spec.parameter.grad for spec in self.owned_specs() if spec.name in self._versions]
         given = [grad for grad in found if grad is not None]
-        written = [spec.name for spec in self.owned() if spec.parameter.grad is not None
+        written = [spec.name for spec in self.owned_specs() if spec.parameter.grad is not None
                    and spec.parameter.grad._version != self._versions.get(spec.name)]
         return bool(found) and (not given or (bool(written) and not any(bool(grad.any()) for grad in given)))
 
     def wait(self) -> None:
         """Return when all chunks are reduced."""
-        for _ in self.reduced():
+        for _ in self.reduced_chunks():
             pass
 
     def share_of(self, chunk: Chunk) -> tuple[int, int]:
@@ -512,16 +512,16 @@ class Gradients:
         if within is not None:
             start = max(start, within[0])
             stop = max(start, min(stop, within[1]))
-        norm: Tensor = torch.linalg.vector_norm(self.of(chunk, start, stop), dtype=torch.promote_types(
+        norm: Tensor = torch.linalg.vector_norm(self.flat_slice(chunk, start, stop), dtype=torch.promote_types(
             torch.float32, self.flat.dtype))
         return norm.double() ** 2
 
-    def owned(self) -> list[GradientSpec]:
+    def owned_specs(self) -> list[GradientSpec]:
         """The parameters that are updated here, in model order."""
         return [spec for spec in self._in_model_order if not spec.sent_to_owner]
 
 
-def _uses(tensor: Tensor) -> int:
+def _reference_count(tensor: Tensor) -> int:
     """Tensors in the memory of one, and its Python object."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 

@@ -29,7 +29,7 @@ class BadSteps:
         self._usual: deque[float] = deque(maxlen=USUAL_STEPS)
         self._last = 0.0
 
-    def by_loss(self) -> str | None:
+    def bad_loss(self) -> str | None:
         """Description of a bad loss ("loss is nan"), or None."""
         loss = self._last = self._loss()
         if not math.isfinite(loss):
@@ -41,14 +41,14 @@ class BadSteps:
         return None
 
     def judge(self, norm: float) -> str | None:
-        """After `by_loss`, which found nothing: what is bad about the gradients' norm; the step is good without."""
+        """After `bad_loss`, which found nothing: what is bad about the gradients' norm; the step is good without."""
         if not math.isfinite(norm):
             return f"gradient norm is {norm}"
-        self.good()
+        self.note_good()
         return None
 
-    def good(self) -> None:
-        """The step at which `by_loss` has looked last was good: its loss is one of the usual."""
+    def note_good(self) -> None:
+        """The step at which `bad_loss` has looked last was good: its loss is one of the usual."""
         self._usual.append(self._last)
 
     def state(self) -> dict[str, object]:

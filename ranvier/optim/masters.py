@@ -41,7 +41,7 @@ class MasterCopies:
         self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
         """Copy -> its gradient when it was given, and its parameter's."""
         self._known: dict[nn.Parameter, tuple[tuple[int, int], tuple[int, int]]] = {}
-        """Parameter -> `_written` when it and its copy were last the same."""
+        """Parameter -> `_versions` when it and its copy were last the same."""
         self._norms: dict[nn.Parameter, Tensor] = {}
         """Parameter -> the norm of its copy then, where copies are compared: writes through `data` are no version."""
         self._take_places()
@@ -95,7 +95,7 @@ class MasterCopies:
         """Parameters and copies are the same again, where someone has written the ones or the others since they were.
         """
         self._take_places()
-        looks = self._watch.looks()
+        looks = self._watch.should_compare()
         for parameter, master in self.of.items():
             self._settle(parameter, master, looks)
 
@@ -116,7 +116,7 @@ class MasterCopies:
 
     def _show(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
         """Whether the copy alone has been written since both were the same: the parameter becomes it."""
-        was, now = self._known.get(parameter), _written(parameter, master)
+        was, now = self._known.get(parameter), _versions(parameter, master)
         if was is None or was[0] != now[0] or was[1] == now[1]:
             return False
         parameter.copy_(master)
@@ -124,18 +124,18 @@ class MasterCopies:
         return True
 
     def _settle(self, parameter: nn.Parameter, master: nn.Parameter, looks: bool) -> None:
-        was, now = self._known.get(parameter), _written(parameter, master)
+        was, now = self._known.get(parameter), _versions(parameter, master)
         if looks and was == now and not torch.equal(_norm(master), self._norms.get(parameter, _norm(master))):
             parameter.copy_(master)
-            self._watch.found(True)
+            self._watch.note_comparison(True)
             self._note(parameter, master)
         elif not self._show(parameter, master) and (looks or was is None or was[0] != now[0]):
-            self._watch.found(follow(master, parameter) and looks)
+            self._watch.note_comparison(follow(master, parameter) and looks)
             self._note(parameter, master)
 
     def _note(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
         """Both are the same now."""
-        self._known[parameter] = _written(parameter, master)
+        self._known[parameter] = _versions(parameter, master)
         if self._watch.is_on:
             self._norms[parameter] = _norm(master)
 
@@ -185,7 +185,7 @@ class MasterCopies:
             self._note(parameter, master)
 
 
-def _written(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], tuple[int, int]]:
+def _versions(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is no version."""
     return (parameter._version, parameter.data_ptr()), (master._version, master.data_ptr())
 
@@ -219,12 +219,12 @@ class Watch:
         """Whether the next update looks."""
         return self._left > 0
 
-    def looks(self) -> bool:
+    def should_compare(self) -> bool:
         """Asked once for each update."""
         self._left -= 1
         return self._left >= 0
 
-    def found(self, has_written: bool) -> None:
+    def note_comparison(self, has_written: bool) -> None:
         """What a comparison has found."""
         if has_written:
             self._left = inf

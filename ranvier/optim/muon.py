@@ -49,7 +49,7 @@ class Muon:
         momentum = tensor.states["momentum_buffer"]
         momentum.lerp_(tensor.gradient, 1 - self.momentum)
         update = tensor.gradient.lerp(momentum, self.momentum).to(self.compute_dtype or momentum.dtype)
-        direction = tensor.part(orthogonalised(tensor.whole(update)))
+        direction = tensor.part(orthogonalised(tensor.gather(update)))
         tensor.parameter.mul_(1 - tensor.learning_rate * tensor.weight_decay)
         tensor.parameter.add_(direction, alpha=-tensor.learning_rate * self._factor(tensor.shape))
 

@@ -25,7 +25,7 @@ from ranvier.comm.protocol import Work
 from ranvier.config.parameter_groups import group_of
 from ranvier.config.resolve import auto_offload, auto_offload_share
 from ranvier.config.run import Optim
-from ranvier.optim.buckets import Bucket, Segment, StateOwner, StatePlaces, buckets_of, joined, split_by_share
+from ranvier.optim.buckets import Bucket, Segment, StateOwner, StatePlaces, buckets_of, join_buckets, split_by_share
 from ranvier.optim.chunks import Chunk, GradientSpec
 from ranvier.optim.gradients import Gradients
 from ranvier.optim.masters import Watch
@@ -95,7 +95,7 @@ class FlatOptimizer:
         self._missed: dict[str, int] = {}
         self._missed_now: set[str] = set()
         # All parameters that are updated here, in their order in the buffer.
-        self._groups = sorted(((spec, self._segment(spec)) for spec in self._gradients.owned()),
+        self._groups = sorted(((spec, self._segment(spec)) for spec in self._gradients.owned_specs()),
                       key=lambda item: (item[1].start, item[1].stop))
         self._here = {spec.name for chunk, share in zip(self._chunks, shares, strict=True) for spec in chunk.specs
                       if _overlap(gradients.places[spec.parameter], share)}
@@ -118,7 +118,7 @@ class FlatOptimizer:
         gradients, chunk_of = self._gradients, self._chunk_of  # and not this object, which holds the placement
 
         def of_bucket(bucket: Bucket) -> Tensor:
-            return gradients.of(chunk_of[bucket.number], bucket.start, bucket.stop)
+            return gradients.flat_slice(chunk_of[bucket.number], bucket.start, bucket.stop)
 
         if self.offload == "hybrid":
             return Hybrid(self._rules, self.weights, of_bucket, on_device=self._homes[0], on_host=self._homes[1],
@@ -154,7 +154,7 @@ class FlatOptimizer:
     @property
     def largest_piece(self) -> int:
         """Most elements that a rule updates at once: those of a bucket, or of all of a chunk."""
-        return max((len(piece) for buckets in self._buckets.values() for piece in joined(buckets)), default=0)
+        return max((len(piece) for buckets in self._buckets.values() for piece in join_buckets(buckets)), default=0)
 
     @property
     def on_device(self) -> bool:
@@ -166,7 +166,7 @@ class FlatOptimizer:
 
     def prefetch(self) -> None:
         """The next updates are those of a whole step: states of the first buckets may come in already."""
-        self.follow_parameters(by_value=self._watch.looks())
+        self.follow_parameters(by_value=self._watch.should_compare())
         self.placement.prefetch(self.buckets)
 
     def follow_parameters(self, *, by_value: bool) -> None:
@@ -184,7 +184,7 @@ class FlatOptimizer:
             parameter = spec.parameter
             if by_value or parameter in replaced or parameter._version != self._versions[parameter]:
                 self._versions[parameter] = parameter._version
-                self._watch.found(self.placement.take_parameters(segment.start, segment.stop) and by_value)
+                self._watch.note_comparison(self.placement.take_parameters(segment.start, segment.stop) and by_value)
 
     def _note_versions(self) -> None:
         """Parameters are what their master copies say."""
@@ -313,7 +313,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:
     """Elements of the buffer that no bucket may cut: gradients whose update needs all of them, in order."""
-    return sorted(gradients.places[spec.parameter] for spec in gradients.owned()
+    return sorted(gradients.places[spec.parameter] for spec in gradients.owned_specs()
                   if spec.whole and spec.parameter.numel())
 
 
@@ -324,7 +324,7 @@ def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) 
         return StatePlaces(buckets, [StateOwner(0, gradients.size, dict.fromkeys(rules.elementwise.states))])
     owners = [StateOwner(*gradients.places[spec.parameter],
                          rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer))
-              for spec in gradients.owned()]
+              for spec in gradients.owned_specs()]
     return StatePlaces(buckets, sorted(owners, key=lambda owner: (owner.start, owner.stop)))
 
 

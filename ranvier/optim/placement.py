@@ -26,7 +26,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from ranvier.optim.buckets import Bucket, Segment, StatePlaces, joined, within
+from ranvier.optim.buckets import Bucket, Segment, StatePlaces, join_buckets, within
 from ranvier.optim.chunks import GradientSpec
 from ranvier.optim.masters import follow
 from ranvier.optim.rules import EMA, Rules, SkippingRule, skips_by_itself, update_average
@@ -63,7 +63,7 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
         found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
         if segment.tensor is None:
             rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
-            run = partial(_unless, update.skip, (parameters[here], *own.values()), rule.update)
+            run = partial(_undo_if_skipped, update.skip, (parameters[here], *own.values()), rule.update)
             if update.skip is not None and isinstance(rule, SkippingRule):
                 run = partial(rule.update_unless, update.skip)
             run(parameters[here], gradients[here], own, step=update.step - segment.missed_updates, learning_rate=rate,
@@ -79,11 +79,11 @@ def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gra
             split=spec.split)
     if tensors and rules.tensors is not None:
         written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]
-        _unless(update.skip, written, rules.tensors.update_tensors, tensors)
+        _undo_if_skipped(update.skip, written, rules.tensors.update_tensors, tensors)
 
 
-def _unless(skip: Tensor | None, written: Sequence[Tensor], call: Callable[..., None], *args: object, **named: object
-            ) -> None:
+def _undo_if_skipped(skip: Tensor | None, written: Sequence[Tensor], call: Callable[..., None], *args: object,
+                     **named: object) -> None:
     """`call`, and `written` is as it was before where `skip` is 1: for what cannot skip by itself. The same operations
     run either way, so nobody waits, and a step that is not skipped has the same bits."""
     if skip is None:
@@ -110,7 +110,7 @@ class _Flat:
         self._ema, self._copies = ema, ("master",) * (master or is_half(weights.dtype)) + (EMA,) * bool(ema)
         self._names, self._dtype = self._copies + tuple(places.sizes), wide(weights.dtype)
         self._largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
-        self._pieces = joined(buckets)
+        self._pieces = join_buckets(buckets)
         size = sum(len(piece) for piece in self._pieces)
         device = _host_of(weights) if on_host else weights.device
         sizes = dict.fromkeys(self._copies, size) | places.sizes
@@ -123,14 +123,14 @@ class _Flat:
         """Host memory beside the states."""
         for name in self._copies:  # an average is that before the first update
             for piece in self._pieces:
-                self._of(piece, name).copy_(weights[piece.start:piece.stop])
+                self._bucket_state(piece, name).copy_(weights[piece.start:piece.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
         """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
         their own, and "ema" where they are averaged. Views of what lives."""
         at = bucket.state + start - bucket.start
         return {name: self.states[name][at:at + stop - start] for name in self._copies} | {
-            name: self.states[name][self._places.of(name, start, stop)] for name in self._places.sizes}
+            name: self.states[name][self._places.slice_of(name, start, stop)] for name in self._places.sizes}
 
     def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
         """Places of the states: (place, name -> all of them there)."""
@@ -150,14 +150,14 @@ class _Flat:
                 found |= any([*map(follow, copies.split(size), values.split(size))])
         return found
 
-    def _of(self, bucket: Bucket, name: str) -> Tensor:
+    def _bucket_state(self, bucket: Bucket, name: str) -> Tensor:
         return self.states[name][self._part(bucket, name)]
 
     def _part(self, bucket: Bucket, name: str) -> slice:
         """The part of a state that belongs to a bucket."""
         if name in self._copies:
             return slice(bucket.state, bucket.state + len(bucket))
-        return self._places.of(name, bucket.start, bucket.stop)
+        return self._places.slice_of(name, bucket.start, bucket.stop)
 
     def _apply(self, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
                states: Mapping[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ class _Flat:
         def of(start: int, stop: int) -> dict[str, Tensor]:
             found = {}
             for name, first in starts.items():
-                place = self._places.of(name, start, stop)
+                place = self._places.slice_of(name, start, stop)
                 found[name] = states[name][place.start - first:place.stop - first]
             return found
 
@@ -193,8 +193,8 @@ class _Flat:
         gradients = self._scaled_gradients(bucket, update.factor)
         self._apply(bucket, update, states.get("master", weights), gradients, states)
         if EMA in states:
-            _unless(update.skip, [states[EMA]], update_average, states[EMA], states.get("master", weights),
-                    step=update.step, decay=self._ema)
+            _undo_if_skipped(update.skip, [states[EMA]], update_average, states[EMA], states.get("master", weights),
+                             step=update.step, decay=self._ema)
         if "master" in states:
             _copy_updated(weights, states["master"], bucket, update)
 
@@ -226,8 +226,8 @@ class Resident(_Flat):
         # bucket only.
         copies = update.skip is not None and (bool(self._ema) or not skips_by_itself(self._rules))
         whole = bool(buckets) and not copies and self._gradients(buckets[0]).dtype is self._dtype
-        for bucket in joined(buckets) if whole else buckets:
-            self._finish_bucket(bucket, update, {name: self._of(bucket, name) for name in self._names})
+        for bucket in join_buckets(buckets) if whole else buckets:
+            self._finish_bucket(bucket, update, {name: self._bucket_state(bucket, name) for name in self._names})
             yield bucket
 
 
@@ -277,11 +277,11 @@ class Streamed(_Flat):
             return
         bucket = self._queue.pop(0)
         slot.bucket = bucket.number
-        with _on(self._in):
+        with _stream_context(self._in):
             if slot.stored is not None and self._in is not None:
                 self._in.wait_event(slot.stored)
             for name, tensor in slot.tensors.items():
-                state = self._of(bucket, name)
+                state = self._bucket_state(bucket, name)
                 tensor[:len(state)].copy_(state, non_blocking=True)
             slot.loaded = _event(self._in)
 
@@ -296,13 +296,13 @@ class Streamed(_Flat):
         assert slot is not None, f"bucket {bucket.number} is updated out of the order of prefetch"
         if slot.loaded is not None:
             torch.cuda.current_stream(self._weights.device).wait_event(slot.loaded)
-        here = {name: tensor[:len(self._of(bucket, name))] for name, tensor in slot.tensors.items()}
+        here = {name: tensor[:len(self._bucket_state(bucket, name))] for name, tensor in slot.tensors.items()}
         self._finish_bucket(bucket, update, here)
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
-        with _on(self._out):
+        with _stream_context(self._out):
             for name, tensor in here.items():
-                self._of(bucket, name).copy_(tensor, non_blocking=True)
+                self._bucket_state(bucket, name).copy_(tensor, non_blocking=True)
             slot.stored = _event(self._out)
         slot.bucket = None
         self._load_next(slot)
@@ -399,7 +399,7 @@ class OnHost(_Flat):
                 staging = self._stagings[ahead.number % len(self._stagings)]
                 if self._out is not None:
                     self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
-                with _on(self._out):
+                with _stream_context(self._out):
                     staging.gradients[:len(ahead)].copy_(self._gradients(ahead), non_blocking=True)
                     staging.arrived = _event(self._out)
             self._update_one(bucket, update)
@@ -414,10 +414,10 @@ class OnHost(_Flat):
             gradients = self._scaled[:len(bucket)].copy_(gradients)
         if (factor := float(update.factor)) != 1.0:
             gradients.mul_(factor)
-        master = self._of(bucket, "master")
-        self._apply(bucket, update, master, gradients, {name: self._of(bucket, name) for name in self._names})
+        master = self._bucket_state(bucket, "master")
+        self._apply(bucket, update, master, gradients, {name: self._bucket_state(bucket, name) for name in self._names})
         if self._ema:
-            update_average(self._of(bucket, EMA), master, step=update.step, decay=self._ema)
+            update_average(self._bucket_state(bucket, EMA), master, step=update.step, decay=self._ema)
         new = staging.weights[:len(bucket)].copy_(master)
         _copy_updated(self._weights[bucket.start:bucket.stop], new, bucket, update, non_blocking=True)
 
@@ -436,7 +436,7 @@ def _stream(weights: Tensor) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(weights.device) if weights.is_cuda else None
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

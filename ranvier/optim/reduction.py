@@ -57,7 +57,7 @@ class Reductions:
         self._under_way.clear()
         self.scatter = scatter
 
-    def of(self, chunk: Chunk, start: int, stop: int) -> Tensor:
+    def flat_slice(self, chunk: Chunk, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of all gradients, which lie in `chunk`."""
         return self.flat[start + chunk.offset:stop + chunk.offset]
 
@@ -68,7 +68,7 @@ class Reductions:
 
         tables: those in it of which only some rows need to be summed; where that pays, all members get all sums.
         """
-        whole, needs = self.of(chunk, chunk.start, chunk.stop), self._needs(chunk, self.scatter)
+        whole, needs = self.flat_slice(chunk, chunk.start, chunk.stop), self._workspace_bytes(chunk, self.scatter)
         packed = PackedChunk(whole, chunk.start, tables) if tables else None
         if packed is not None and packed.pays:
             few = packed.take().to(self._dtype_of(chunk))
@@ -84,7 +84,7 @@ class Reductions:
         room = self._buffer(slot, "room", chunk, needs["room"] // share.itemsize) if "room" in needs else None
         work = chunk.group.reduce_scatter(share, sent, room)
         if self.scatter:
-            place = self.of(chunk, *chunk.share)
+            place = self.flat_slice(chunk, *chunk.share)
             chunk.work = ChainedWork(work, lambda: place.copy_(share))
         else:
             chunk.work, chunk.gather = work, partial(_gather, chunk.group, whole, sent, share)
@@ -100,7 +100,7 @@ class Reductions:
         """Forget reductions that have been waited for: their memory is free."""
         self._under_way.clear()
 
-    def in_order(self) -> Iterator[Chunk]:
+    def summed_chunks(self) -> Iterator[Chunk]:
         """The chunks that keep their memory and are summed here, in order, each as soon as its sum is there."""
         gathering: Chunk | None = None
         for chunk in (chunk for chunk in self._chunks if not chunk.reused):
@@ -133,7 +133,7 @@ class Reductions:
         """The number format in which `chunk` travels."""
         return wide(self._reduce_dtype) if chunk.adds_parts else self._reduce_dtype
 
-    def _needs(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
+    def _workspace_bytes(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
         """Bytes that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
         share that is summed here, and room for what arrives (`passing` where the group takes it by itself)."""
         size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._dtype_of(chunk)
@@ -177,7 +177,7 @@ class Reductions:
         for chunk in self._chunks:
             alike = chunk.stop - chunk.start, chunk.group, chunk.sent_to_owner, chunk.adds_parts
             if alike not in known:
-                known[alike] = self._needs(chunk, scatter)
+                known[alike] = self._workspace_bytes(chunk, scatter)
             if known[alike]:
                 found.append((chunk, known[alike]))
         return found

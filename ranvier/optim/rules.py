@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from ranvier.config.named_object import lacks, load_object
+from ranvier.config.named_object import load_object, missing_attribute
 from ranvier.config.run import Optim
 from ranvier.errors import ConfigError
 from ranvier.layout import Parameter
@@ -198,9 +198,9 @@ def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
     text, elementwise = optim.algorithm, ("states", "update()")
     tensors = ("applies_to()", "state_shapes()", "update_tensors()")
     found = load_object(text, "optim.algorithm", (), optim.options)
-    if lacks(found, tensors) is None:
+    if missing_attribute(found, tensors) is None:
         return Rules(elementwise=AdamW(optim), tensors=cast(TensorRule, found))
-    if (missing := lacks(found, elementwise)) is not None:
+    if (missing := missing_attribute(found, elementwise)) is not None:
         raise ConfigError(f"is not an update rule: it gives a {type(found).__name__}, which has no {missing}",
                           code="update-rule-lacks-method", where="optim.algorithm", value=text,
                           remedy="Give it `states` and `update`, or `applies_to`, `state_shapes` and `update_tensors` "

@@ -142,7 +142,7 @@ def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientS
     if not (overflow and kept is not None and kept.overflow):
         scale.update(overflow)
     if guard is not None and not overflow:
-        guard.good()
+        guard.note_good()
     return Judged(overflow=overflow)
 
 
@@ -187,7 +187,7 @@ class Updater:
             specs, replicas, chunk_size(optim, device.type), send_to_owner,
             dtype=torch.float32 if half and optim.accumulate == "fp32" else dtype,
             reduce_dtype=reduce_dtype(optim, dtype), reuse=runs, allocate=False, order=order, keeps_strides=not own)
-        owned = [spec.parameter for spec in self.gradients.owned()]
+        owned = [spec.parameter for spec in self.gradients.owned_specs()]
         self.updates = own or optimizer is not None
         """Whether anything updates parameters, on this rank or another."""
         self.in_backward, self.has_averages = optim.update_in_backward, own and bool(optim.ema)
@@ -201,7 +201,7 @@ class Updater:
         if optimizer is not None and owned:
             try:
                 self.users = optimizer([(users_names.get(spec.name, (spec.name,))[0], spec.parameter)
-                                        for spec in self.gradients.owned()] if _takes_names(optimizer) else owned)
+                                        for spec in self.gradients.owned_specs()] if _takes_names(optimizer) else owned)
             except ValueError as error:
                 if "empty parameter list" not in str(error):
                     raise
@@ -235,7 +235,7 @@ class Updater:
         self._by_block_factor = 0.0
 
     @property
-    def _own(self) -> FlatOptimizer:
+    def _flat_optimizer(self) -> FlatOptimizer:
         """Ranvier's optimizer, where there is one."""
         assert self.flat is not None, "this engine has no optimizer of Ranvier's"
         return self.flat
@@ -289,7 +289,7 @@ class Updater:
             self._by_block.zero_()
         self.gradients.begin(scatter=updates and self.flat is not None and self.flat.scatters, keep=keep)
         if self.in_backward:
-            self._own.prefetch()
+            self._flat_optimizer.prefetch()
             self.gradients.on_complete = self._update_run
 
     def finish(self) -> GradientStatus:
@@ -385,7 +385,7 @@ class Updater:
         if self._by_block is not None:
             self._by_block.zero_()
             self._by_block_factor = 1.0
-        for chunk in self.gradients.reduced():
+        for chunk in self.gradients.reduced_chunks():
             self._count(chunk)
         norm = torch.zeros(1, dtype=torch.float64, device=self._device)
         norm += self._squared
@@ -418,7 +418,7 @@ class Updater:
         started, weight = time.monotonic_ns(), self._weight()
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
-        for chunk in self.gradients.reduced():
+        for chunk in self.gradients.reduced_chunks():
             self._add_kept(chunk)
             self._count(chunk)
         status = self._gradient_status(weight)
@@ -431,7 +431,7 @@ class Updater:
         """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm, nor
         where the device can skip a step by itself."""
         guard = self.bad_steps  # which has judged the step before
-        bad = guard.by_loss() if guard is not None else self._bad_before_update()
+        bad = guard.bad_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
             return replace(status, may_update=bad is None, verdict=partial(Judged, bad=bad))
         judge = partial(_judge_norm, self._guard, self._scale, self._kept_status)
@@ -451,15 +451,15 @@ class Updater:
             skip, undecided = None, None
             if status.is_undecided:
                 skip, undecided = (~status.norm_on_device.isfinite()).float(), lambda: status.updates
-            scale = self._clipped(factor, status)
+            scale = self._with_clipping(factor, status)
             self.flat.begin(self.learning_rate, skip=skip, undecided=undecided)
-            for chunk in self.gradients.reduced():
+            for chunk in self.gradients.reduced_chunks():
                 self._update_chunk(chunk, scale)
         elif self.users is not None:
-            self._step_users(self.users, float(self._clipped(factor, status)))
+            self._step_users(self.users, float(self._with_clipping(factor, status)))
         self._timeline.add("optimizer", "update", self._step, started)
 
-    def _clipped(self, factor: float, status: GradientStatus | None = None) -> float | Tensor:
+    def _with_clipping(self, factor: float, status: GradientStatus | None = None) -> float | Tensor:
         """`factor` times what clips the gradients, as torch.nn.utils.clip_grad_norm_ has it, by the norm of this status
         or of the step before; on the device where that updates, so that nobody waits."""
         if not self._optim.clip_norm:
@@ -490,8 +490,8 @@ class Updater:
 
     def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
         """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
-        left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced()))
-        for spec in self.gradients.owned():
+        left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced_chunks()))
+        for spec in self.gradients.owned_specs():
             if spec.parameter in left_alone:  # no decay, no momentum
                 spec.parameter.grad = None
         if self.masters is None:
@@ -505,9 +505,9 @@ class Updater:
     def _update_as_reduced(self) -> GradientStatus:
         """Update each chunk as soon as it is reduced; the norm is summed on the side."""
         started, weight = time.monotonic_ns(), self._weight()
-        factor = self._clipped(self._factor(weight))
+        factor = self._with_clipping(self._factor(weight))
         self._begin_once(weight)
-        for number, chunk in enumerate(self.gradients.reduced()):
+        for number, chunk in enumerate(self.gradients.reduced_chunks()):
             started = self._timeline.add("reduce", f"average {number}", self._step, started)
             self._add_kept(chunk)
             self._count(chunk)
@@ -522,13 +522,13 @@ class Updater:
         self._begin_once(weight)
         self._count(chunk)
         if weight:
-            self._update_chunk(chunk, self._clipped(self._factor(weight)))
+            self._update_chunk(chunk, self._with_clipping(self._factor(weight)))
         self._timeline.add("optimizer", f"update from block {min(chunk.specs[-1].blocks)}", self._step, started)
 
     def _begin_once(self, weight: float) -> None:
         if weight and not self._began:
             self._began = True
-            self._own.begin(self.learning_rate)
+            self._flat_optimizer.begin(self.learning_rate)
 
     def _add_kept(self, chunk: Chunk) -> None:
         """Add the gradients of earlier batches of this step, which are of their mean loss, as the buffer has them."""
@@ -556,7 +556,7 @@ class Updater:
         return None if self._by_block is None else self._by_block * self._by_block_factor ** 2
 
     def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
-        for _ in self._own.update(chunk, factor):
+        for _ in self._flat_optimizer.update(chunk, factor):
             self.progress()
 
     def _gradient_status(self, weight: float) -> GradientStatus:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.protocol import Group
-from ranvier.layout import Box, box_size, index_of, whole
+from ranvier.layout import Box, box_size, index_of, whole_box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class TensorSplit:
     device: torch.device
 
     @property
-    def mine(self) -> Box:
+    def own_box(self) -> Box:
         """The box that this rank holds."""
         return self.boxes[self.group.index]
 
@@ -53,7 +53,7 @@ class TensorUpdate:
     weight_decay: float
     split: TensorSplit | None = None
 
-    def whole(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """All of a tensor of which each rank has its part. Collective over the ranks that share the tensor."""
         if self.split is None:
             return part
@@ -65,7 +65,7 @@ class TensorUpdate:
         group.all_gather(arrived, sent).wait()
         found = part.new_empty(self.shape)
         for box, one in zip(boxes, arrived.view(len(boxes), largest), strict=True):
-            place = found[index_of(box, whole(self.shape))]
+            place = found[index_of(box, whole_box(self.shape))]
             place.copy_(one[:box_size(box)].view(place.shape))
         return found
 
@@ -74,7 +74,7 @@ class TensorUpdate:
         if self.split is None:
             return tensor
         return tensor[tuple(slice(None) if size == 1 else slice(*edges)
-                            for size, edges in zip(tensor.shape, self.split.mine, strict=True))]
+                            for size, edges in zip(tensor.shape, self.split.own_box, strict=True))]
 
     def sum(self, part: Tensor, dim: int | None = None) -> Tensor:
         """The sum of a tensor of which each rank has its part, over all elements (dim None) or along one dim, which

@@ -128,15 +128,15 @@ class ReadAttributes:
     a block, and saved ones, know no other module."""
 
     def __init__(self, reads: Reads | None = None) -> None:
-        self._read = [(where, value, _known(value())) for where, value in (reads or {}).items()]
+        self._read = [(where, value, _fingerprint(value())) for where, value in (reads or {}).items()]
         self._at_start: list[object] = []
         """The same at the last `check`, with the fields of objects."""
 
     def check(self) -> None:
         """ModelError where one has another value now."""
-        self._at_start = [_known(value(), fields=True) for _, value, _ in self._read]
+        self._at_start = [_fingerprint(value(), fields=True) for _, value, _ in self._read]
         for where, value, before in self._read:
-            if (now := value()) is not _MODULE_GONE and _known(now) != before:
+            if (now := value()) is not _MODULE_GONE and _fingerprint(now) != before:
                 raise ModelError("has changed since the module was cut into blocks, whose traced code has its value "
                                  "from then", code="traced-attribute-changed", where=where,
                                  value=None if now is _MISSING else now if isinstance(now, _PLAIN) else
@@ -147,7 +147,7 @@ class ReadAttributes:
     def check_after_forward(self) -> None:
         """ModelError where a forward has changed one since `check`."""
         for (where, value, _), before in zip(self._read, self._at_start, strict=bool(self._at_start)):
-            if (now := value()) is not _MODULE_GONE and _known(now, fields=True) != before:
+            if (now := value()) is not _MODULE_GONE and _fingerprint(now, fields=True) != before:
                 raise ModelError("is changed by a forward, and read by code around the cuts, which is traced without "
                                  "values and has the value from before", code="traced-attribute-stored", where=where,
                                  remedy="Return it from the forward that computes it, or read it in a submodule that "
@@ -163,7 +163,7 @@ def read_attributes_of(blocks: Iterable[nn.Module]) -> Iterable[ReadAttributes]:
     return {id(one): one for one in found if isinstance(one, ReadAttributes)}.values()
 
 
-def _known(value: object, depth: int = 0, *, fields: bool = False) -> object:
+def _fingerprint(value: object, depth: int = 0, *, fields: bool = False) -> object:
     """A fingerprint that changes with the value: numbers and texts, what holds few of them, and which tensor it is (the
     graph keeps that alive). Of other objects nothing, since much of what is in them has no part in the code's result,
     or with `fields` their attributes."""
@@ -177,11 +177,11 @@ def _known(value: object, depth: int = 0, *, fields: bool = False) -> object:
         if depth == _MOST_DEPTH or len(value) > _MOST_ENTRIES:
             return type(value), len(value)
         if isinstance(value, dict):
-            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _known(one, depth + 1))
+            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _fingerprint(one, depth + 1))
                                  for key, one in value.items()]
         if isinstance(value, set):
             return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
-        return type(value), [_known(one, depth + 1) for one in value]
+        return type(value), [_fingerprint(one, depth + 1) for one in value]
     if fields and not isinstance(value, ModuleType | logging.Logger):  # whose cache changes with every new level
-        return type(value), _known(dict(getattr(value, "__dict__", {})))
+        return type(value), _fingerprint(dict(getattr(value, "__dict__", {})))
     return type(value)

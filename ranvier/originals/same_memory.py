@@ -59,7 +59,7 @@ class ByMemory(Generic[_Key]):
     def __bool__(self) -> bool:
         return bool(self._of_storage)
 
-    def over(self, tensor: Tensor) -> list[_Key]:
+    def overlapping(self, tensor: Tensor) -> list[_Key]:
         """The keys of those that lie over the same memory as a tensor."""
         return [key for key, one in self._of_storage.get(storage_of(tensor), ()) if overlaps(tensor, one)]
 

@@ -30,7 +30,8 @@ class StandIns:
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
-        self._pairs = [(ref(original), ref(stand_in), _noted(original, stand_in)) for original, stand_in in pairs]
+        self._pairs = [(ref(original), ref(stand_in), _note_tensors(original, stand_in)) for original,
+                       stand_in in pairs]
         self._modes: list[bool | None] = [None] * len(self._pairs)
         self.follow_modes()
 
@@ -58,7 +59,7 @@ class StandIns:
                                  remedy="Give a value of the same shape, or build blocks and engine again.")
             with torch.no_grad():
                 mine.copy_(now)
-            noted[name] = _Seen.of(now), _Seen.of(mine)
+            noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
     def settle(self, given: set[tuple[nn.Module, str]]) -> None:
         """The stand-ins have their own parameters again, with the new values: originals get these, and the values of
@@ -76,7 +77,7 @@ class StandIns:
                 given.add((original, name))
                 with torch.no_grad():
                     now.copy_(mine)
-            noted[name] = _Seen.of(now), _Seen.of(mine)
+            noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
     def _tensors(self) -> Iterator[tuple[nn.Module, nn.Module, str, _Noted, Tensor, Tensor]]:
         """Original, stand-in, name, what was noted, and the tensors of this name that both have."""
@@ -97,7 +98,7 @@ class _Seen(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Seen:
+    def from_tensor(cls, tensor: Tensor) -> _Seen:
         return cls(ref(tensor), _version(tensor))
 
 
@@ -114,6 +115,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
     return module._buffers.get(name) if found is None else found
 
 
-def _noted(original: nn.Module, stand_in: nn.Module) -> _Noted:
-    return {name: (_Seen.of(one), _Seen.of(two)) for name in (*stand_in._parameters, *stand_in._buffers)
+def _note_tensors(original: nn.Module, stand_in: nn.Module) -> _Noted:
+    return {name: (_Seen.from_tensor(one), _Seen.from_tensor(two))
+            for name in (*stand_in._parameters, *stand_in._buffers)
             if (one := _tensor(original, name)) is not None and (two := _tensor(stand_in, name)) is not None}

@@ -17,7 +17,7 @@ from ranvier.config import read
 from ranvier.config.run import Run
 from ranvier.mesh import Mesh
 from ranvier.pictures.figures import COLOURS, DARK, NAMES
-from ranvier.pictures.timelines import RankTimeline, first_ranks, joined, representative_step, row_name, within
+from ranvier.pictures.timelines import RankTimeline, first_ranks, join_spans, representative_step, row_name, within
 from ranvier.schedule.spans import Category, Span
 
 MAX_POINTS = 2000
@@ -66,7 +66,7 @@ def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline
     steps = [next(step for step in line.steps if step.step == number) for line in shown]
     start_ns, stop_ns = min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
     rows = [(row_name(mesh, line.rank),
-             joined(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
+             join_spans(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
     return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms{some}", rows=rows,
                         start_ns=start_ns, stop_ns=stop_ns)
 

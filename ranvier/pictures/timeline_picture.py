@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from ranvier.mesh import Mesh, mesh_text
 from ranvier.pictures.figures import COLOURS, DARK, DPI, FAINT, INK, NAMES, clean, new_figure
-from ranvier.pictures.timelines import RankTimeline, first_ranks, joined, representative_step, row_name, shares, within
+from ranvier.pictures.timelines import (
+    RankTimeline,
+    first_ranks,
+    join_spans,
+    representative_step,
+    row_name,
+    shares,
+    within,
+)
 from ranvier.schedule.spans import Category, Span, StepWindow
 
 if TYPE_CHECKING:
@@ -43,7 +51,8 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     zero_ns, end_ns = min(step.start_ns for step in steps.values()), max(step.stop_ns for step in steps.values())
     span_ms = (end_ns - zero_ns) * 1e-6
     windows = [within(line, zero_ns, end_ns) for line in shown]
-    rows = [(line.rank, joined(spans, gap_ns=span_ms * 1e6 / 1000)) for line, spans in zip(shown, windows, strict=True)]
+    rows = [(line.rank, join_spans(spans, gap_ns=span_ms * 1e6 / 1000)) for line,
+            spans in zip(shown, windows, strict=True)]
     figure = new_figure(14, 1.95 + 0.42 * len(rows) + 0.12 * mesh.num_replicas)
     axes = figure.subplots()
     clean(axes)
@@ -57,10 +66,11 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"milliseconds since step {number} began", fontsize=9, color=INK)
     waits = axes.secondary_yaxis("right")
-    waits.set_yticks([places[rank] for rank, _ in rows], [f"waits {_waited(steps[rank]):.0%}" for rank, _ in rows])
+    waits.set_yticks([places[rank] for rank, _ in rows],
+                     [f"waits {_waiting_seconds(steps[rank]):.0%}" for rank, _ in rows])
     waits.tick_params(length=0, labelsize=9, colors=FAINT)
     waits.spines["right"].set_visible(False)
-    bubble = statistics.fmean(map(_waited, steps.values()))
+    bubble = statistics.fmean(map(_waiting_seconds, steps.values()))
     figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{some}",
                     fontsize=12, color=INK, x=0.01, ha="left")
     figure.legend(handles=_legend(shares(windows)), loc="outside lower left", ncols=6, fontsize=9,
@@ -78,7 +88,7 @@ def _rows(mesh: Mesh, ranks: Sequence[int]) -> dict[int, float]:
     return {rank: index + 0.3 * mesh.coordinates(rank).replica for index, rank in enumerate(ranks)}
 
 
-def _waited(step: StepWindow) -> float:
+def _waiting_seconds(step: StepWindow) -> float:
     return min(1.0, step.wait_seconds / step.seconds)
 
 

@@ -111,7 +111,7 @@ def shares(rows: Sequence[Sequence[Span]]) -> dict[Category, int]:
     return whole
 
 
-def joined(row: Sequence[Span], gap_ns: float) -> list[Span]:
+def join_spans(row: Sequence[Span], gap_ns: float) -> list[Span]:
     """A row with neighbours of one category and label as one span: a W3 is many products, at most `gap_ns` apart."""
     spans: list[Span] = []
     for span in row:

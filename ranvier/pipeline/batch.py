@@ -12,7 +12,7 @@ from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 
-from ranvier.block import named
+from ranvier.block import as_named_tensors
 from ranvier.comm.message import Message, MessageKind
 from ranvier.errors import ConfigError, MessageTimeout, TransportError
 from ranvier.mesh import Coordinates
@@ -208,7 +208,7 @@ class BatchRunner:
                                                                 stage=place.number + 1))
                 result = {"expects_backward": outcome.expects_backward, "deferrable_bytes": outcome.deferrable_bytes}
             case "B":
-                arrived = {} if place.after is None else self._arrived(
+                arrived = {} if place.after is None else self._gather_message(
                     self._connections.inbox.take("return", number, place.number, place.after))
                 started = self._start(action)
                 gradients, products = place.stage.backward(number, arrived, defer=action.defer,
@@ -226,7 +226,7 @@ class BatchRunner:
                 if self._needs_progress:
                     self._updater.progress()
         self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
-        self._look_ahead.launched()
+        self._look_ahead.after_launch()
         return result
 
     def _start(self, action: Action) -> int:
@@ -237,15 +237,15 @@ class BatchRunner:
                 ) -> tuple[dict[str, Tensor], frozenset[str]]:
         """The carried state that enters a stage, and which of it wants a gradient."""
         if place.before is None:
-            return self._to_device(named(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
+            return self._to_device(as_named_tensors(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
         message = self._connections.inbox.take("forward", number, place.number, place.before)
         wants = message.requires_grad
-        return self._arrived(message), wants if self._connections.tensor_mesh is None else whole_names(wants)
+        return self._gather_message(message), wants if self._connections.tensor_mesh is None else whole_names(wants)
 
-    def _arrived(self, message: Message) -> dict[str, Tensor]:
+    def _gather_message(self, message: Message) -> dict[str, Tensor]:
         """The whole tensors of a message from another stage."""
         tensors = message.tensors if self._on_cpu else self._to_device(message.tensors)
-        return self._connections.column_parts.gathered(tensors)
+        return self._connections.column_parts.gather(tensors)
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self._connections.device

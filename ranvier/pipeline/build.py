@@ -51,7 +51,7 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
             block = names[number]
             with device:
                 module = model.blocks[block]()
-            before = BlockFormats.of(model, block, module, dtype).cast(module, device)
+            before = BlockFormats.from_block(model, block, module, dtype).cast(module, device)
             cast |= {f"{block}.{name}": one for name, one in before.items()}
             module = copies.separate(block, module)
             blocks.append((number, block, module))
@@ -76,7 +76,8 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
                                          remedy='Return one for every name, such as Initial("constant", 1.0).')
                     initialise(parameter.data, start, values, seed, whole.shape, layout.box(whole, at.position))
                 if whole.quantized is not None:
-                    parameter = nn.Parameter(QuantizedWeight.of(parameter, whole.quantized), requires_grad=False)
+                    parameter = nn.Parameter(QuantizedWeight.from_values(parameter, whole.quantized),
+                                             requires_grad=False)
                     _replace_parameter(module, name, parameter, None)
                 here[key] = parameter
                 taken.add(parameter)
@@ -167,7 +168,7 @@ class StageCopies:
 def _has_views(block: str, module: nn.Module) -> bool:
     """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
     trained = ByMemory((None, one) for one in module.parameters() if one.requires_grad)
-    return any(trained.over(one) for _, one in tensors_in(reached_from(block, module)))
+    return any(trained.overlapping(one) for _, one in tensors_in(reached_from(block, module)))
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:

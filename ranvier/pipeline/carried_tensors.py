@@ -88,7 +88,7 @@ class _Refusing:
                                     "which the hook runs nowhere.")
 
 
-def hooked(state: Mapping[str, Tensor]) -> list[str]:
+def hooked_tensors(state: Mapping[str, Tensor]) -> list[str]:
     """Names of the tensors on which a block has put a hook, here or on an earlier stage."""
     return [name for name, tensor in state.items() if tensor.requires_grad and tensor._backward_hooks and any(
         isinstance(hook, _Refusing) or not str(getattr(hook, "__module__", "")).startswith("ranvier.")
@@ -108,7 +108,7 @@ def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
         tree_leaves(state)))
     found = {str(name): one for name, one in tensors.items() if isinstance(one, Tensor) and one._backward_hooks}
     if found:
-        refuse_outside(found, hooked(found), in_pass)
+        refuse_outside(found, hooked_tensors(found), in_pass)
 
 
 # --- gradients by what an earlier stage has sent ----------------------------------------------------------------------
@@ -155,7 +155,7 @@ _NOTE = "\0"
 
 def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device) -> dict[str, Tensor]:
     """The state that leaves a stage, with the notes on its tensors."""
-    notes = {SHARED: shared.names_in(state), HOOKED: hooked(state)}
+    notes = {SHARED: shared.names_in(state), HOOKED: hooked_tensors(state)}
     if not any(notes.values()):
         return state
     return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)

@@ -236,7 +236,7 @@ class ColumnParts:
         self._to: dict[int, bool] = {}
         """Rank -> whether parts are sent there."""
 
-    def _pays(self, destination: int) -> bool:
+    def _is_worthwhile(self, destination: int) -> bool:
         columns, others = (self._mesh.group(rank, *self._mesh.over(splits_features=True))
                            for rank in (self._world.rank, destination))
         return self._world.device.type == "cuda" and sends_parts(columns, others, self._world.local_ranks)
@@ -248,7 +248,7 @@ class ColumnParts:
                 or message.kind not in (MessageKind.FORWARD, MessageKind.BACKWARD)):
             return message
         if destination not in self._to:
-            self._to[destination] = self._pays(destination)
+            self._to[destination] = self._is_worthwhile(destination)
         if not self._to[destination]:
             return message
         tensors, names = {}, dict[str, str]()
@@ -261,7 +261,7 @@ class ColumnParts:
         return replace(message, tensors=tensors,
                        requires_grad=frozenset(names.get(name, name) for name in message.requires_grad))
 
-    def gathered(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather the whole tensors of a message that has arrived; all columns call this for the same messages in the
         same order."""
         if self._tensor_mesh is None:

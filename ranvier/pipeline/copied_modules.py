@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ranvier.block import HOOKS
 from ranvier.originals.object_contents import OF_EVERY_MODULE
-from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, of_other_norm, with_norms
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, with_norms
 from ranvier.tensor.splittable import Splittable
 
 LOSS = "loss"
@@ -42,7 +42,7 @@ class CopiedModules:
         self._batches, self._has_warned, self._has_warned_of_hooks = 0, False, False
         self._modes = self._modes_now()
         self._marks = self._marks_now()
-        self._whole = {f"{block}.{name}": (ref(one), _written(one)) for block in self._copies
+        self._whole = {f"{block}.{name}": (ref(one), _version(one)) for block in self._copies
                        for name, one in given[block].named_parameters() if f"{block}.{name}" in parameters}
         self._norms = with_norms(self._parameters_now().values())
 
@@ -68,7 +68,7 @@ class CopiedModules:
         if self._has_warned:
             return
         self._batches += 1
-        if (what := self._changed() or self._written()) is not None:
+        if (what := self._find_change() or self._find_write()) is not None:
             self._has_warned = True
             warnings.warn(f"{what} was changed in the model after the engine was built, which trains copies of its "
                           "modules on rows and columns: the change has no effect. Change engine.blocks, and values in "
@@ -82,7 +82,7 @@ class CopiedModules:
                 for part in one.modules() if isinstance(original, Splittable) else (one,):
                     part.training = mode
 
-    def _changed(self) -> str | None:
+    def _find_change(self) -> str | None:
         """An attribute, submodule, hook or parameter that is another one, or was frozen or unfrozen."""
         for (block, path, module), known in zip(self._modules, self._marks, strict=True):
             if (one := module()) is None or (now := _marks(one)) == known:
@@ -91,11 +91,11 @@ class CopiedModules:
             return ".".join(filter(None, (block, path, name)))
         return None
 
-    def _written(self) -> str | None:
+    def _find_write(self) -> str | None:
         """A parameter that has other values than the engine's: those of `Engine.full_state_dict` are no change."""
-        by_value = set(of_other_norm(self._norms)) if self._batches <= BATCHES_BY_VALUE else set[Tensor]()
+        by_value = set(changed_norms(self._norms)) if self._batches <= BATCHES_BY_VALUE else set[Tensor]()
         for name, held in self._parameters_now().items():
-            if (now := _written(held)) == self._whole[name][1] and held not in by_value:
+            if (now := _version(held)) == self._whole[name][1] and held not in by_value:
                 continue
             self._whole[name] = ref(held), now
             mine = self._parameters[name].detach()
@@ -127,7 +127,7 @@ def _marks(module: nn.Module) -> dict[str, object]:
     return found
 
 
-def _written(parameter: nn.Parameter) -> tuple[int, int]:
+def _version(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()
 
 

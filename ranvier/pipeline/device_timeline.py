@@ -162,7 +162,7 @@ class LookAhead:
         self._limit = None if device.type != "cuda" else limit if limit != "auto" else AUTO if num_stages > 1 else None
         self._launched: deque[torch.cuda.Event] = deque()
 
-    def launched(self) -> None:
+    def after_launch(self) -> None:
         """An action has been launched; returns when few enough are unfinished."""
         if self._limit is None:
             return

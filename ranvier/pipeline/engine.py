@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ranvier.arguments import check_arguments
 from ranvier.block import Loss, Model, Modules, State
 from ranvier.config import rules
-from ranvier.config.python_names import of_engine
+from ranvier.config.python_names import engine_method
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, Seconds, TensorParallel
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -141,7 +141,7 @@ class Engine:
     Raises ModelError or ConfigError for invalid arguments, on every rank.
     """
 
-    @of_engine
+    @engine_method
     def __init__(self, /, model: Model | Modules, world: World, *,
                  mesh: Mesh | None = None, plan: Plan | None = None, loss: Loss | None = None,
                  optimizer: OptimizerFactory | None = None,
@@ -297,7 +297,7 @@ class Engine:
         """The trainable parameters that this rank owns and its optimizer updates, up to date. If other ranks own
         others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
-        owned = [spec.parameter for spec in self._updater.gradients.owned()]
+        owned = [spec.parameter for spec in self._updater.gradients.owned_specs()]
         return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -314,7 +314,8 @@ class Engine:
         mine = self._updater.gradients
         self._users_changes.refuse_gradients(applied=True)
         return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad.detach()
-                for spec in mine.owned() if (grad := spec.parameter.grad) is not None or spec.name in mine.unreached}
+                for spec in mine.owned_specs() if (grad := spec.parameter.grad) is not None
+                or spec.name in mine.unreached}
 
     def counters(self) -> dict[str, Any]:
         """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
@@ -372,7 +373,7 @@ class Engine:
         missed_updates: parameter -> updates that left it alone, where there are any.
         """
         self._step, self._statistics.num_updates = steps, 0
-        self._values.loaded()
+        self._values.after_load()
         self.zero_grad()  # of batches before, which a step would add to the next one's
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
@@ -388,7 +389,7 @@ class Engine:
         if is_agreed:
             self._runner.nominal_weight = None
 
-    @of_engine
+    @engine_method
     def state_dict(self) -> StateDict:
         """This rank's whole state between two steps, of tensors and plain values, as `torch.save` takes them:
         parameters, master copies, optimizer states, buffers, counts of steps, learning rate, loss scale.
@@ -401,7 +402,7 @@ class Engine:
         self.refuse_in_averages("state_dict")
         return take_state(self)
 
-    @of_engine
+    @engine_method
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
 
@@ -419,7 +420,7 @@ class Engine:
         self.world.num_calls += 1
         return self._connections.board.during(call)
 
-    @of_engine
+    @engine_method
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` returned on this rank, bit-identical; all ranks call it with their own.
 
@@ -450,7 +451,7 @@ class Engine:
 
     # ------------------------------------------------------------------ batches
 
-    @of_engine
+    @engine_method
     def train_batch(self, microbatches: Batch, *, keep_outputs: bool = False) -> BatchResult:
         """One step: gradients of the mean loss over the global batch, and an update.
 
@@ -467,7 +468,7 @@ class Engine:
         if not self._updater.updates:
             raise ConfigError("is missing", code="optimizer-missing", where="Engine(optimizer=...)",
                               remedy="Give the engine an optimizer, or call forward_backward and update by hand.")
-        batch = self._checked(microbatches)
+        batch = self._check_batch(microbatches)
         if self._updater.in_backward and len(batch) != 1:
             raise ConfigError(f"needs batches of one microbatch, not {len(batch)}: blocks share the memory of "
                               "gradients, in which those of several microbatches cannot add up",
@@ -480,10 +481,10 @@ class Engine:
             if self._updater.users is not None:
                 self._values.wait_for_buffers()  # its hooks may change them
             status = self._updater.finish()
-        self._statistics.stepped(status.may_update)
-        return self._stepped(status, batch, kept)
+        self._statistics.after_step(status.may_update)
+        return self._finish_step(status, batch, kept)
 
-    @of_engine
+    @engine_method
     def forward_backward(self, microbatches: Batch) -> BatchResult:
         """The gradients of `train_batch` without its update; see `gradients`.
 
@@ -497,7 +498,7 @@ class Engine:
             raise ConfigError("leaves no gradients", code="in-backward-keeps-no-gradients",
                               where="optim.update-in-backward", value=True,
                               remedy="Call train_batch, or leave the setting out.")
-        self._accumulate(self._checked(microbatches), updates=False)
+        self._accumulate(self._check_batch(microbatches), updates=False)
         with self._lifetime.working():
             status = self._updater.average()
         self._statistics.keep()
@@ -505,7 +506,7 @@ class Engine:
         self._connections.board.action = _OUTSIDE
         return BatchResult(self._statistics.sums, self._statistics.work, status)
 
-    @of_engine
+    @engine_method
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends.
 
@@ -532,10 +533,10 @@ class Engine:
         updates = self._updater.gradients.unapplied  # unless they have been let go
         with self._lifetime.batch():  # an optimizer and its hooks are the user's code
             status = self._updater.apply()
-        self._statistics.stepped(updates and status.may_update)
-        self._stepped(status)
+        self._statistics.after_step(updates and status.may_update)
+        self._finish_step(status)
 
-    @of_engine
+    @engine_method
     def clip_grad_norm_(self, max_norm: Annotated[float, Ge(0)]) -> Tensor:
         """Between `forward_backward` and `step`: scale the gradients of all ranks so that their common L2 norm is at
         most `max_norm`. Returns the norm before, a zero-dimensional tensor. All ranks call it.
@@ -583,11 +584,11 @@ class Engine:
         with self._lifetime.working():
             self._users_changes.check()
             self._updater.gradients.all_passed()
-            self._values.ran()
+            self._values.after_backwards()
         self._connections.board.action = "the average of gradients over data, and the optimizer"
 
-    def _stepped(self, status: GradientStatus, batch: Sequence[Microbatch] | None = None,
-                 kept: LastOutputs | None = None) -> BatchResult:
+    def _finish_step(self, status: GradientStatus, batch: Sequence[Microbatch] | None = None,
+                     kept: LastOutputs | None = None) -> BatchResult:
         """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
         batch: all of its microbatches, where they are known."""
         if not status.may_update and status.bad is not None and self._refuses_bad_losses:
@@ -600,14 +601,14 @@ class Engine:
                                       "bad_step='skip')) leaves out such steps and reports them in BatchResult.bad; "
                                       "bad_step='none' applies them.")
         if status.may_update:
-            self._values.updated()
+            self._values.after_update()
         elif not status.overflow and status.bad is None:
             warnings.warn(f"step {self._step} is skipped: no valid target in the global batch", stacklevel=4)
         self._values.wait_for_step()
         self._connections.board.action = _OUTSIDE
         return BatchResult(self._statistics.sums, self._statistics.work, status, kept)
 
-    @of_engine
+    @engine_method
     def examine(self, microbatches: Batch) -> Cause:
         """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
         ranks see; collective. What `gradients` gives is of no use afterwards."""
@@ -616,7 +617,7 @@ class Engine:
             raise ConfigError("has changed the parameters of the step that is to be examined",
                               code="in-backward-examined", where="optim.update-in-backward", value=True,
                               remedy="Leave the setting out.")
-        batch = self._checked(microbatches)
+        batch = self._check_batch(microbatches)
         self._values.wait()
         self._statistics.forget()
         self._connections.board.action = "the examination of a bad step"
@@ -665,7 +666,7 @@ class Engine:
         stages = self.layout.stages
         return tuple(stages.rank_of(self.layout.stage_of(self.block_names.index(layer[-1]))) for layer in self.layers)
 
-    @of_engine
+    @engine_method
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
         Collective, and the same on every rank. A tied parameter counts in the block of its first end."""
@@ -678,7 +679,7 @@ class Engine:
         names = self.block_names
         return tuple(float(sum(squared[names.index(block)] for block in layer)) ** 0.5 for layer in self.layers)
 
-    @of_engine
+    @engine_method
     def compare_replicas(self) -> None:
         """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
         with the odd ones out, where they differ."""
@@ -690,7 +691,7 @@ class Engine:
         self._connections.replicas.compare(self._parameters)
         self._connections.board.action = _OUTSIDE
 
-    @of_engine
+    @engine_method
     def evaluate(self, microbatches: Batch,
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
@@ -698,7 +699,7 @@ class Engine:
         whole on every column."""
         self.check_usable("evaluate")
         check_arguments(Engine.evaluate, locals(), but=("microbatches",))
-        batch = self._checked(microbatches, training=False)
+        batch = self._check_batch(microbatches, training=False)
         self._run(batch, training=False, wanted=None if observe is None else LastOutputs(observe))
         return BatchResult(self._statistics.sums, self._statistics.work, None)
 
@@ -714,21 +715,21 @@ class Engine:
         """ConfigError inside `averaged`."""
         self._values.refuse_in_averages(call)
 
-    @of_engine
+    @engine_method
     def predict(self, microbatches: Batch,
                 observe: Callable[[int, State], None] | None = None) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
         observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
         self.check_usable("predict")
         check_arguments(Engine.predict, locals(), but=("microbatches",))
-        batch = self._checked(microbatches, training=False, has_loss=False)
+        batch = self._check_batch(microbatches, training=False, has_loss=False)
         wanted = LastOutputs(observe, has_loss=False)
         self._run(batch, training=False, wanted=wanted)
         if self.is_last_stage and self._values.may_be_written_apart:
             self._statistics.work.wait()  # which compares them
         return wanted.outputs if self.is_last_stage else None
 
-    @of_engine
+    @engine_method
     def close(self) -> None:
         """Release the communicators; the modules become plain modules without gradients (with `optim`, parameters
         remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other
@@ -765,7 +766,7 @@ class Engine:
 
     # ------------------------------------------------------------------ one batch
 
-    def _checked(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
+    def _check_batch(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
         """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
         refuse_outer_modes(self.world.device, training=training)
         self._users_changes.check_start(training=training)
@@ -790,7 +791,7 @@ class Engine:
             self._runner.run(batch, call=self._connections.board.calls, step=self._step, training=training,
                              wanted=wanted)
         if not training:
-            self._values.evaluated()
+            self._values.after_evaluation()
             self._connections.board.action = _OUTSIDE
 
     def check_usable(self, call: str) -> None:

@@ -46,7 +46,7 @@ class EngineTimeline(Timeline):
 
     def report(self, path: str | PathLike[str], curves: Mapping[str, Curve]) -> Page:
         """See `Engine.report`."""
-        shown = _over_steps(curves)
+        shown = _align_steps(curves)
         timelines = self._last_batch("Engine.report")
         steps = [line.steps[0] for line in timelines]
         memory = self.ranks.gather_objects(peak_memory_bytes(self._device))
@@ -88,7 +88,7 @@ class EngineTimeline(Timeline):
         return timelines
 
 
-def _over_steps(curves: Mapping[str, Curve]) -> dict[str, list[float | None]]:
+def _align_steps(curves: Mapping[str, Curve]) -> dict[str, list[float | None]]:
     """All curves over the steps of all of them, "step". The values of a sequence belong to those that a curve "step"
     has, else to 1, 2, 3, ..."""
     try:

@@ -47,7 +47,7 @@ class HeldParameters:
         self._given = {name: ref(given) for _, name, _ in blocks
                        if container is not None and (given := container._modules.get(name)) is not None}
         self._places: list[tuple[Mapping[str, object], tuple[tuple[str, object], ...]]] | None = None
-        self._held = {(block, name): parameter for block, name, parameter, _ in self._in_blocks()}
+        self._held = {(block, name): parameter for block, name, parameter, _ in self._block_parameters()}
         self._versions: list[int] = []
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
         self._after_forwards: list[int] = []
@@ -70,7 +70,7 @@ class HeldParameters:
         by_value = self._replicas > 1 and self._batches <= BATCHES_BY_VALUE
         self._norms = with_norms(self._held.values() if by_value else ())
 
-    def _in_blocks(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
+    def _block_parameters(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
         """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
         for _, block, module in self._blocks:
             for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -100,9 +100,9 @@ class HeldParameters:
         if container is not None:
             for name, given in self._given.items():
                 if container._modules.get(name) is not given():
-                    raise _changed(name, "was replaced in the model, or removed from it,")
+                    raise _changed_error(name, "was replaced in the model, or removed from it,")
             for name in container._modules.keys() - self._names:
-                raise _changed(name, "was added to the model")
+                raise _changed_error(name, "was added to the model")
         stand_ins = [found for _, _, block in self._blocks
                      if isinstance(found := vars(block).get("stand_ins"), StandIns)]
         for one in stand_ins:
@@ -116,7 +116,7 @@ class HeldParameters:
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
-                             f"has become {_described(*now)}; the engine was built with {_described(*known)}",
+                             f"has become {_describe(*now)}; the engine was built with {_describe(*known)}",
                              "Write a value of the same shape, number format and device, or build a new engine.")
         self._versions, self._after_forwards = [held._version for held in self._held.values()], []
         self._trains = [held.requires_grad for held in self._held.values()]
@@ -127,7 +127,7 @@ class HeldParameters:
                  for name, one in module.named_parameters()}  # new ones, too
         names |= {one: f"{block}.{name}" for (block, name), one in reversed(self._held.items())}
         found = set()
-        for block, name, parameter, module in list(self._in_blocks()):
+        for block, name, parameter, module in list(self._block_parameters()):
             held = self._held.get((block, name))
             if held is None:
                 raise _error("parameter-added", block, name,
@@ -176,7 +176,7 @@ class HeldParameters:
             self._check_written()
         if self._as_they_were():
             return
-        for block, name, parameter, _ in self._in_blocks():
+        for block, name, parameter, _ in self._block_parameters():
             if self._held.get((block, name)) is not parameter:
                 raise _error("parameter-replaced-during-batch", block, name,
                              "was replaced during the batch, whose gradients it does not have",
@@ -186,7 +186,7 @@ class HeldParameters:
         """ModelError where a parameter has been written to in a backward, by a hook that knows this replica's gradient
         alone, and a warning, once, where it was written to before, as by a forward that may know nothing but the
         parameter."""
-        rewritten = set(of_other_norm(self._norms))
+        rewritten = set(changed_norms(self._norms))
         before_and_after = zip(self._versions, self._after_forwards or self._versions, strict=True)
         for ((block, name), held), (before, after) in zip(self._held.items(), before_and_after, strict=True):
             if held._version != after:
@@ -238,7 +238,7 @@ class SteadyParameters:
         """Another forward has run before the first one's backward: tensors that it has changed without a new version,
         as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
         roots: of the graphs of all forwards under way, this one too."""
-        changed = of_other_norm([(one, norm) for one, version, norm in self._values if one._version == version])
+        changed = changed_norms([(one, norm) for one, version, norm in self._values if one._version == version])
         self._values = []
         if changed:
             _leave_out_statistics(roots)
@@ -263,7 +263,7 @@ class SteadyParameters:
         if not backward:
             self._forward_changes.update(changed)
             return
-        rewritten = set(of_other_norm(self._norms))
+        rewritten = set(changed_norms(self._norms))
         changed += [name for name, one in self._unnoticed.items() if one in rewritten]
         for name in changed:
             if name in self._forward_changes or name in self._unnoticed:
@@ -274,12 +274,12 @@ class SteadyParameters:
                                         "leave what changes the buffer out of the checkpoint.")
 
     def note(self) -> None:
-        self._before, self._gradients = self._now(), [one.grad for one in self._named]
+        self._before, self._gradients = self._snapshot(), [one.grad for one in self._named]
         self.note_buffers()
 
     def check(self) -> None:
         self.check_buffers(backward=False)
-        now = self._now()
+        now = self._snapshot()
         self._gradients = []
         if now == self._before:
             return
@@ -293,17 +293,17 @@ class SteadyParameters:
                                  remedy="Compute gradients inside a forward by torch.autograd.grad, and add what is "
                                         "to train to the loss.")
 
-    def _now(self) -> list[tuple[bool, int, int]]:
+    def _snapshot(self) -> list[tuple[bool, int, int]]:
         return list(map(gradient_state, self._named))
 
 
 def with_norms(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each plain tensor of real numbers with its norm, for `of_other_norm`."""
+    """Each plain tensor of real numbers with its norm, for `changed_norms`."""
     return [(one, _norm(one)) for one in tensors if type(one) in (Tensor, nn.Parameter) and one.dtype in _WITH_NORM
             and one.layout is torch.strided and not (one.is_meta or one.is_inference())]
 
 
-def of_other_norm(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def changed_norms(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Those of these tensors whose norm is another now. The host waits once for each device."""
     by_device = dict[torch.device, list[tuple[Tensor, Tensor]]]()
     for one, norm in before:
@@ -368,7 +368,7 @@ def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, 
     tensors = {id(one): one for one in (found() for found in left) if one is not None}
     if not tensors:
         return
-    reach = CodeReach.of([*((block, module) for _, block, module in blocks), ("loss", loss)])
+    reach = CodeReach.from_roots([*((block, module) for _, block, module in blocks), ("loss", loss)])
     for name, one in tensors_in(reach.found.values()):
         if id(one) in tensors:
             raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
@@ -378,11 +378,11 @@ def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, 
                                     "optimizer, which leaves them where they are: Engine(optimizer=...).")
 
 
-def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{dtype} {tuple(shape)} on {device}"
 
 
-def _changed(block: str, what: str) -> ModelError:
+def _changed_error(block: str, what: str) -> ModelError:
     return ModelError(f"{what} after the engine was built, which trains the blocks of the start", code="block-replaced",
                       where=f"block {block}", remedy="Build a new engine.")
 

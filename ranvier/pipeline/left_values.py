@@ -57,7 +57,7 @@ class LeftValues:
         self._found: frozenset[int] = frozenset()
         """What is looked at by itself, and not as a part of what has it."""
         if places:
-            reach = CodeReach.of([*((name, module) for _, name, module in blocks), ("loss", loss)])
+            reach = CodeReach.from_roots([*((name, module) for _, name, module in blocks), ("loss", loss)])
             self._found = frozenset(reach.found) | reach.per_stage
             found = reach.places()
             self._places = [(place, found[place.at]) for place in places if place.at in found]
@@ -65,21 +65,21 @@ class LeftValues:
     def begin(self, *, first: bool, backward: bool = False) -> None:
         """A forward begins, or a backward. first: of its batch."""
         self._batches += first
-        if self._looks(first, backward):
+        if self._is_due(first, backward):
             self._changes()  # by code between batches, or of another stage
 
     def check(self, *, last: bool, backward: bool = False) -> None:
         """It has ended. ModelError where it has left something that another stage reads, and does not make by itself.
         last: of its batch."""
-        for change in self._changes() if self._looks(last, backward) else ():
+        for change in self._changes() if self._is_due(last, backward) else ():
             place = change.watch.place
             if not change.is_read:
                 continue
             if not place.is_agreed(change.entry) or place.number in self._only_here or change.now.has_gradient:
-                raise _left(place, change.entry)
+                raise _left_value_error(place, change.entry)
             self._made[place.number, change.entry] = change.watch
 
-    def _looks(self, at_an_end: bool, backward: bool) -> bool:
+    def _is_due(self, at_an_end: bool, backward: bool) -> bool:
         if self._batches <= _CLOSE_BATCHES:
             return True
         return at_an_end if self._is_alone else not backward
@@ -96,7 +96,7 @@ class LeftValues:
         self._unsteady = [one for one in self._watches if not one.is_steady]
         return found
 
-    def made(self) -> dict[tuple[int, Entry], int]:
+    def count_made(self) -> dict[tuple[int, Entry], int]:
         """A number of each entry that forwards of the stage have made so far, which is counted anew where that has
         changed: of tensors on a device, the host waits for it."""
         for (number, entry), watch in self._made.items():
@@ -131,7 +131,7 @@ class SameLeft:
             return 0.0
         made: dict[tuple[int, Entry], int] = {}
         for stage in self._stages:
-            for place, one in stage.made().items():
+            for place, one in stage.count_made().items():
                 if made.setdefault(place, one) != one:  # stages of this rank differ, of what each has a copy
                     raise _differs(stage.first_made())
         numbers: dict[int, int] = {}
@@ -171,7 +171,7 @@ def _end(entry: Entry) -> str:
     return f"[{entry.key!r}]" if isinstance(entry, Element) else f".{entry}" if entry else ""
 
 
-def _left(place: SharedPlace, entry: Entry) -> ModelError:
+def _left_value_error(place: SharedPlace, entry: Entry) -> ModelError:
     end = _end(entry)
     return ModelError(f"is also {place.other}{end}, for code of another stage, and a forward changes it, which the "
                       "other stage does not see", code="shared-container-changes",

@@ -48,7 +48,7 @@ from ranvier.pipeline.trained_elsewhere import OthersParameters, TrainedElsewher
 from ranvier.pipeline.users_changes import SharedBufferChanges, UsersChanges
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import Sample, split_model
-from ranvier.plan.formats import check_formats, told
+from ranvier.plan.formats import cast_warning, check_formats
 from ranvier.plan.plan import Plan, make
 from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.schedule import Policy, check_policy_object
@@ -86,7 +86,7 @@ class EngineParts:
         self.blocks, self.cast_buffers = build_stage(self.model, layout, at, seed=seed, dtype=given.dtype,
                                                      device=world.device, copies=self.copies)
         if self.cast_buffers and at.is_first_on_pipeline_rank:
-            warnings.warn(told(self.cast_buffers, given.dtype), stacklevel=4)
+            warnings.warn(cast_warning(self.cast_buffers, given.dtype), stacklevel=4)
         self.parameters = stage_parameters(layout, self.blocks)
         self.elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in self.blocks),
                                           self.parameters.values(),
@@ -157,7 +157,7 @@ class EngineParts:
         if mesh is None:
             return model
         if self._plan.mesh.feature_parts > 1 and self._world.backend.name != "in-process":
-            self.randomness.is_compared, mesh.order.drawn = True, self.randomness.drawn
+            self.randomness.is_compared, mesh.order.drawn = True, self.randomness.state_hash
         mesh.autocast = self._given.autocast
         return split_model(model, mesh)
 
@@ -215,7 +215,7 @@ class EngineParts:
                 for path, one in module.named_parameters()
                 if layout[name := f"{block}.{path}"].block not in numbers}, code)
         sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
-        known = gradients.queued, gradients.added, gradients.added_rows
+        known = gradients.note_deferred, gradients.note_added, gradients.added_rows
         return Stage(
             blocks, loss=loss, seed=seed, device=world.device, left=left, others=others,
             progress=self.updater.progress if self.connections.needs_progress else None,
@@ -226,7 +226,7 @@ class EngineParts:
             may_wait=plan.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
             autocast=given.autocast,
             in_float8=float8_layers(self.blocks, len(given.model.blocks), world.device) if given.float8 else (),
-            weight_gradients=WeightGradients(*known, after=None if mesh is None else mesh.sums.after))
+            weight_gradients=WeightGradients(*known, after=None if mesh is None else mesh.sums.call_after))
 
 
 def compiles(how: bool | Literal["auto"], device: torch.device) -> bool | Literal["auto"]:

@@ -58,7 +58,7 @@ class ReplicaComparison:
     def compare(self, parameters: Mapping[str, Tensor]) -> None:
         """parameters: those of this rank by key, up to date. RanvierError on every rank where copies differ."""
         names = [parameter.name for parameter in self._layout.parameters if parameter.name in parameters]
-        found = self._gathered([parameters[name] for name in names])
+        found = self._gather_checksums([parameters[name] for name in names])
         found_here = differences(self._layout, self._stage.ranks, names, found)
         wrong = torch.tensor([len(found_here)], dtype=torch.int64)
         self._everyone.all_reduce(wrong).wait()
@@ -75,7 +75,7 @@ class ReplicaComparison:
         """Close the group of the stage."""
         self._stage.close()
 
-    def _gathered(self, parameters: Sequence[Tensor]) -> list[list[int]]:
+    def _gather_checksums(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """Checksums of each rank of the stage, in the order of `parameters`."""
         longest = min(PIECE, max((parameter.numel() for parameter in parameters), default=0))
         if len(self._weights) < longest:
@@ -101,11 +101,12 @@ def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
         for rank, sums in zip(ranks, checksums, strict=True):
             at = layout.mesh.coordinates(rank)
             alike.setdefault(layout.box(layout[name], at.position), {})[rank] = sums[column]
-        found_here += [(name, _who(layout, sums)) for sums in alike.values() if len(set(sums.values())) > 1]
+        found_here += [(name, _describe_odd_ranks(layout, sums)) for sums in alike.values()
+                       if len(set(sums.values())) > 1]
     return found_here
 
 
-def _who(layout: Layout, sums: Mapping[int, int]) -> str:
+def _describe_odd_ranks(layout: Layout, sums: Mapping[int, int]) -> str:
     """The odd ones out, where most ranks agree; else everybody. sums: rank -> checksum."""
     (common, count), *_ = Counter(sums.values()).most_common()
     odd = [rank for rank, value in sums.items() if value != common]

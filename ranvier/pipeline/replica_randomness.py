@@ -6,8 +6,8 @@ follows from its state, the engine's seed and the number of the replica: a progr
 
     generator:   state --(seed of this replica)--> batch draws ... --(state, one number further)--> the user's code
 
-Columns compute the same samples, and must draw the same numbers: they compare `drawn`. (Python's and NumPy's generators
-are left out: libraries draw from them when they are first imported.)
+Columns compute the same samples, and must draw the same numbers: they compare `state_hash`. (Python's and NumPy's
+generators are left out: libraries draw from them when they are first imported.)
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ReplicaRandomness:
     def __init__(self, replica: int, seed: int, device: torch.device) -> None:
         self._replica, self._seed, self._device = replica, seed, device
         self._began: tuple[bytes, ...] = ()
-        """The states with which the batch began, where `drawn` is asked for."""
+        """The states with which the batch began, where `state_hash` is asked for."""
         self.is_compared = False
-        """Whether `drawn` is asked for."""
+        """Whether `state_hash` is asked for."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class ReplicaRandomness:
                 if drawn:  # or the next batch would draw the same
                     torch.rand((), generator=generator, device=generator.device)
 
-    def drawn(self) -> int:
+    def state_hash(self) -> int:
         """A hash of the generators' states, which tells what has been drawn in this batch; 0 if nothing has."""
         states = self.states()
         return 0 if states == self._began else keyed_random.key(self._began, states)

@@ -64,7 +64,8 @@ class SameTargets:
         that the rank has not: it cannot say.
         """
         leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
-                  if isinstance(leaf, Tensor) and leaf.numel() and _compared(leaf.dtype)] if self._takes_part else []
+                  if isinstance(leaf, Tensor) and leaf.numel()
+                  and _is_comparable(leaf.dtype)] if self._takes_part else []
         if not leaves or any(
                 type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device != leaves[0][1].device
                 for _, leaf in leaves):
@@ -72,20 +73,20 @@ class SameTargets:
         integers: dict[int, list[Tensor]] = {}
         reals: dict[int, list[Tensor]] = {}
         for place, leaf in leaves:
-            (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_some(leaf))
+            (reals if leaf.is_floating_point() else integers).setdefault(place, []).append(_sample_elements(leaf))
         nothing = torch.zeros(SAME_TARGETS, dtype=torch.float64, device=leaves[0][1].device)  # a copy would wait for it
         return torch.cat([
-            self._of_integers([torch.cat(parts).to(torch.int64) for parts in integers.values()])
+            self._sum_integers([torch.cat(parts).to(torch.int64) for parts in integers.values()])
             if integers else nothing[:2],
-            self._of_reals([torch.cat(parts).detach() for parts in reals.values()]) if reals else nothing[2:]])
+            self._sum_reals([torch.cat(parts).detach() for parts in reals.values()]) if reals else nothing[2:]])
 
-    def _of_integers(self, columns: list[Tensor]) -> Tensor:
+    def _sum_integers(self, columns: list[Tensor]) -> Tensor:
         says = torch.stack([(column != column[:1]).any() for column in columns]).all()  # stays on the device
         values = torch.cat(columns)
-        number = (values * _mixed(values)).sum() >> 64 - NUMBER_BITS  # the highest bits, which depend on all others
+        number = (values * _mix(values)).sum() >> 64 - NUMBER_BITS  # the highest bits, which depend on all others
         return (torch.stack([number * self._factor, torch.ones_like(number)]) * says).to(torch.float64)
 
-    def _of_reals(self, columns: list[Tensor]) -> Tensor:
+    def _sum_reals(self, columns: list[Tensor]) -> Tensor:
         """Deviations from the mean with signs of chance: those of other samples do not cancel."""
         deviations, says = [], []
         for column in columns:
@@ -93,7 +94,7 @@ class SameTargets:
             deviations.append(values - values.mean())
             says.append(deviations[-1].norm() > max(_LEAST_SPREAD, 16 * torch.finfo(column.dtype).eps) * values.norm())
         values = torch.cat(deviations)
-        signs = torch.where(_mixed(values) < 0, -1.0, 1.0).to(torch.float64)
+        signs = torch.where(_mix(values) < 0, -1.0, 1.0).to(torch.float64)
         found = torch.stack([(values * signs).sum() * self._factor, values.square().sum() * self._factor ** 2,
                              torch.ones_like(values[0])])
         return torch.where(torch.stack(says).all(), found, torch.zeros_like(found))
@@ -112,16 +113,16 @@ class SameTargets:
                                     "first stage.")
 
 
-def _compared(dtype: torch.dtype) -> bool:
+def _is_comparable(dtype: torch.dtype) -> bool:
     return dtype in _INTEGERS or dtype.is_floating_point
 
 
-def _mixed(values: Tensor) -> Tensor:
+def _mix(values: Tensor) -> Tensor:
     """[n] int64 for [n] values: a number for each place."""
     return torch.arange(1, len(values) + 1, device=values.device) * ODD
 
 
-def _some(leaf: Tensor) -> Tensor:
+def _sample_elements(leaf: Tensor) -> Tensor:
     """[n]: at most about `_MAX_ELEMENTS` of the elements."""
     flat, apart = leaf.reshape(-1), leaf.numel() // _MAX_ELEMENTS
     return flat[::apart] if apart > 1 else flat
@@ -153,7 +154,7 @@ class OwnSamples:
         if not (self._looks and batch):
             return nothing
         self._looks = False
-        leaves = [_some(leaf.detach()).cpu() for one in batch for leaf in tree_leaves(one.inputs)
+        leaves = [_sample_elements(leaf.detach()).cpu() for one in batch for leaf in tree_leaves(one.inputs)
                   if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel() and not leaf.is_meta]
         if all(bool((leaf == leaf[0]).all()) for leaf in leaves):
             return nothing

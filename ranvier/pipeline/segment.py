@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ranvier.block import State, carried, named
+from ranvier.block import State, as_named_tensors, from_named_tensors
 from ranvier.errors import ModelError
-from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, of_other_norm, with_norms
+from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, with_norms
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
 from ranvier.tensor.remembered import Remembered
@@ -67,14 +67,14 @@ class _Reads(TorchDispatchMode):
             unready = [parameter for parameter, version in self._ready if parameter._version != version]
             unready += [parameter for parameter, place in self._unwritten.items() if parameter.data_ptr() == place]
             for tensor in tree_leaves((read, kwargs)):
-                self.early.update(_over(tensor, unready))
+                self.early.update(_parameters_under(tensor, unready))
             for tensor, is_written in zip(args, kinds, strict=False):
-                for parameter in _over(tensor, self._unwritten) if is_written else ():
+                for parameter in _parameters_under(tensor, self._unwritten) if is_written else ():
                     del self._unwritten[parameter]
         return func(*args, **(kwargs or {}))
 
 
-def _over(tensor: object, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _parameters_under(tensor: object, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters in whose memory a tensor begins."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return []
@@ -126,7 +126,7 @@ class Segment:
     def run(self, compute: Callable[[State], State], state: State) -> State:
         """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes in place a
         tensor of the state, or a buffer that it did not change at first."""
-        tensors = named(state, self._where)
+        tensors = as_named_tensors(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
         then = Remembered(self._others, common=bool(self._others))  # ours draw from neither
@@ -136,21 +136,21 @@ class Segment:
 
         def once_or_again(state: State) -> State:
             nonlocal ran
-            entering = named(state, self._where)
+            entering = as_named_tensors(state, self._where)
             if ran:
                 self._check(tensors, versions, "after these blocks, which recomputation runs again")
                 aliases = {name: tensor.view_as(tensor) if type(tensor) is Tensor and tensor.requires_grad else tensor
                            for name, tensor in entering.items()}
                 with then.given_back(), self._buffers_of(before), \
-                        _COMPUTED if kept is None else kept.replayed(), self._moved_again(moved):
-                    return compute(carried(aliases))
+                        _COMPUTED if kept is None else kept.replaying(), self._moved_again(moved):
+                    return compute(from_named_tensors(aliases))
             ran = True
             weights = [parameter._version for parameter in self._parameters]
             norms = self._norms()
-            with self._noted(before), _COMPUTED if kept is None else kept.recorded():
-                result = compute(carried(entering))
+            with self._note_changes(before), _COMPUTED if kept is None else kept.recording():
+                result = compute(from_named_tensors(entering))
             then.forget_unmoved()
-            rewritten = set(of_other_norm(norms))
+            rewritten = set(changed_norms(norms))
             for parameter, version in zip(self._parameters, weights, strict=True):
                 changes = parameter._version - version
                 if (changes or parameter in rewritten) and not parameter.is_meta:
@@ -222,7 +222,7 @@ class Segment:
                     yield (module, name), value
 
     @contextmanager
-    def _noted(self, before: dict[_Place, Tensor | None]) -> Iterator[None]:
+    def _note_changes(self, before: dict[_Place, Tensor | None]) -> Iterator[None]:
         """Put into `before` what the buffers were that the forward inside has changed. One that was replaced is still
         there; of one that is changed in place a copy is made beforehand: of each the first time, then if it has
         changed, and of running statistics, whose kernels leave no trace of a change."""

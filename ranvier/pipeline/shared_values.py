@@ -71,29 +71,29 @@ class SharedValues:
         if not training:
             self._buffers.evaluation_begins()
 
-    def evaluated(self) -> None:
+    def after_evaluation(self) -> None:
         """An evaluation has run here."""
-        self._buffers.evaluated()
+        self._buffers.after_evaluation()
 
-    def ran(self) -> None:
+    def after_backwards(self) -> None:
         """All backwards of a training batch have run here, and the reduction of every chunk of gradients has begun: so
         the exchange of buffers is begun in one order on all replicas."""
         for tie in self._ties.add_gradients(self._board.calls):
-            self._updater.gradients.added(self._updater.gradients.chunks_of([tie.parameter]))
+            self._updater.gradients.note_added(self._updater.gradients.chunks_of([tie.parameter]))
         self._buffers.start()
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """The parameters of this rank are updated, as far as the host knows: where only the device knows better, values
         that it has not changed are sent."""
         if self._ties.owns:
             self._updater.wait()
         self._ties.send_values(self._board.calls, trained=True)
-        self._elsewhere.updated()
+        self._elsewhere.after_update()
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """Somebody has written the whole state of all ranks."""
         self._were_loaded = True
-        self._elsewhere.loaded()
+        self._elsewhere.after_load()
         self._stages.forget_weights()
 
     @property
@@ -111,16 +111,16 @@ class SharedValues:
         self.wait()
         self.refuse_in_averages("averaged")
         before, self._are_averages = flat.take_averages(), True
-        self._replaced()
+        self._after_new_values()
         try:
             yield
         finally:
             self._are_averages = False
             self.wait()
             flat.weights.copy_(before)
-            self._replaced()
+            self._after_new_values()
 
-    def _replaced(self) -> None:
+    def _after_new_values(self) -> None:
         """Parameters have other values: what was gathered of them is let go, and other ends of ties get theirs."""
         self._stages.forget_weights()
         self._ties.send_values(self._board.calls, trained=True)
@@ -160,9 +160,9 @@ class ReplicaBuffers:
         parameters = ByMemory((None, one) for _, _, module in blocks for one in module.parameters())
         self._values_of_parameters = {
             f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
-            if parameters.over(buffer)}
+            if parameters.overlapping(buffer)}
         """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
-        self._shapes = {name: buffer.shape for name, buffer in self._named().items()}
+        self._shapes = {name: buffer.shape for name, buffer in self._named_buffers().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []
         self._before_evaluation: dict[str, tuple[Tensor, int]] = {}
         """The buffers of floating-point numbers and their versions, until the engine has warned of one."""
@@ -171,7 +171,7 @@ class ReplicaBuffers:
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def _named(self) -> dict[str, Tensor]:
+    def _named_buffers(self) -> dict[str, Tensor]:
         return {f"{block}.{name}": buffer for _, block, module in self._blocks
                 for name, buffer in module.named_buffers() if f"{block}.{name}" not in self._values_of_parameters}
 
@@ -179,7 +179,7 @@ class ReplicaBuffers:
         """A training batch has run on this replica. ModelError where a buffer has become another size."""
         if not (self._shared and self._shapes):
             return
-        buffers = self._named()
+        buffers = self._named_buffers()
         for name in self._shapes | buffers:
             shapes = [None if shape is None else tuple(shape) for shape in (
                 self._shapes.get(name), buffers[name].shape if name in buffers else None)]
@@ -212,16 +212,16 @@ class ReplicaBuffers:
 
     def evaluation_begins(self) -> None:
         """Buffers that an evaluation changes, such as those of quantization observers, do so by each replica's own
-        samples: see `evaluated`."""
+        samples: see `after_evaluation`."""
         self._before_evaluation = {
-            name: (buffer, buffer._version) for name, buffer in self._named().items()
+            name: (buffer, buffer._version) for name, buffer in self._named_buffers().items()
             if buffer.is_floating_point() and not buffer.is_inference()
         } if self._shared and self._replicas.index == 0 and not self._has_warned else {}
 
-    def evaluated(self) -> None:
+    def after_evaluation(self) -> None:
         """An evaluation has run: warn of the first buffer that it has changed."""
         before, self._before_evaluation = self._before_evaluation, {}
-        now = self._named() if before else {}
+        now = self._named_buffers() if before else {}
         for name, (buffer, version) in before.items():
             new = now.get(name, buffer)
             if buffer._version != version or not (new is buffer or torch.equal(new.to(buffer), buffer)):

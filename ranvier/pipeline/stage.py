@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from ranvier import keyed_random
-from ranvier.block import Loss, State, carried, named, wrapping_hint
+from ranvier.block import Loss, State, as_named_tensors, from_named_tensors, wrapping_hint
 from ranvier.errors import ModelError, RanvierError
 from ranvier.originals.read_attributes import read_attributes_of
 from ranvier.pipeline import carried_tensors
@@ -44,7 +44,7 @@ from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
 from ranvier.tensor.columns.tensor import mapped
 from ranvier.tensor.deferred_linear import DeferringForwards
-from ranvier.tensor.fused import Fused, using
+from ranvier.tensor.fused import Fused, use_calls
 from ranvier.tensor.mesh import TensorMesh
 from ranvier.tensor.overlapped_transfers import WeightUse
 from ranvier.tensor.split.linear import SplitLinear
@@ -264,13 +264,13 @@ class Stage:
             if notes:
                 self._shared.watch(entered, notes.get(carried_tensors.SHARED, ()))
                 carried_tensors.refuse_outside(entered, notes.get(carried_tensors.HOOKED, ()), self._weights.in_pass)
-            state = self._run_blocks(carried(with_layouts(entered, self._mesh)), step, microbatch, number)
+            state = self._run_blocks(from_named_tensors(with_layouts(entered, self._mesh)), step, microbatch, number)
             if self._loss is not None and self.wanted is not None:
                 self.wanted.take(number, state)
             if self._loss is not None and (self.wanted is None or self.wanted.has_loss):
                 outputs = {"": self._compute_loss(state, microbatch, number)}
             else:
-                outputs = named(state, f"block {self.blocks[-1][1]}")
+                outputs = as_named_tensors(state, f"block {self.blocks[-1][1]}")
                 outputs = outputs if self._mesh is None else detached_names(outputs)
                 outputs = carried_tensors.with_notes(outputs, self._shared, self._device)
         self._shared.check()
@@ -286,10 +286,10 @@ class Stage:
             sent[name] = one = tensor.detach()
             if self._loss is None and type(one) is not Tensor and (
                     type(one).__torch_function__ != Tensor.__torch_function__):
-                raise _of_a_class(type(one), name, self.blocks[-1][1])
+                raise _subclass_error(type(one), name, self.blocks[-1][1])
             if self._loss is None and (one.layout is not torch.strided or one.is_nested):
                 raise ModelError("is sparse or nested, and messages carry whole tensors", code="sparse-tensor-sent",
-                                 where=_returned(name, self.blocks[-1][1]), value=one.layout,
+                                 where=_describe_returned(name, self.blocks[-1][1]), value=one.layout,
                                  remedy="Return its to_dense() or its parts, or cut elsewhere "
                                         "(Pipeline(boundaries=...)).")
             if tensor.requires_grad:
@@ -325,7 +325,7 @@ class Stage:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else [(range(len(self.blocks)), False)]
         if self._cache is not None and self.training:  # which may end being used in this very call
-            state = self._cached(self.cached_blocks, state, step, samples, number)
+            state = self._run_cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
             if recomputed and torch.is_grad_enabled():
                 part = partial(self._run_some, run, step, samples, number)
@@ -336,15 +336,15 @@ class Stage:
                 self._watch_boundary(state, run[-1], number)
         return state
 
-    def _cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
+    def _run_cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
         """The state after the first blocks, which a cache has."""
         def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
             state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
                                    self._from_cache(state) if first else state)
-            tensors = named(state, f"block {self.blocks[num_blocks - 1][1]}")
+            tensors = as_named_tensors(state, f"block {self.blocks[num_blocks - 1][1]}")
             if self._mesh is None:
-                return carried(tensors)
+                return from_named_tensors(tensors)
             return {f"{_IN_CACHE}{name}": tensor for name, tensor in detached_names(tensors).items()}
 
         assert self._cache is not None
@@ -356,8 +356,9 @@ class Stage:
         """
         if self._mesh is None:
             return state
-        tensors = {name.removeprefix(_IN_CACHE): tensor for name, tensor in named(state, "the cache").items()}
-        return carried(with_layouts(tensors, self._mesh))
+        tensors = {name.removeprefix(_IN_CACHE): tensor for name,
+                   tensor in as_named_tensors(state, "the cache").items()}
+        return from_named_tensors(with_layouts(tensors, self._mesh))
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State, *, watches: bool = False
                   ) -> State:
@@ -367,7 +368,7 @@ class Stage:
         In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
         """
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
-            with using(self._fused), torch.set_grad_enabled(self.training):
+            with use_calls(self._fused), torch.set_grad_enabled(self.training):
                 return self._run_some(run, step, samples, number, state, watches=watches)
         compiled = self._compiled if self.training else None
         # A gradient inside a forward may recompute a run: its scope must be another one.
@@ -410,7 +411,7 @@ class Stage:
         reports = (last and self._block_passed is not None) or self._progress is not None
         if reports or not isinstance(state, Tensor):
             block, name, _ = self.blocks[place]
-            tensors = {"": state} if type(state) is Tensor else plain(named(state, f"block {name}"))
+            tensors = {"": state} if type(state) is Tensor else plain(as_named_tensors(state, f"block {name}"))
             if reports:
                 self._report_boundary(tensors, block + 1, last=last)
             if not isinstance(state, Tensor):
@@ -431,20 +432,20 @@ class Stage:
                 self._progress()
             if missing == 0 and self._last_backward:
                 self._close(block)
-                passed = partial(self._passed, block)
+                passed = partial(self._note_passed, block)
                 if self._mesh is None:
                     passed()
                 else:
-                    self._mesh.sums.after(passed)
+                    self._mesh.sums.call_after(passed)
 
         for tensor in watched:
-            tensor.register_hook(hook if last else self._moves)
+            tensor.register_hook(hook if last else self._progress_messages)
 
-    def _passed(self, block: int) -> None:
+    def _note_passed(self, block: int) -> None:
         if self._block_passed is not None:
             self._block_passed(block)
 
-    def _moves(self, gradient: Tensor) -> None:
+    def _progress_messages(self, gradient: Tensor) -> None:
         """A hook at a block boundary: let messages move."""
         if self._progress is not None:
             self._progress()
@@ -512,7 +513,7 @@ class Stage:
         self._last_backward = last
         if last:
             self._open = list(self._layers_of_blocks)
-            self._passed(self.blocks[-1][0] + 1)
+            self._note_passed(self.blocks[-1][0] + 1)
         if watched := self._is_watched and self._overlaps:
             self._steady.note_buffers()
         try:
@@ -560,14 +561,14 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
-def _returned(name: str, block: str) -> str:
+def _describe_returned(name: str, block: str) -> str:
     return f'tensor "{name}" that block {block} returns' if name else f"what block {block} returns"
 
 
-def _of_a_class(kind: type, name: str, block: str) -> ModelError:
+def _subclass_error(kind: type, name: str, block: str) -> ModelError:
     """A message has values, and no class with operations of its own."""
     return ModelError("is of a class of tensors of its own, which the next stage would not know",
-                      code="tensor-subclass-sent", where=_returned(name, block), value=kind.__name__,
+                      code="tensor-subclass-sent", where=_describe_returned(name, block), value=kind.__name__,
                       remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
 

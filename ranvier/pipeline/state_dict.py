@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ranvier.comm.protocol import Group
 from ranvier.errors import CheckpointError
-from ranvier.layout import box_size, index_of, whole
+from ranvier.layout import box_size, index_of, whole_box
 from ranvier.tensor.quantized_weight import dense
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _layout_of(engine: Engine) -> dict[str, Any]:
     layout, rank, at = engine.layout, engine.world.rank, engine.coordinates
     ends = layout.ends_on(at.pipeline_rank)
     updated: dict[str, list[list[int]]] = {}
-    for piece in sorted(layout.updated(rank), key=lambda piece: (piece.parameter, piece.interval)):
+    for piece in sorted(layout.updated_slices(rank), key=lambda piece: (piece.parameter, piece.interval)):
         intervals, (start, stop) = updated.setdefault(piece.parameter, []), piece.interval
         if intervals and intervals[-1][1] == start:
             start = intervals.pop()[0]
@@ -189,14 +189,14 @@ def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:
         name: str(parameter.dtype).removeprefix("torch.") for name, parameter in mine.items()}) for name, dtype
         in rank.items()}
     found: dict[str, Tensor] = {}
-    here = {one.parameter for one in layout.held(0) if one.box == whole(layout[one.parameter].shape)}
+    here = {one.parameter for one in layout.held_slices(0) if one.box == whole_box(layout[one.parameter].shape)}
     for one in (one for one in layout.parameters if one.is_owner):
         if engine.world.rank == 0:
             found[one.name] = torch.empty(one.shape, dtype=getattr(torch, formats[one.name]))
             if one.name in here:
                 found[one.name].copy_(dense(mine[one.name].detach()))
     for rank in range(engine.mesh.size):
-        for piece in layout.owned(rank):
+        for piece in layout.owned_slices(rank):
             if piece.parameter in here:
                 continue
             held = dense(mine[piece.parameter].detach()) if engine.world.rank == rank else None
@@ -207,7 +207,7 @@ def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:
                     part.copy_(held[index_of(box, piece.box)])
                 ranks.broadcast(part, rank).wait()
                 if engine.world.rank == 0:
-                    found[piece.parameter][index_of(box, whole(layout[piece.parameter].shape))] = part.cpu()
+                    found[piece.parameter][index_of(box, whole_box(layout[piece.parameter].shape))] = part.cpu()
     return found
 
 

@@ -78,7 +78,7 @@ class BatchStatistics:
         self._accumulated, self._earlier = self.sums[:2].clone(), None
         self.num_accumulated += 1
 
-    def stepped(self, updated: bool) -> None:
+    def after_step(self, updated: bool) -> None:
         """A step has been taken, which has updated the parameters or left them."""
         self.forget()
         self.num_updates += updated

@@ -81,7 +81,7 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
     """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
     at, ties = layout.mesh.coordinates(rank), []
     pipeline_rank = at.pipeline_rank
-    for owner, ends in layout.ends.items():
+    for owner, ends in layout.tie_ends.items():
         if len(ends) == 1:
             continue
         home = layout.pipe_of(layout[owner].block), owner
@@ -92,9 +92,11 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
             others = [other for other in ends if other != home] if owns else [place]
             gradients, values = [], []
             for other in others:
-                gradients += [move for move in _moves(layout, at.replica, other[1], ends[other], ends[home], sums=True)
+                gradients += [move
+                              for move in _plan_moves(layout, at.replica, other[1], ends[other], ends[home], sums=True)
                               if rank == (move.destination if owns else move.source)]
-                values += [move for move in _moves(layout, at.replica, other[1], ends[home], ends[other], sums=False)
+                values += [move
+                           for move in _plan_moves(layout, at.replica, other[1], ends[home], ends[other], sums=False)
                            if rank == (move.source if owns else move.destination)]
             ties.append(Tie(rank=rank, name=place[1], text=_text(layout, owner), parameter=parameters[place[1]],
                             shape=parameter.shape, box=layout.box(parameter, at.position), owns=owns,
@@ -106,7 +108,7 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
 
 def tied_parameters(layout: Layout) -> tuple[str, ...]:
     """All of the model that have several ends, as errors name them."""
-    return tuple(_text(layout, owner) for owner, ends in layout.ends.items() if len(ends) > 1)
+    return tuple(_text(layout, owner) for owner, ends in layout.tie_ends.items() if len(ends) > 1)
 
 
 def _text(layout: Layout, owner: str) -> str:
@@ -114,8 +116,8 @@ def _text(layout: Layout, owner: str) -> str:
     return f"parameter {owner}, tied as {', '.join(others)}"
 
 
-def _moves(layout: Layout, replica: int, name: str, source: Parameter, destination: Parameter, *,
-           sums: bool) -> list[Move]:
+def _plan_moves(layout: Layout, replica: int, name: str, source: Parameter, destination: Parameter, *,
+                sums: bool) -> list[Move]:
     """The moves of elements from one end to the other in a replica, in order of their source.
 
     Of positions with the same elements the destination's own sends, else the first. sums: they are gradients. Those of
@@ -157,15 +159,15 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
     """
     specs = []
     for gradient in layout.gradients(rank):
-        summed = () if gradient.sent_to_owner else layout.summed(gradient.name)
+        summed = () if gradient.sent_to_owner else layout.summed_axes(gradient.name)
         parameter, axes = parameters[gradient.name], layout.split_axes(gradient.name) if gradient.whole else ()
         split = None
         if splits and axes and not gradient.sent_to_owner:
             places = map(layout.mesh.coordinates, splits[axes].ranks)
             boxes = [layout.box(layout[gradient.name], at.position) for at in places]
             split = TensorSplit(group=splits[axes], boxes=boxes, device=parameter.device)
-        specs.append(GradientSpec.of(gradient, parameter, groups[summed] if summed else None, split,
-                                     is_table=parameter in tables))
+        specs.append(GradientSpec.from_layout(gradient, parameter, groups[summed] if summed else None, split,
+                                              is_table=parameter in tables))
     return specs
 
 
@@ -181,7 +183,7 @@ class TieMessages:
         (end, tensor), = message.tensors.items()
         self._arrived[message.kind, message.source, end].append((tensor, message.microbatch))
 
-    def of(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, int]]:
+    def arrived(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, int]]:
         """Tensors that have arrived and wait to be taken, the oldest first, with the note of each message."""
         return self._arrived[kind, source, end]
 
@@ -219,7 +221,7 @@ class TiedParameters:
 
     def _take(self, kind: MessageKind, what: str, move: Move) -> tuple[Tensor, int]:
         """The tensor of this move and its note; waits until it has arrived."""
-        arrived = self._arrived.of(kind, move.source, move.parameter)
+        arrived = self._arrived.arrived(kind, move.source, move.parameter)
         while not arrived:
             self._wait(what, move.source)
         return arrived.popleft()

@@ -37,7 +37,7 @@ class _OldValues(SplitHook):
     def __call__(self, module: nn.Module, *_: object) -> None:
         """Somebody uses the module."""
         self.look(module)
-        self._tell(type(module).__name__)
+        self._warn(type(module).__name__)
 
     def look(self, module: nn.Module, *_: object) -> None:
         """Let the module go, plain as it was, where new values have been written: hooks are in the way of torch.compile
@@ -48,7 +48,7 @@ class _OldValues(SplitHook):
             self.remove(module)
         self.known = old
 
-    def _tell(self, module: str) -> None:
+    def _warn(self, module: str) -> None:
         if self.known and not self.told:
             self.told += self.known
             warnings.warn(f"{module}.{self.told[0]} has its values from before the training here: another rank has "
@@ -83,7 +83,7 @@ class _OldValues(SplitHook):
     def __reduce__(self) -> tuple[object, ...]:
         """An empty record: the module is saved as a whole."""
         if any(getattr(one(), "_version", None) == version for one, version in self.known.values()):
-            self._tell("the module")
+            self._warn("the module")
         return _OldValues, ([], [], {})
 
 
@@ -145,7 +145,7 @@ class TrainedElsewhere:
         self._at_start = [(name, one, gradient_state(held)) for name, one in (*self.others, *self._of_no_block)
                           if (held := one()) is not None]
 
-    def reached(self) -> Iterator[str]:
+    def reached_parameters(self) -> Iterator[str]:
         """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here.
         ModelError for one that the optimizer updates and no block has: it is of the sum of this rank's losses."""
         for name, one, before in self._at_start:
@@ -174,7 +174,7 @@ class TrainedElsewhere:
                                             "(model.load_state_dict), or cut the model as there "
                                             "(Pipeline(boundaries=...)).")
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         """All values of this rank are those that they are to be."""
         self.may_be_old = True
         for _, module in self._own:
@@ -185,7 +185,7 @@ class TrainedElsewhere:
         """Of other engines."""
         return [note for note in _notes(module) if note.rewritten is not self._rewritten]
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """All ranks have updated what they train. Costs something after the first update and after new values only."""
         rewritten, self._rewritten[:] = self._rewritten[:], []
         for module in filter(None, (one() for one in rewritten)):
@@ -269,7 +269,7 @@ class OthersParameters(TorchDispatchMode):
 
     def _look(self, parameters: ByMemory[str], values: object) -> None:
         for one in tree_leaves(values) if parameters else ():
-            for name in parameters.over(one) if isinstance(one, Tensor) else ():
+            for name in parameters.overlapping(one) if isinstance(one, Tensor) else ():
                 raise self._error(name)
 
     def _error(self, name: str) -> ModelError:

@@ -43,15 +43,15 @@ class UsersChanges:
         self._elsewhere, self._buffers, self._copied = elsewhere, buffers, copied
         self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
-        self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed(name)}
+        self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed_axes(name)}
         """Those of which, or of whose gradient, each row or column has a part."""
         self._trained = [(name, one) for name, one in parameters.items() if layout[name].trainable]
         self._is_of_mean, self._has_warned, self._has_warned_of_saved = is_of_mean, False, False
 
     def refuse_gradients(self, *, applied: bool) -> None:
         """Of `refuse_others`, for the parameters that this rank owns."""
-        refuse_others(((self._name(spec.name), spec.parameter) for spec in self._gradients.owned()), self._gradients,
-                      applied=applied)
+        refuse_others(((self._name(spec.name), spec.parameter) for spec in self._gradients.owned_specs()),
+                      self._gradients, applied=applied)
 
     def check_start(self, *, training: bool) -> None:
         """ModelError where a batch cannot begin. Changes nothing."""
@@ -99,7 +99,7 @@ class UsersChanges:
     def check(self) -> None:
         """Its forwards and backwards have run. ModelError for what they must not do."""
         self._held.check_kept()
-        for name in (*self._elsewhere.reached(), *self._gradients.late()):
+        for name in (*self._elsewhere.reached_parameters(), *self._gradients.late_parameters()):
             raise used_from_outside(self._name(name))
         self._buffers.check()
 
@@ -150,9 +150,9 @@ class UnsavedAttributes:
         self._optimizer, self._has_warned = optimizer, False
         self._of_torch = set() if optimizer is None else {  # one of torch's imports its compiler
             *vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])), *_BY_SCHEDULERS}
-        self._marks = self._now()
+        self._marks = self._snapshot()
 
-    def _now(self) -> dict[str, Mark]:
+    def _snapshot(self) -> dict[str, Mark]:
         own = getattr(self._optimizer, "__dict__", {})
         values = {name: value.state if isinstance(value, torch.optim.Optimizer) else value
                   for name, value in own.items() if name not in self._of_torch}
@@ -161,7 +161,7 @@ class UnsavedAttributes:
 
     def warn(self) -> None:
         """The state of the optimizer is being saved."""
-        changed = [] if self._has_warned else [name for name, now in self._now().items() if not (
+        changed = [] if self._has_warned else [name for name, now in self._snapshot().items() if not (
             name in self._marks and now.is_same(self._marks[name]))]
         if changed:
             self._has_warned = True

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ranvier.block import Model, State, meta_device, named, wrapping_hint
+from ranvier.block import Model, State, as_named_tensors, meta_device, wrapping_hint
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ModelError
 from ranvier.optim.optimizer import storage_bytes
@@ -47,7 +47,7 @@ class FusedAttention(TorchFunctionMode):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            fused = _fused(**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs)
+            fused = _fused_attention(**dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)), **kwargs)
             if fused is not None:
                 return fused
         return func(*args, **kwargs)
@@ -56,8 +56,8 @@ class FusedAttention(TorchFunctionMode):
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-           is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor | None:
     """The fused kernel's output; None if no kernel takes such arguments and torch decomposes the attention."""
     if dropout_p or any(each.dim() != 4 or each.shape[-1] != query.shape[-1] for each in (query, key, value)):
         return None
@@ -132,7 +132,7 @@ def build_on_meta(model: Model) -> dict[str, nn.Module]:
 
 def _tensors_on_meta(module: nn.Module, formats: BlockFormats) -> dict[str, Tensor]:
     """The module's parameters and buffers without data, cast."""
-    return {key: value.detach().to("meta", formats.of_tensor(key, value)).requires_grad_(value.requires_grad)
+    return {key: value.detach().to("meta", formats.format_of(key, value)).requires_grad_(value.requires_grad)
             for key, value in (*module.named_parameters(remove_duplicate=False),
                                *module.named_buffers(remove_duplicate=False))}
 
@@ -178,12 +178,12 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
 def _count_block(model: Model, name: str, module: nn.Module, state: State, trains: bool, before: str,
                  dtype: torch.dtype, counting: kernels.Counting) -> tuple[BlockCost, State]:
     """The cost of one block, and what it returns. trains: whether something before it does. before: what `state` is."""
-    tensors = _tensors_on_meta(module, BlockFormats.of(model, name, module, dtype))
+    tensors = _tensors_on_meta(module, BlockFormats.from_block(model, name, module, dtype))
     count, products = _count_of(module, tensors), _Float8Products()
-    memory, kept, found = count, KeptBytes(tensors.values(), count.saved), count.kept_outputs
+    memory, kept, found = count, KeptBytes(tensors.values(), count.note_saved), count.kept_outputs
     entered = _as_leaves(state, trains)  # which the block may change
     try:
-        with (torch.enable_grad(), kept, found.recorded(by_caller=True), count, FusedAttention(),
+        with (torch.enable_grad(), kept, found.recording(by_caller=True), count, FusedAttention(),
               like_panels_once(module, count),
               products if counting.float8 else nullcontext(), count.chains(counting)):
             returned = functional_call(module, tensors, (entered,), tie_weights=False)
@@ -198,7 +198,7 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
                          code="block-refuses-input", where=f"block {name}",
                          remedy="Make its forward take and return the carried state, or choose sizes that it "
                                 "supports." + _hint(entered)) from error
-    outputs, entered_bytes = named(returned, f"block {name}"), _state_bytes(state)
+    outputs, entered_bytes = as_named_tensors(returned, f"block {name}"), _state_bytes(state)
     more = numbers_bytes(kept.masks, counting, dtype)
     peaks = None if not counting.is_live else block_peaks(
         module, tensors, _as_leaves(state, trains), counting, dtype,
@@ -217,7 +217,8 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
         input_bytes=entered_bytes, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
         unsaved_input_bytes=entered_bytes - kept.count_of(
             {plain(tensor).untyped_storage()._cdata for tensor in _tensors(entered)}),
-        weight_elements=weight, table_elements=table, float8_products=tuple(products.found), repeated=count.repeated(
+        weight_elements=weight, table_elements=table, float8_products=tuple(products.found),
+        repeated=count.recomputed_kernels(
             counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
             inside_bytes=kept.count_without([*found.tensors, *_tensors(entered)]) + more),
         num_parameters=sum(p.numel() for p in module.parameters()),

@@ -90,7 +90,7 @@ class Uses:
     stores_any: bool = False
 
     @classmethod
-    def of(cls, several: Sequence[Uses]) -> Uses:
+    def union(cls, several: Sequence[Uses]) -> Uses:
         """Those of several functions."""
         found: dict[str, Any] = {one.name: [getattr(uses, one.name) for uses in several] for one in fields(cls)}
         merged: dict[str, Any] = {name: any(each) if name.endswith("_any") else frozenset().union(*each)
@@ -98,7 +98,7 @@ class Uses:
         return cls(**merged)
 
     @cached_property
-    def made(self) -> frozenset[str]:
+    def only_written(self) -> frozenset[str]:
         """Names that are written, and never from what they were."""
         return self.stores - self.accumulates
 
@@ -110,7 +110,7 @@ class Uses:
 @lru_cache(maxsize=1 << 14)
 def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
-    return Uses.of(list(_uses_of_all(code, own, trees.source_of(code))))
+    return Uses.union(list(_uses_of_all(code, own, trees.source_of(code))))
 
 
 def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
@@ -250,7 +250,7 @@ class _Function(FunctionTree):
             if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
                 return False  # not both of them run
             asking.append(branch)
-        asking = [one for one in asking if self._asks(one)]
+        asking = [one for one in asking if self._depends_on_place(one)]
         return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
 
     def _arm(self, branch: Any, around: list[Any]) -> Any:
@@ -258,7 +258,7 @@ class _Function(FunctionTree):
         child = around[around.index(branch) - 1] if branch in around else None
         return next((body for body in trees.bodies(branch) if child in body), child)
 
-    def _asks(self, branch: Any) -> bool:
+    def _depends_on_place(self, branch: Any) -> bool:
         """Whether it depends on what is in a place that the function stores in."""
         places = {one.place for one in self._stores if one.place not in self._locals}
         places |= {one.place for one in self._stores if one.place in self._locals and not places.isdisjoint(
@@ -283,14 +283,14 @@ class _Function(FunctionTree):
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
         stores = [one for one in self._stores if one.node in inside]
         local = {one.place for one in stores if one.place in self._locals}
-        changed = {name for name in local if name not in self._kept or not all(
+        changed = {name for name in local if name not in self._stored_locals or not all(
             trees.place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
             for one in self._stores if one.place == name)}
         last = max(self._numbers[one] for one in inside if one in self._numbers)
         of_mark = mark.place.rpartition(".")[0] or mark.place
         is_used_later = any(one not in inside and not self._is_set(one, last) for one in self._loads(changed))
         changes_another_object = any(root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
-                                     for root, text in _changed(inside))
+                                     for root, text in _changed_objects(inside))
         stores_another_value = any(
             one.place == other.place and _text(one) != _text(other) and other.node not in inside
             for one in stores if one.place not in self._locals for other in self._stores)
@@ -304,12 +304,13 @@ class _Function(FunctionTree):
             return True
         if ast.Return not in kinds:
             return False
-        returned = {_VARIABLE.sub(lambda one: self._kept.get(one[0], one[0]), ast.unparse(one.value or ast.Pass()))
+        returned = {_VARIABLE.sub(lambda one: self._stored_locals.get(one[0], one[0]),
+                                  ast.unparse(one.value or ast.Pass()))
                     for one in self._numbers if isinstance(one, ast.Return)}
         return len(returned) > 1 or not changed.isdisjoint(one for text in returned for one in _VARIABLE.findall(text))
 
     @cached_property
-    def _kept(self) -> dict[str, str]:
+    def _stored_locals(self) -> dict[str, str]:
         """Local variables that have what is in a place, found or stored there, and the place."""
         found: dict[str, str] = {}
         for one in (one for one in self._numbers if isinstance(one, ast.Assign | ast.NamedExpr)):
@@ -383,7 +384,7 @@ def _places_in(node: Any) -> Iterator[Any]:
             if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Load))
 
 
-def _changed(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
+def _changed_objects(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """The objects whose attributes, elements or values are changed: the variable that has them, and as texts."""
     for one in inside:
         match one:

@@ -39,7 +39,7 @@ class BlockFormats:
     kept: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: Model, block: str, module: nn.Module, dtype: torch.dtype) -> BlockFormats:
+    def from_block(cls, model: Model, block: str, module: nn.Module, dtype: torch.dtype) -> BlockFormats:
         """module: the block of that name."""
         if not is_half(dtype):
             return cls(dtype=dtype)
@@ -56,7 +56,7 @@ class BlockFormats:
         ids = {id(names[name]) for name in kept}
         return cls(dtype=dtype, kept=frozenset(name for name, one in names.items() if id(one) in ids))
 
-    def of_tensor(self, name: str, tensor: Tensor) -> torch.dtype:
+    def format_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The format of the block's tensor of that name."""
         return self._cast(tensor.dtype, name in self.kept)
 
@@ -119,7 +119,7 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
             raise ConfigError("names no floating-point parameter, buffer or module of the model",
                               code="keep-fp32-without-match", where="keep_fp32", value=pattern,
                               remedy=f"Names begin with a block's: {', '.join(full[:3])}.")
-    formats = {block: BlockFormats.of(model, block, module, dtype) for block, module in modules.items()}
+    formats = {block: BlockFormats.from_block(model, block, module, dtype) for block, module in modules.items()}
     kept = {f"{block}.{name}" for block, one in formats.items() for name in one.kept}
     buffers = several_names(pair for block, module in modules.items() for pair in module.named_buffers(
         prefix=block, remove_duplicate=False) if pair[1].is_floating_point())
@@ -142,7 +142,7 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
                                   remedy=remedy)
 
 
-def told(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:
+def cast_warning(cast: Mapping[str, torch.dtype], dtype: torch.dtype, shown: int = 4) -> str:
     """The warning about buffers that have lost precision. cast: name -> format before."""
     names: Sequence[str] = list(cast)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""

@@ -24,7 +24,7 @@ from ranvier.cost.blocks import Repeated
 from ranvier.cost.kernels import Kernel, Kernels
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
-from ranvier.tensor.fused import Fused, using
+from ranvier.tensor.fused import Fused, use_calls
 from ranvier.tensor.kept_outputs import KeptOutputs
 
 FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -139,7 +139,7 @@ class KernelCount(TorchDispatchMode):
         self.allocated, self.written, self.flops, self.weight_flops, self._written_again = (
             each + two - one for each, one, two in zip(now, sums, later, strict=True))
 
-    def saved(self) -> None:
+    def note_saved(self) -> None:
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
@@ -147,7 +147,8 @@ class KernelCount(TorchDispatchMode):
         """Kernels before the last tensor that autograd saves."""
         return tuple(self.kernels[:self._saved_at])
 
-    def repeated(self, counting: Counting, element_bytes: int, kept_bytes: int, inside_bytes: int) -> Repeated:
+    def recomputed_kernels(self, counting: Counting, element_bytes: int, kept_bytes: int,
+                           inside_bytes: int) -> Repeated:
         """Kernels that run again if the block is recomputed selectively. element_bytes: as for `run_kernels`."""
         found = self.until_saved()
         if counting.has_scores:
@@ -248,7 +249,7 @@ class KernelCount(TorchDispatchMode):
         if not counting.compiles_chains:
             yield
             return
-        with using(_Chains(self)):
+        with use_calls(_Chains(self)):
             yield
 
 
@@ -263,7 +264,7 @@ class _Chains(Fused):
         begins = len(self._count.kernels)
         result = function(*args)
         outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
-        self._count.kernels[begins:] = kernels.fused(self._count.kernels[begins:], outputs)
+        self._count.kernels[begins:] = kernels.fuse_chains(self._count.kernels[begins:], outputs)
         return result
 
 
@@ -285,7 +286,7 @@ def run_kernels(count: KernelCount, outputs: object, counting: Counting, element
     if counting.has_scores:
         found = kernels.with_scores(found, element_bytes)
     if counting.compiles:
-        found = kernels.fused(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
+        found = kernels.fuse_chains(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
     return found
 
 
@@ -309,7 +310,7 @@ def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Ker
 
 def float8_kernels(found: Kernels, counting: Counting) -> Kernels:
     """The same with products of linear layers in float8."""
-    return kernels.in_float8(found, float8.MULTIPLE, fuses=counting.compiles)
+    return kernels.to_float8(found, float8.MULTIPLE, fuses=counting.compiles)
 
 
 def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

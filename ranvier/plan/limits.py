@@ -19,7 +19,7 @@ from ranvier.schedule.computed_limits import (
     StageLoad,
     are_searched,
     computed_limits,
-    predicted,
+    predict,
     simulated_microbatches,
 )
 from ranvier.schedule.limits import Conditions, Limits, rule_limits
@@ -71,9 +71,9 @@ def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in
         loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments, defers)
         found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
                                 num_microbatches=num_microbatches, conditions=conditions)
-        return found.given("auto", deferred, defer_last)
+        return found.with_user_limits("auto", deferred, defer_last)
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
-    return rule.given(in_flight, deferred, defer_last)
+    return rule.with_user_limits(in_flight, deferred, defer_last)
 
 
 def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
@@ -99,8 +99,8 @@ def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limi
     bound of interleaved 1F1B)."""
     if limits.max_stored is None and not (limits.alternating and run.placement.per_rank > 1):
         return None
-    return predicted(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
-                     run.num_microbatches, conditions).at_peak
+    return predict(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
+                   run.num_microbatches, conditions).at_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segm
     loads, found = _loads_of(run, stages, segments), list[MemoryChoice]()
     for value in (memory, *_MEMORIES):
         limits = run_limits(replace(run, pipeline=replace(run.pipeline, memory=value)), stages, segments, conditions)
-        result = predicted(loads, policy, limits, run.placement, run.num_microbatches, conditions)
+        result = predict(loads, policy, limits, run.placement, run.num_microbatches, conditions)
         found.append(MemoryChoice(
             memory=value, limits=limits,
             num_microbatches=simulated_microbatches(run.mesh.pipeline_size, run.num_microbatches),
@@ -217,7 +217,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     limits = computed_limits(timed, policy, memory=memory, placement=run.placement,
                              in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
                              num_microbatches=run.num_microbatches, conditions=conditions)
-    before, after = (predicted(timed, policy, each, run.placement, run.num_microbatches, conditions)
+    before, after = (predict(timed, policy, each, run.placement, run.num_microbatches, conditions)
                      for each in (present, limits))
     if after.step > (1.0 - _WORTH) * before.step:
         limits, after = present, before

@@ -216,9 +216,9 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
                          dtype=dtype, device=device, tensor=tensor, placement=placement, counting=counting)
     if memory.recompute == "selective" and stages.costs is not None:
         stages = replace(stages, costs=tuple(selectively(stages.costs)))
-    rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).given(
+    rule = rule_limits([bool(row.num_trainable) for row in stages.rows], placement).with_user_limits(
         pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
-    recomputed = _recomputed(memory.recompute, stages, model.layers, policy, rule)
+    recomputed = _recomputed_segments(memory.recompute, stages, model.layers, policy, rule)
     limits = rule if stages.costs is None else pipeline_limits(
         stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
         defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
@@ -245,8 +245,8 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, conditions: 
                 counting=counting_of(run, device=device, stage_size=run.mesh.stage_size), conditions=conditions)
 
 
-def _recomputed(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy, rule: Limits
-                ) -> list[list[range]]:
+def _recomputed_segments(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy,
+                         rule: Limits) -> list[list[range]]:
     """Segments of each stage that are recomputed, by the rule's limits: simulated limits follow from what is
     recomputed."""
     if recompute == "auto" and stages.costs is None:

@@ -105,7 +105,7 @@ class CodeReach:
         """Classes of which code may make objects."""
 
     @classmethod
-    def of(cls, roots: Iterable[tuple[str, object]], whole: CodeReach | None = None) -> CodeReach:
+    def from_roots(cls, roots: Iterable[tuple[str, object]], whole: CodeReach | None = None) -> CodeReach:
         """What blocks and a loss reach, each with its name."""
         reach = cls(whole)
         for name, root in roots:
@@ -130,7 +130,7 @@ class CodeReach:
             else:
                 self._unnamed.setdefault(link.method, []).append(link)
         if new := list(self._functions.values())[num_known:]:
-            self.uses = Uses.of([self.uses, *(uses for uses, _ in new)])
+            self.uses = Uses.union([self.uses, *(uses for uses, _ in new)])
 
     def _behind_parts(self, name: str, root: nn.Module) -> list[_Link]:
         """All of a block's own modules are reached first."""
@@ -139,7 +139,7 @@ class CodeReach:
         self._seen |= {id(part): part for _, part in new}
         self.found |= {id(part): Reached(path, part, True) for path, part in parts
                        if (not is_foreign(type(part)) or _has_buffers(part)) and not is_per_stage(part)}
-        return [link for path, part in new for link in self._linked(path, part)]
+        return [link for path, part in new for link in self._find_links(path, part)]
 
     def _reach(self, link: _Link) -> Iterator[_Link]:
         """A new value: what lies behind it, and methods that it names."""
@@ -159,9 +159,9 @@ class CodeReach:
         elif isinstance(value, MethodType):
             self._bound.add(id(value.__self__))
             self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
-        yield from self._linked(link.path, value)
+        yield from self._find_links(link.path, value)
 
-    def has(self, identity: int) -> bool:
+    def contains(self, identity: int) -> bool:
         """Whether code reaches this very object, a parameter, too."""
         return identity in self._seen or identity in self._links
 
@@ -178,7 +178,7 @@ class CodeReach:
         return method not in _NOT_IN_A_FORWARD and (
             method in self._names or method in _CALLED_BY_TORCH or method.startswith("__"))
 
-    def _linked(self, path: str, value: Any) -> Iterator[_Link]:
+    def _find_links(self, path: str, value: Any) -> Iterator[_Link]:
         holder = None if isinstance(value, FunctionType) else id(value)
         uses, _ = self._functions.get(id(value), (None, None))
         for link in _next(path, value):
@@ -266,7 +266,7 @@ class CodeReach:
 
 def reached_from(name: str, root: object) -> Iterator[Reached]:
     """What the code of `root` reaches, each object once."""
-    yield from CodeReach.of([(name, root)]).found.values()
+    yield from CodeReach.from_roots([(name, root)]).found.values()
 
 
 def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
@@ -303,20 +303,20 @@ def _next(path: str, value: Any) -> Iterable[_Link]:
     if is_per_stage(value):
         return [_Link(path, type(value), constructs=False)]
     if isinstance(value, nn.Module):
-        return _of_module(path, value)
+        return _module_links(path, value)
     if container(value) is not None:
-        return _of_container(path, value)
+        return _container_links(path, value)
     for kind, inside in _BEHIND:
         if isinstance(value, kind):
             return [_Link(path, one) for one in inside(value)]
     if isinstance(value, FunctionType):
-        return _of_function(path, value)
+        return _function_links(path, value)
     if isinstance(value, type):
-        return _of_class(path, value)
-    return _of_object(path, value) if is_of_user(value) else ()
+        return _class_links(path, value)
+    return _object_links(path, value) if is_of_user(value) else ()
 
 
-def _of_module(path: str, module: nn.Module) -> Iterator[_Link]:
+def _module_links(path: str, module: nn.Module) -> Iterator[_Link]:
     own = attributes(module)
     if not is_foreign(type(module)):
         yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
@@ -327,7 +327,7 @@ def _of_module(path: str, module: nn.Module) -> Iterator[_Link]:
         yield _Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
 
 
-def _of_container(path: str, value: Any) -> Iterator[_Link]:
+def _container_links(path: str, value: Any) -> Iterator[_Link]:
     inside = objects.elements_with_keys(value)
     if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
         yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
@@ -335,15 +335,15 @@ def _of_container(path: str, value: Any) -> Iterator[_Link]:
     if isinstance(value, defaultdict):
         yield _Link(path, value.default_factory)
     if is_of_user(value):
-        yield from _of_object(path, value)
+        yield from _object_links(path, value)
 
 
-def _of_object(path: str, value: Any) -> Iterator[_Link]:
+def _object_links(path: str, value: Any) -> Iterator[_Link]:
     yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
     yield _Link(path, type(value), constructs=False)
 
 
-def _of_function(path: str, function: FunctionType) -> Iterator[_Link]:
+def _function_links(path: str, function: FunctionType) -> Iterator[_Link]:
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if variable == "__class__":  # of super()
@@ -387,7 +387,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(name for each in codes_in(code) for name in each.co_names)
 
 
-def _of_class(path: str, kind: type) -> Iterator[_Link]:
+def _class_links(path: str, kind: type) -> Iterator[_Link]:
     """Methods and attributes of a class, and what it inherits from."""
     if is_foreign(kind):
         return

@@ -71,7 +71,7 @@ def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], 
     """What the code of each stage reaches; nothing of one stage alone. stages: block -> its stage. modules: blocks, in
     order."""
     roots, several = _roots(stages, modules, loss), dict.fromkeys(stages.values())
-    return {stage: CodeReach.of((name, root) for at, name, root in roots if at == stage)
+    return {stage: CodeReach.from_roots((name, root) for at, name, root in roots if at == stage)
             for stage in several} if len(several) > 1 else {}
 
 
@@ -93,12 +93,13 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
     memory = ByMemory((here, one) for one, here in holders.items() if isinstance(one, nn.Parameter))
 
     def reaches_others(stage: int, reach: CodeReach) -> bool:
-        return any(stage not in here and reach.has(id(one)) for one, here in holders.items()) or any(
-            stage not in here for _, one in tensors_in(reach.found.values()) for here in memory.over(one))
+        return any(stage not in here and reach.contains(id(one)) for one, here in holders.items()) or any(
+            stage not in here for _, one in tensors_in(reach.found.values()) for here in memory.overlapping(one))
 
     suspects = {stage: reach for stage, reach in reaches.items() if reaches_others(stage, reach)}
     return frozenset(name for stage, name, root in _roots(stages, modules, loss)
-                     if stage in suspects and reaches_others(stage, CodeReach.of([(name, root)], suspects[stage])))
+                     if stage in suspects
+                     and reaches_others(stage, CodeReach.from_roots([(name, root)], suspects[stage])))
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
@@ -112,7 +113,7 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
     return tuple(SharedPlace(stage=use.stage, at=names[use.stage][identity], other=names[use.other][identity].path,
                              number=number, stages=tuple(here), read=use.read, agreed=use.agreed, keys=use.keys)
                  for number, (identity, here) in enumerate(several)
-                 for use in _uses(identity, {stage: reaches[stage] for stage in here}))
+                 for use in _stage_uses(identity, {stage: reaches[stage] for stage in here}))
 
 
 class _Use(NamedTuple):
@@ -125,7 +126,7 @@ class _Use(NamedTuple):
     keys: frozenset[Key] | None
 
 
-def _uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
+def _stage_uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
     """Those of the stages that may write there."""
     found = {stage: reach.found[identity] for stage, reach in reaches.items()}
     value = next(iter(found.values())).value
@@ -136,7 +137,7 @@ def _uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
         names = names.union(*(reach.uses.own | reach.uses.others | reach.uses.called for reach in reaches.values()
                               if any_writers and not reach.uses.reads_any))
     reading = {stage: frozenset(_read(reach, found[stage], names)) for stage, reach in reaches.items()}
-    making = {stage: _made(reach, value, any_name=stage in any_writers) for stage, reach in reaches.items()}
+    making = {stage: _entries_written(reach, value, any_name=stage in any_writers) for stage, reach in reaches.items()}
     for stage, reach in reaches.items():
         others = {other: entries if stage in any_writers else entries & {None, *reach.uses.stores, *_buffers(value)}
                   for other, entries in reading.items() if other != stage}
@@ -171,7 +172,7 @@ def _buffers(value: object) -> frozenset[str]:
     return frozenset(value._buffers) if isinstance(value, nn.Module) else frozenset()
 
 
-def _made(reach: CodeReach, value: object, *, any_name: bool) -> frozenset[Entry]:
+def _entries_written(reach: CodeReach, value: object, *, any_name: bool) -> frozenset[Entry]:
     """The entries that a stage writes by itself, and not by changing what it finds there."""
-    made = reach.uses.made
+    made = reach.uses.only_written
     return made.union([None] if made.issuperset(reach.names_of(value)) else (), [ANY_NAME] if any_name else ())

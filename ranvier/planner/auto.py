@@ -12,7 +12,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.config.run import MeshSettings, Run
 from ranvier.cost.cluster_files import cluster_names, load_cluster
@@ -31,7 +31,7 @@ from ranvier.system.machine import available_cores, memory_limit_bytes
 def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
     """The run with the sizes of its pretrained model, and why that may not be possible."""
     try:
-        return settled(run), []
+        return resolve_pretrained(run), []
     except RanvierError as problem:
         return run, [problem]
 
@@ -48,22 +48,23 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
     if size != "auto" and not {"data", "pipe"} & {*open_axes}:
         return _with_shape(run, num_ranks)
     if num_ranks is None and open_axes:
-        return closed(run), [_unknown_ranks(open_axes[0])]
-    if any(problem.where.startswith(PREVENT_A_CUT) for problem in problems(closed(run))):
+        return resolve_with_least(run), [_unknown_ranks(open_axes[0])]
+    if any(problem.where.startswith(PREVENT_A_CUT) for problem in problems(resolve_with_least(run))):
         where = f"mesh.{open_axes[0]}" if open_axes else "batch.microbatch-size"
-        return closed(run), [ConfigError("cannot be planned yet", code="not-planned-yet", where=where, value="auto",
-                                         remedy="Fix the other errors first, or give a number.")]
-    own = closed(run).mesh.size
+        return resolve_with_least(run), [ConfigError("cannot be planned yet", code="not-planned-yet", where=where,
+                                                     value="auto",
+                                                     remedy="Fix the other errors first, or give a number.")]
+    own = resolve_with_least(run).mesh.size
     try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
-        return planned(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []
+        return plan_run(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []
     except RanvierError as problem:
-        alone = closed(run)
+        alone = resolve_with_least(run)
         return alone, [] if str(problem) in map(str, problems(alone)) else [problem]
     except TOO_LARGE as error:
-        return closed(run), [cannot_be_laid_out(error)]
+        return resolve_with_least(run), [cannot_be_laid_out(error)]
 
 
-def planned(run: Run, ranks: int, ranks_per_node: int | None = None, trial: StartTrial | None = None) -> ResolvedRun:
+def plan_run(run: Run, ranks: int, ranks_per_node: int | None = None, trial: StartTrial | None = None) -> ResolvedRun:
     """The run with the fastest mesh and microbatch on `ranks` devices, as predicted or in a trial; what is not auto
     stays. ConfigError where nothing is possible or fits, or where nothing is known of the devices here and the mesh is
     open: for microbatches alone, of which a few sizes are compared, unknown GPUs are taken to be like the H100."""
@@ -77,7 +78,7 @@ def planned(run: Run, ranks: int, ranks_per_node: int | None = None, trial: Star
     return resolve(run, Facts(mesh=found.mesh, microbatch_size=found.batch.microbatch_size))
 
 
-def closed(run: Run) -> ResolvedRun:
+def resolve_with_least(run: Run) -> ResolvedRun:
     """The run with the least in the place of each auto: for what cannot be planned, and must be looked at all the
     same."""
     open_axes, mesh = open_axes_of(run), run.mesh
@@ -108,7 +109,7 @@ def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[Ranv
     mesh, open_axes = run.mesh, open_axes_of(run)
     if not isinstance(mesh, MeshSettings) or not open_axes:
         return resolve(run), []
-    alone, axis = closed(run), open_axes[0]
+    alone, axis = resolve_with_least(run), open_axes[0]
     if num_ranks is None:
         return alone, [_unknown_ranks(axis)]
     taken = alone.mesh.size  # by the axes that are given, since the others are 1

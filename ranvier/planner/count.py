@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import precision
-from ranvier.block import Model, State, freeze, meta_device, named
+from ranvier.block import Model, State, as_named_tensors, freeze, meta_device
 from ranvier.comm.meta import MetaGroup
 from ranvier.comm.nccl_transport import SLOTS
 from ranvier.config.resolve import ResolvedRun
@@ -76,7 +76,7 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
     """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
     what each stage's ranks need. cluster: as for `conditions_of`. ConfigError when the settings allow no cut."""
     def found() -> tuple[StageTable, tuple[RankMemory, ...]]:
-        model, plan = _planned(run, frozen, frozen_above, cluster)
+        model, plan = _plan_replica(run, frozen, frozen_above, cluster)
         return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster, limits=plan.limits)
 
     return _laid_out.get((run, frozen, tuple(frozen_above), cluster), found)
@@ -85,8 +85,8 @@ def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
 _laid_out = Known[tuple[StageTable, tuple[RankMemory, ...]]](16)
 
 
-def _planned(run: ResolvedRun, frozen: int, frozen_above: Sequence[int], cluster: Cluster | None = None
-             ) -> tuple[Model, Plan]:
+def _plan_replica(run: ResolvedRun, frozen: int, frozen_above: Sequence[int], cluster: Cluster | None = None
+                  ) -> tuple[Model, Plan]:
     """Model and plan of one replica: there may be very many, and they change neither cut nor limits."""
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
@@ -110,7 +110,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     peaks = stages_at_peak(run, counted, limits, again, conditions)
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, known)
     for pipe in range(run.mesh.pipeline_size):
-        held = [(stage, *_computed(run, model, stages, layout, stage))
+        held = [(stage, *_stage_costs(run, model, stages, layout, stage))
                 for stage in layout.stages.stages_of(pipe)]
         runs = tuple(each for *_, own in held for each in own)
         first = layout.blocks_on(pipe)[0]
@@ -167,7 +167,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
     ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
     """
-    model, plan = _planned(run, frozen, frozen_above)
+    model, plan = _plan_replica(run, frozen, frozen_above)
     stages, layout = plan.stages, plan.layout
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, {})
     gathered = max(on_mesh.buffers.values(), default=0) + max(on_mesh.passing.values(), default=0)
@@ -178,7 +178,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
         limits = _rule(run, there)
-        costs, segments, runs = _computed(run, model, stages, there, stage)
+        costs, segments, runs = _stage_costs(run, model, stages, there, stage)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             states = _states(run, there, stage, runs)["device"]
             lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
@@ -189,8 +189,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     return needed
 
 
-def _computed(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int
-              ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
+def _stage_costs(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int
+                 ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
     """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
     (as numbers in the model)."""
     blocks = layout.blocks(stage)
@@ -259,7 +259,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     if gradients.dtype is not wide and offload != "host":  # room that the first update makes
         device["buckets"] += largest * wide.itemsize
     rules = rules_of(run.optim, dtype)
-    whole_bytes = wide.itemsize * sum(prod(shape) for spec in gradients.owned() for shape in rules.state_shapes(
+    whole_bytes = wide.itemsize * sum(prod(shape) for spec in gradients.owned_specs() for shape in rules.state_shapes(
         spec.rule_name, spec.whole_shape, in_layer=spec.in_layer).values() if shape is not None)
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
@@ -276,7 +276,8 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
     copied = _skipped_elements(run, gradients, optimizer.buckets)
     by_bucket = copied or offload in ("stream", "host") or gradients.dtype is not wide
-    working = working_bytes(rules, gradients.owned(), largest if by_bucket else optimizer.largest_piece, wide.itemsize)
+    working = working_bytes(rules, gradients.owned_specs(), largest if by_bucket else optimizer.largest_piece,
+                            wide.itemsize)
     device["workspace"] = wide.itemsize * copied
     (host if run.device_type == "cuda" and offload == "host" else device)["workspace"] = (
         wide.itemsize * copied + working)
@@ -437,7 +438,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
             layer.recomputed = recomputed
             layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
-            uses += layer.uses
+            uses += layer.weight_uses
             unreduced += layer.unreduced_bytes
     counting = counting_of(run, device=run.device_type, stage_size=run.mesh.stage_size)
     once, live = mesh.like_panels_once, LiveBytes(counting, dtype)
@@ -448,7 +449,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
         state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # which goes when nobody keeps it
         with kept, nullcontext() if recomputed else once(Uncounted()):
             state = block(state)
-            ends = [*plain(named(state, name)).values()] if targets is None else [part.loss(state, targets)[0]]
+            ends = [*plain(as_named_tensors(state, name)).values()] if targets is None else [part.loss(state,
+                                                                                                       targets)[0]]
         kept_bytes = kept.count
         working = live.peak_bytes() - kept_bytes
         numbers = numbers_bytes(kept.masks, counting, dtype)
@@ -474,13 +476,14 @@ def _rule(run: ResolvedRun, layout: Layout) -> Limits:
     stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
     trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
     rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
-    return rule.given(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
+    return rule.with_user_limits(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
 
 
 def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> list[list[range]]:
     """Per stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's limit,
     as in the engine, since simulated limits follow from them."""
-    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement).given(
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages],
+                       run.placement).with_user_limits(
         run.pipeline.in_flight, None, None)
     return [recomputed_segments(
         run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,

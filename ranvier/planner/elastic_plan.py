@@ -161,7 +161,7 @@ class _PredictedRun:
         return self.frozen.prefix
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         """Steps that are left."""
         return max(0, -(-(self.total_samples - self.samples) // self.size))
 
@@ -171,19 +171,19 @@ class _PredictedRun:
         # gradients are smaller the nearer they are to the output
         norms = tuple(float(num_layers - layer) for layer in range(num_layers))
         self.state = self.controller.begin(self.state, 0, self.frozen, num_layers)
-        if self.state.asked:
+        if self.state.needs_decision:
             self._decide()
-        while self.left:
+        while self.steps_left:
             until = self.controller.steps_until_asked(self.state, self.step, self.samples, self.size, self.depth)
             before = self.samples
-            self._advance(self.left if until is None else min(until, self.left))
-            if self.left:
+            self._advance(self.steps_left if until is None else min(until, self.steps_left))
+            if self.steps_left:
                 last = max(before, self.samples - self.size)
                 self.state = self.controller.asks_after(self.state, self.step, last, self.samples, self.frozen)
                 if self.state.due:
                     self.state = self.state.with_gradients(norms)
-                self._see(None)
-                if self.state.asked:
+                self._record_step(None)
+                if self.state.needs_decision:
                     self._decide()
         return tuple(self.found)
 
@@ -230,12 +230,12 @@ class _PredictedRun:
         else:
             self.found.append(period)
         self.transition = 0.0
-        self._see(seconds)
+        self._record_step(seconds)
         for step in range(max(self.step + 1, self.step + steps - RECENT_STEPS), self.step + steps):
             self.state = self.state.with_step(step, seconds, StepFigures())
         self.step, self.samples = self.step + steps, self.samples + steps * self.size
 
-    def _see(self, seconds: float | None) -> None:
+    def _record_step(self, seconds: float | None) -> None:
         """The numbers of the step that is done last are known; one that takes `seconds` follows."""
         if self.unseen is not None:
             self.state = self.state.with_step(self.step, self.unseen, StepFigures())
@@ -249,7 +249,7 @@ class _PredictedRun:
         blocks = functools.cache(lambda: predicted_blocks(self._usual(), self.cluster, self.work, present,
                                                 self.controller.profile(self.state)))
         decision = self.controller.decide(self.state, DecisionFacts(
-            step=self.step, samples=self.samples, remaining_steps=self.left, num_ranks=self.first.mesh.size,
+            step=self.step, samples=self.samples, remaining_steps=self.steps_left, num_ranks=self.first.mesh.size,
             present=present, frozen=self.frozen, blocks=blocks,
             problem=lambda run, frozen: next(
                 iter(problems(run)), None) or self.work.problem(run, self.cluster, frozen.prefix),
@@ -258,12 +258,12 @@ class _PredictedRun:
         self.state, change = decision.state, decision.change
         if change is None:
             return
-        there, depth, left = change.applied(self.first), change.frozen.prefix, self.left
+        there, depth, left = change.apply_to(self.first), change.frozen.prefix, self.steps_left
         candidate = MeshCandidate(mesh=there.mesh, boundaries=change.boundaries or (), samples=change.global_size,
                                   seconds=None, fits=True, reason="")
         moved = candidate_moved_bytes(self.rules, present, candidate, blocks(), depth)
         self.transition = self.state.ledger.expected_cost(moved)
-        self.state = self.controller.entered(
+        self.state = self.controller.after_change(
             self.state, change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=moved,
             seconds=self.transition, remaining_steps=left)
         deeper, self.run, self.frozen = depth > self.depth, there, change.frozen
@@ -311,7 +311,7 @@ class _PredictedRun:
             return False
         if self.first.elastic.cache_from != "auto" or self.cached >= self.depth:
             return True
-        reads = self.left * self.size // self.run.mesh.num_replicas
+        reads = self.steps_left * self.size // self.run.mesh.num_replicas
         decision = decide_cache(self._cache_times(run), frozen_layers=self.depth, remaining_reads=reads,
                                 num_samples=min(self.epoch_samples, reads))
         if not decision.pays and not self.cached:

@@ -35,7 +35,7 @@ from ranvier.launch.rank_processes import RanksFailed, run_processes
 from ranvier.models import families
 from ranvier.optim.rules import AdamW
 from ranvier.plan.block_costs import block_costs
-from ranvier.planner.microbenchmarks import CLOCK_SECONDS, GPU, measured_device, timed
+from ranvier.planner.microbenchmarks import CLOCK_SECONDS, GPU, measured_device, time_call
 from ranvier.precision import DTYPES
 from ranvier.system.machine import affinity, available_cores, memory_limit_bytes
 from ranvier.tensor import float8
@@ -74,10 +74,10 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
         progress(f"computing and exchanging, twice as many ranks on {devices} cores")
         alone, crowded = (_on_ranks("crowd_on_rank", count, transport, args=[devices])
                           for count in (devices, 2 * devices))
-        found |= _crowded(alone, crowded)
+        found |= _core_sharing_slowdown(alone, crowded)
     progress("messages between two ranks")
     links = _on_ranks("messages_on_rank", 2, transport, device="cuda" if devices > 1 and cuda else "cpu")[0]
-    return formed(found, links, devices, "cuda" if cuda else "cpu")
+    return make_cluster(found, links, devices, "cuda" if cuda else "cpu")
 
 
 def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **more: Any) -> list[Any]:
@@ -90,7 +90,7 @@ def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **m
                           remedy="Measure again while the machine has nothing else to do.") from error
 
 
-def formed(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
+def make_cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     """The cluster that these measurements are of. ConfigError where they are not those of any machine."""
     try:
         return _cluster(found, links, devices, kind)
@@ -147,7 +147,7 @@ def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):  # there may be more cores than are measured
         os.sched_setaffinity(0, affinity()[:cores])
     world.backend.group("control", [range(world.size)]).barrier()
-    blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: timed(step, 1.0, fmean)))
+    blocks = sum(seconds for *_, seconds in _blocks(_CROWD_SHAPE, "fp32", lambda step: time_call(step, 1.0, fmean)))
     return {"blocks": blocks, "collective": _collective(world)}
 
 
@@ -184,7 +184,8 @@ def _collective(world: World) -> float | None:
     return max(0.0, fmean(found)) if found else None
 
 
-def _crowded(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _core_sharing_slowdown(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]) -> dict[str,
+                                                                                                             float]:
     """Slowdown where two ranks take turns on each core: of the rates, and what a collective takes longer than it takes
     by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is measured."""
     blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]
@@ -214,7 +215,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _blocks(shape: tuple[int, int, int], precision: Literal["fp32", "bf16"],
-            seconds: Callable[[Callable[[], object]], float] = timed) -> list[Sample]:
+            seconds: Callable[[Callable[[], object]], float] = time_call) -> list[Sample]:
     """Attention, MLP and head of one shape, forward and backward."""
     hidden, sequence, count = shape
     run = Run(precision=precision, model=Transformer(num_layers=1, hidden=hidden, heads=max(1, hidden // 64),
@@ -245,7 +246,7 @@ def _blocks(shape: tuple[int, int, int], precision: Literal["fp32", "bf16"],
 def _product(precision: str, size: int) -> float:
     """FLOPs a second of a large square product."""
     first, second = (torch.randn(size, size).to(DTYPES[precision]) for _ in range(2))
-    return 2 * size ** 3 / timed(lambda: first @ second)
+    return 2 * size ** 3 / time_call(lambda: first @ second)
 
 
 def _update(kind: str) -> float:
@@ -253,7 +254,7 @@ def _update(kind: str) -> float:
     size = 1 << (21 if kind == "cpu" else 26)
     parameters, gradients, first, second = (torch.zeros(size, device=kind) for _ in range(4))
     rule = AdamW(Optim())
-    return 28 * size / timed(lambda: rule.update(
+    return 28 * size / time_call(lambda: rule.update(
         parameters, gradients, {"exp_avg": first, "exp_avg_sq": second}, step=1, learning_rate=1e-3, weight_decay=0.0))
 
 
@@ -262,7 +263,7 @@ def _copy(kind: str) -> float:
     size = 1 << 24
     source = torch.zeros(size // 4, device=kind)
     target = torch.zeros(size // 4, device="cpu", pin_memory=kind == "cuda")
-    return size / timed(lambda: target.copy_(source))
+    return size / time_call(lambda: target.copy_(source))
 
 
 def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ GPU = Sizes(products=((8192, 8192, 8192), (16384, 2048, 8192), (4096, 4096, 1638
                       (2048, 2048, 2048), (512, 4096, 4096)), attention=(4, 16, 4096, 128), elements=1 << 28)
 
 
-def timed(call: Callable[[], object], seconds: float = 0.15,
-          average: Callable[[Sequence[float]], float] = median, calls: int = 1) -> float:
+def time_call(call: Callable[[], object], seconds: float = 0.15,
+              average: Callable[[Sequence[float]], float] = median, calls: int = 1) -> float:
     """Seconds of one call: of as many as `seconds` allow, at least five, `calls` of them at a time."""
     def sync() -> None:
         if torch.cuda.is_available():
@@ -73,14 +73,15 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
                     update_bandwidth: float, sizes: Sizes, tile: int = 128) -> Device:
     """The current torch device as one of a cluster. formats: that it computes in; the first is that of `tile_start`."""
     few, many = torch.zeros(64), torch.randn(sizes.elements, dtype=DTYPES["bf16"])
-    launch = timed(lambda: few.add_(1.0), sizes.seconds, calls=_LAUNCHES)
-    bandwidth = 2 * many.nbytes / max(timed(lambda: functional.gelu(many), sizes.seconds) - launch, CLOCK_SECONDS)
+    launch = time_call(lambda: few.add_(1.0), sizes.seconds, calls=_LAUNCHES)
+    bandwidth = 2 * many.nbytes / max(time_call(lambda: functional.gelu(many), sizes.seconds) - launch, CLOCK_SECONDS)
     rows = many.view(-1, min(4096, many.numel()))
-    reducing = 2 * many.nbytes / max(timed(lambda: functional.layer_norm(rows, rows.shape[1:]), sizes.seconds) - launch,
+    reducing = 2 * many.nbytes / max(time_call(lambda: functional.layer_norm(rows, rows.shape[1:]),
+                                               sizes.seconds) - launch,
                                      CLOCK_SECONDS)
     rates, starts = dict[Format, Rate](), list[float]()
     for number_format in formats:
-        seconds = {(1, *shape): timed(call, sizes.seconds, calls=_calls(2 * prod(shape))) - launch
+        seconds = {(1, *shape): time_call(call, sizes.seconds, calls=_calls(2 * prod(shape))) - launch
                    for shape, call in ((shape, _product(shape, number_format)) for shape in sizes.products)}
         reached, start = tile_rate(seconds, multiprocessors, tile)
         starts.append(start)
@@ -123,7 +124,7 @@ def _product(shape: tuple[int, int, int], number_format: Format) -> Callable[[],
     if number_format != "fp8":
         return partial(torch.mm, *(torch.randn(size).to(DTYPES[number_format]) for size in ((m, k), (k, n))))
     (first, first_scale), (second, second_scale) = (
-        float8.quantized(torch.randn(rows, k), float8.VALUES) for rows in (m, n))
+        float8.quantize(torch.randn(rows, k), float8.VALUES) for rows in (m, n))
     tensor_wise = functional.ScalingType.TensorWise
     return partial(functional.scaled_mm, first, second.t(), first_scale, tensor_wise, second_scale, tensor_wise,
                    output_dtype=torch.bfloat16)
@@ -137,8 +138,9 @@ def _attention_flops(sizes: Sizes, number_format: Format, beside: float) -> tupl
     attention = partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)
     flops = 2 * sequences * heads * positions * (positions + 1) * width
     with torch.no_grad():
-        forward = timed(attention, sizes.seconds, calls=_calls(flops))
+        forward = time_call(attention, sizes.seconds, calls=_calls(flops))
     out = attention()
-    backward = timed(partial(torch.autograd.grad, out, (query, key, value), torch.ones_like(out), retain_graph=True),
-                     sizes.seconds, calls=_calls(flops))
+    backward = time_call(partial(torch.autograd.grad, out, (query, key, value), torch.ones_like(out),
+                                 retain_graph=True),
+                         sizes.seconds, calls=_calls(flops))
     return flops / forward, ATTENTION_BACKWARD * flops / max(backward - beside * query.nbytes, CLOCK_SECONDS)

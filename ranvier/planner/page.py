@@ -28,7 +28,8 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     unit, unit_bytes = memory_unit(max(map(report.device_bytes, (*plan.best, *dropped))))
-    rows = [_row(plan, number, found, _lost(best, found), unit_bytes) for number, found in enumerate(plan.best, 1)]
+    rows = [_row(plan, number, found, _why_slower(best, found), unit_bytes) for number,
+            found in enumerate(plan.best, 1)]
     rows += [_row(plan, 0, found, found.reason or "does not fit", unit_bytes) for found in dropped]
     cost, lines = best.cost, [line for line in schedule.split("\n") if line]
     whole = {} if goal is None else columns([training(best, plan.cluster, goal, plan.measured_over_predicted)])
@@ -73,7 +74,7 @@ def _row(plan: SearchResult, number: int, found: Candidate, reason: str, unit_by
             three_digits(report.device_bytes(found) / unit_bytes) if found.memory else "", reason)
 
 
-def _lost(best: Candidate, found: Candidate) -> str:
+def _why_slower(best: Candidate, found: Candidate) -> str:
     """The three largest differences between the times of a step and of the best one."""
     if found is best:
         return "the fastest"

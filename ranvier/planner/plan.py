@@ -19,7 +19,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.pictures.report_page import Page
 from ranvier.planner import report
-from ranvier.planner.auto import closed, open_axes_of, with_plan, with_pretrained
+from ranvier.planner.auto import open_axes_of, resolve_with_least, with_plan, with_pretrained
 from ranvier.planner.candidates import SEARCHED, Setting, predict
 from ranvier.planner.job_files import Launcher, job_not_writable, job_path, nodes_of, start_command, write_job
 from ranvier.planner.page import page_of
@@ -39,11 +39,11 @@ from ranvier.planner.training import (
     training,
 )
 from ranvier.planner.training import columns as training_columns
-from ranvier.planner.trial import measured
+from ranvier.planner.trial import measure_plan
 from ranvier.planner.work import Work
 from ranvier.schedule.policies import policy_named
 from ranvier.system.atomic_file import write_atomically, write_problem
-from ranvier.system.terminal import Screen, TextTable, fitted, terminal_width
+from ranvier.system.terminal import Screen, TextTable, terminal_width, wrap_text
 
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
@@ -51,7 +51,7 @@ def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
     one rank; on CPUs one for each core."""
     if ranks is not None:
         return ranks
-    size = 1 if open_axes_of(run) else closed(run).mesh.size
+    size = 1 if open_axes_of(run) else resolve_with_least(run).mesh.size
     cores = cluster.device.cores
     most = cluster.num_devices if cores is None else min(cluster.num_devices, max(1, int(cores)) * cluster.nodes)
     return min(cluster.num_devices, size) if size > 1 else most
@@ -99,18 +99,19 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
     first cluster is returned."""
     _check(request, len(cluster_names))
-    clusters = [_sized(load_cluster(each), request) for each in cluster_names]
+    clusters = [_with_request(load_cluster(each), request) for each in cluster_names]
     run, problems = with_pretrained(run)
-    for problem in (*problems, *(one for one in find_problems(closed(run)) if one.where.startswith("model."))):
+    for problem in (*problems,
+                    *(one for one in find_problems(resolve_with_least(run)) if one.where.startswith("model."))):
         raise problem
     if len(clusters) > 1 or request.what_if:
         return _compare(name, run, clusters, request)
     if request.launcher is not None and request.ranks is not None:
         nodes_of(request.ranks, clusters[0])
-    tried = _searched(run, clusters[0], request)
+    tried = _search_plans(run, clusters[0], request)
     found, goal = tried[-1], request.goal
     if request.measure:
-        found = measured(found, request.measure, _progress)
+        found = measure_plan(found, request.measure, _progress)
     best, job = found.best[0], None
     if request.out is not None:
         _write(replace(for_goal(found, goal), launch=run.launch, run_dir=None), request.out, request.origins)
@@ -175,7 +176,7 @@ class Progress:
             print(file=sys.stderr, flush=True)
 
 
-def _sized(cluster: Cluster, request: Request) -> Cluster:
+def _with_request(cluster: Cluster, request: Request) -> Cluster:
     """With the number of nodes and the price that are asked for."""
     return replace(cluster, nodes=request.nodes or cluster.nodes,
                    price_per_hour=request.price or cluster.price_per_hour)
@@ -223,7 +224,7 @@ def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchR
         raise cannot_be_laid_out(error) from error
 
 
-def _searched(run: Run, cluster: Cluster, request: Request) -> list[SearchResult]:
+def _search_plans(run: Run, cluster: Cluster, request: Request) -> list[SearchResult]:
     """The plan; where a deadline or a budget leaves the number of devices open, those for fewer devices before it."""
     goal = request.goal
     if goal is not None and goal.budget is not None and cluster.price_per_hour is None:
@@ -248,7 +249,7 @@ def _compare(name: str, run: Run, clusters: Sequence[Cluster], request: Request)
     without: list[tuple[Cluster, RanvierError]] = []
     for cluster in (*clusters, *changed):
         try:
-            results.append(_searched(run, cluster, request)[-1])
+            results.append(_search_plans(run, cluster, request)[-1])
         except RanvierError as problem:
             without.append((cluster, problem))
     if not results:
@@ -454,4 +455,4 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
     screen.print()
     for stage, actions in list(enumerate(step.shown.actions))[:8]:
         text = " ".join(str(action) for action, _, _ in actions[:24])
-        screen.print(fitted(f"stage {stage}: {text}{' ...' if len(actions) > 24 else ''}", terminal_width()))
+        screen.print(wrap_text(f"stage {stage}: {text}{' ...' if len(actions) > 24 else ''}", terminal_width()))

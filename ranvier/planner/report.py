@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.collectives import placed
+from ranvier.cost.collectives import place_groups
 from ranvier.cost.step import Cost
 from ranvier.mesh import mesh_text
 from ranvier.plan.limits import MemoryChoice
@@ -205,7 +205,7 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -
             return (f" bottleneck is the bubble: {mesh.pipeline_size} stages wait for each other {share:.0%} of the "
                     "step. A larger global batch has more microbatches to fill it.")
         case "averaging gradients":
-            crossing = "between" if placed(mesh, "data", cluster.devices_per_node).crosses else "inside"
+            crossing = "between" if place_groups(mesh, "data", cluster.devices_per_node).crosses else "inside"
             return (f" bottleneck is the link {crossing} nodes: averaging the gradients sends "
                     f"{best.cost.link_bytes.get('data', 0) / 1e9:.2f} GB per rank and step. With a larger global batch "
                     "this happens less often.")

@@ -37,14 +37,14 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[Block
     return step_cost(step_of(run, stages, cluster, limits), cluster, exact=exact, as_published=as_published)
 
 
-def unlimited(run: ResolvedRun) -> Limits:
+def unlimited_limits(run: ResolvedRun) -> Limits:
     """As if any number of microbatches might be under way, which is no slower, and takes no simulation to find. The
     bounds of a pipeline's time do not depend on what may wait; what follows it is shortest where nothing does:
     gradients are summed beside the whole last backward."""
     return Limits(in_flight=run.num_microbatches, deferred=(0,) * run.mesh.pipeline_size)
 
 
-def ample(run: ResolvedRun) -> Limits:
+def widest_limits(run: ResolvedRun) -> Limits:
     """The widest limits of a rank with several stages that `computed_limits` tries, whatever memory they need."""
     pipe = run.placement.num_ranks
     return Limits(in_flight=2 * pipe, deferred=(2 * pipe,) * pipe, max_stored=2 * run.placement.num_stages)
@@ -56,7 +56,7 @@ def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
 
     All layers but the largest are marked as recomputed, where what is inside them is large enough for `auto` to do so.
     """
-    step = step_of(run, [blocks], limits=unlimited(run))
+    step = step_of(run, [blocks], limits=unlimited_limits(run))
     layers = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), [blocks])[0]
     largest = max(layers, key=lambda places: sum(blocks[place].flops for place in places), default=range(0))
     gains = all(sum(blocks[place].operand_bytes for place in places) > 2 * blocks[places.start].input_bytes

@@ -39,13 +39,13 @@ from ranvier.planner.candidates import NO_COST, SEARCHED, Candidate, Setting
 from ranvier.planner.elastic_plan import course, elastic_variants
 from ranvier.planner.problems import problems
 from ranvier.planner.run_cost import (
-    ample,
     least_bytes_of_any_cut,
     least_device_bytes,
     least_run_seconds,
     run_cost,
     sample_step,
-    unlimited,
+    unlimited_limits,
+    widest_limits,
 )
 from ranvier.planner.work import Work
 from ranvier.schedule.computed_limits import are_searched
@@ -65,7 +65,7 @@ _TUNED = 4
 _WORTH = 0.995
 """Part of a step's time that other settings of its schedule must take at most."""
 _AMPLE = 1.06
-"""Times that a step with `ample` limits may take of one with those that are found: 0.80 to 1.052 in 40 cases."""
+"""Times that a step with the `widest_limits` may take of one with those that are found: 0.80 to 1.052 in 40 cases."""
 _FOLLOWED = 6
 """Number of fitting configurations that are followed through a run whose layers freeze."""
 _ALIKE = 1.03
@@ -130,12 +130,12 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
     if not fitting:
         raise (candidates.does_not_fit(run, cluster, ranks, dropped, work) if dropped else
                candidates.no_mesh(base, cluster, ranks, searched))
-    best = _improved(fitting, cluster, work, searched)
+    best = _tune_best(fitting, cluster, work, searched)
     slowest = max(found.cost.seconds for found in best)
     dropped = [found for found in dropped if found.cost.seconds < slowest]
     dropped = [found for found in dropped if not queue.least_excess(found.run, _NEAR)] or dropped
     dropped.sort(key=lambda found: found.cost.seconds)
-    dropped[:_COMPARED] = [candidates.with_memory(_simulated(found, cluster, work), cluster, work)
+    dropped[:_COMPARED] = [candidates.with_memory(_simulate(found, cluster, work), cluster, work)
                            for found in dropped[:_COMPARED]]
     return SearchResult(cluster=cluster, ranks=ranks, best=tuple(best), considered=queue.added,
                         dropped=tuple(dropped), interrupted=interrupted)
@@ -164,19 +164,19 @@ def _explore(queue: _Queue, fitting: list[Candidate], dropped: list[Candidate], 
                 queue.add(frugal, _Known.COUNTED)
 
 
-def _improved(fitting: Sequence[Candidate], cluster: Cluster, work: Work, searched: Sequence[Setting]
-              ) -> list[Candidate]:
+def _tune_best(fitting: Sequence[Candidate], cluster: Cluster, work: Work, searched: Sequence[Setting]
+               ) -> list[Candidate]:
     """What fits, the chosen one first and then by time: the fastest with tuned limits, chunks and optimizer states, and
     followed through a run whose layers freeze."""
     best = sorted(fitting, key=lambda found: found.cost.seconds)
-    best[:_TUNED] = [_tuned(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
+    best[:_TUNED] = [_tune(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     least = inf
     for place, found in enumerate(best):
         if found.cost.pipeline_seconds < least:  # which neither chunks nor whole states change
-            best[place] = _reduced(found, cluster, work, searched)
+            best[place] = _tune_reduction(found, cluster, work, searched)
             least = min(least, best[place].cost.seconds)
     best.sort(key=lambda found: found.cost.seconds)
-    best[:_FOLLOWED] = sorted((_followed(found, cluster, work, searched) for found in best[:_FOLLOWED]),
+    best[:_FOLLOWED] = sorted((_follow_freezing(found, cluster, work, searched) for found in best[:_FOLLOWED]),
                               key=Candidate.ranked_seconds)
     if best[0].course:  # the times of others are of steps, not of whole runs
         best = [found for found in best if found.course]
@@ -225,11 +225,11 @@ class _Queue:
         self.added += 1
         with suppress(RanvierError):
             if known is _Known.BOUND:
-                found, seconds = Candidate(run=run, cost=NO_COST), self._least(run)
+                found, seconds = Candidate(run=run, cost=NO_COST), self._lower_bound(run)
             elif self.least_excess(run):
                 return
             else:
-                found = self._counted(run)
+                found = self._count(run)
                 seconds = found.cost.seconds
             heapq.heappush(self.waiting, (seconds, self.added, known, found, known is _Known.BOUND))
 
@@ -248,12 +248,12 @@ class _Queue:
                         if "recompute" in self._searched and run.memory.recompute == "none":
                             self.add(replace(run, memory=Memory(recompute="auto")), _Known.BOUND)
                         return known, None, is_first
-                    found = self._counted(run)
+                    found = self._count(run)
                 case _Known.COUNTED:
                     if reason := self.least_excess(run):
                         return known, replace(found, reason=reason), is_first
                     if run.placement.per_rank == 1:  # of several stages no more is known before they are simulated
-                        found = self._counted(run, limited=True)
+                        found = self._count(run, limited=True)
                 case _Known.LIMITED:
                     fits_without = False if self._with_least_share(run).optim.offload_share != 0.0 else None
                     run = candidates.with_share(run, self.cluster, self.work, fits_without=fits_without)
@@ -262,7 +262,7 @@ class _Queue:
                     found = candidates.with_memory(replace(found, run=run), self.cluster, self.work, exact=False)
                     if not found.fits:
                         return known, found, is_first
-                    found, settled = _simulated(found, self.cluster, self.work), True
+                    found, settled = _simulate(found, self.cluster, self.work), True
                 case _Known.SIMULATED:
                     return known, found, is_first
         except RanvierError:
@@ -272,7 +272,7 @@ class _Queue:
 
     def least_of_too_large(self) -> list[Candidate]:
         """A few of those that were never counted, with their times: what more memory would be good for."""
-        found = [Candidate(run=run, cost=self._counted(run).cost, reason=self.least_excess(run))
+        found = [Candidate(run=run, cost=self._count(run).cost, reason=self.least_excess(run))
                  for _, _, run in heapq.nsmallest(_COMPARED, self.too_large)]
         return [each for each in found if each.reason]
 
@@ -296,13 +296,13 @@ class _Queue:
             self._samples[key] = sample_step(alone, self.work.blocks(alone))
         return self._samples[key]
 
-    def _least(self, run: ResolvedRun) -> float:
+    def _lower_bound(self, run: ResolvedRun) -> float:
         least, recomputing = least_run_seconds(run, self.cluster, self._sample(run))
         return recomputing if run.memory.recompute == "auto" else least
 
-    def _counted(self, run: ResolvedRun, *, limited: bool = False) -> Candidate:
+    def _count(self, run: ResolvedRun, *, limited: bool = False) -> Candidate:
         return Candidate(run=run, cost=run_cost(self._with_least_share(run), self.cluster, self.work.stages(run),
-                                                exact=False, limits=None if limited else unlimited(run)))
+                                                exact=False, limits=None if limited else unlimited_limits(run)))
 
     def _with_least_share(self, run: ResolvedRun) -> ResolvedRun:
         """The run with the least share of the states in host memory with which a rank fits, if that share is open."""
@@ -326,11 +326,11 @@ class _Queue:
             f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 
-def _simulated(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
+def _simulate(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
     return replace(found, cost=run_cost(found.run, cluster, work.stages(found.run)))
 
 
-def _followed(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
+def _follow_freezing(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
     """Through the whole run, the fastest way of those that it may take, where its layers freeze."""
     runs = elastic_variants(found.run) if "elastic" in searched and found.run.elastic.freeze != "none" else [found.run]
     followed = [replace(found, run=run, course=course(run, cluster, work)) for run in runs]
@@ -348,14 +348,14 @@ def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> 
     for one in fastest.values():
         for run in candidates.stage_variants(one.run):
             stages = work.stages(run)
-            seconds = run_cost(run, cluster, stages, exact=False, limits=unlimited(run)).seconds
+            seconds = run_cost(run, cluster, stages, exact=False, limits=unlimited_limits(run)).seconds
             if seconds < best and are_searched(run.placement):
-                seconds = run_cost(run, cluster, stages, limits=ample(run)).seconds / _AMPLE
+                seconds = run_cost(run, cluster, stages, limits=widest_limits(run)).seconds / _AMPLE
             waiting.append((seconds, len(waiting), replace(one, run=run)))
     for seconds, _, one in sorted(waiting):
         if seconds >= _WORTH * best:
             break
-        other = candidates.with_memory(_simulated(one, cluster, work), cluster, work)
+        other = candidates.with_memory(_simulate(one, cluster, work), cluster, work)
         if other.fits and other.cost.seconds < _WORTH * best:
             faster[_group(one)] = other
             best = other.cost.seconds
@@ -366,13 +366,13 @@ def _group(one: Candidate) -> object:
     return one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
 
 
-def _reduced(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
+def _tune_reduction(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
     """With another size of chunks, and with whole optimizer states on each replica, where that is worth it."""
-    best = _tuned(found, cluster, work, "chunks", searched)
+    best = _tune(found, cluster, work, "chunks", searched)
     if "shard" in searched and found.run.optim.shard:
         run = replace(found.run, optim=replace(found.run.optim, shard=False))
-        whole = _tuned(replace(found, run=run, cost=run_cost(run, cluster, work.stages(run))), cluster, work, "chunks",
-                       searched)
+        whole = _tune(replace(found, run=run, cost=run_cost(run, cluster, work.stages(run))), cluster, work, "chunks",
+                      searched)
         if whole.cost.seconds < _WORTH * best.cost.seconds:
             whole = candidates.with_memory(whole, cluster, work)
             if whole.fits and whole.cost.seconds < _WORTH * best.cost.seconds:
@@ -380,8 +380,8 @@ def _reduced(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[
     return best
 
 
-def _tuned(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
-           searched: Sequence[Setting]) -> Candidate:
+def _tune(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
+          searched: Sequence[Setting]) -> Candidate:
     """With another in-flight limit, or size of chunks, where that is worth it."""
     variants = candidates.in_flight_variants if name == "in-flight" else candidates.chunk_variants
     for run in variants(found.run) if name in searched else ():

@@ -15,7 +15,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import RankMemory
 from ranvier.errors import ConfigError
 from ranvier.models import families
-from ranvier.planner.auto import closed
+from ranvier.planner.auto import resolve_with_least
 from ranvier.planner.candidates import Candidate
 from ranvier.planner.run_cost import SAVED_BYTES_PER_SECOND, saved_bytes
 from ranvier.planner.search import SearchResult
@@ -217,7 +217,7 @@ def _counts(run: Run, cluster: Cluster, goal: Goal) -> Iterator[int]:
 def _least_days(run: Run, cluster: Cluster, goal: Goal, devices: int) -> float:
     """A lower bound for every number format that a plan may choose: at the devices' peak, and of frozen weights with no
     backward."""
-    alone = closed(run)
+    alone = resolve_with_least(run)
     flops = families.flops_per_sample(alone) / families.tokens_of(alone) * goal.tokens
     if run.lora.rank or run.elastic.freeze != "none":
         flops /= 3

@@ -63,7 +63,7 @@ class StartTrial:
         first = best[0].run
         tried = _different(best, run.launch.trial)
         if cluster.device.cores is not None and ranks > 1 and "mesh" in searched:
-            tried = [*tried[:max(1, run.launch.trial - 1)], *_alone(run, cluster, searched)]
+            tried = [*tried[:max(1, run.launch.trial - 1)], *_plan_single_rank(run, cluster, searched)]
         if run.launch.trial < 2 or len(tried) < 2:
             return first
         seconds = sum(_START_SECONDS + _TRIAL_STEPS * found.cost.seconds for found in tried)
@@ -96,7 +96,7 @@ def _different(best: Sequence[Candidate], count: int) -> list[Candidate]:
     return sorted(meshes.values(), key=best.index)[:count] if len(meshes) > 1 else list(best[:count])
 
 
-def _alone(run: Run, cluster: Cluster, searched: Sequence[Setting]) -> list[Candidate]:
+def _plan_single_rank(run: Run, cluster: Cluster, searched: Sequence[Setting]) -> list[Candidate]:
     """The best plan for one rank, where it may be alone and fits."""
     try:
         return list(search(run, replace(cluster, nodes=1, devices_per_node=1), 1, searched).best[:1])
@@ -123,7 +123,7 @@ _EVALUATED = 32
 """Samples of the evaluation at the end, of tasks that have samples: it is not measured."""
 
 
-def measured(plan: SearchResult, count: int, progress: Callable[[str], None] = lambda line: None) -> SearchResult:
+def measure_plan(plan: SearchResult, count: int, progress: Callable[[str], None] = lambda line: None) -> SearchResult:
     """The plan with the seconds of a step of its first `count` configurations: the fastest of them first, then ordered
     by what was measured and, where nothing was, by the prediction times the median of measured over predicted.
     LaunchError where a run fails."""

@@ -16,7 +16,7 @@ from ranvier.config.rules import check_boundaries
 from ranvier.cost.blocks import BlockCost, Repeated, Same, selectively
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
-from ranvier.cost.kernels import Kernels, grown
+from ranvier.cost.kernels import Kernels, extrapolate
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, too_large
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.mesh import Mesh
@@ -50,19 +50,20 @@ class Work:
     def blocks(self, run: ResolvedRun, frozen: int = 0) -> list[BlockCost]:
         """Each block's cost on one rank of the run's tensor mesh, for its microbatch."""
         share = -(-run.batch.microbatch_size // run.mesh.microbatch_parts)
-        blocks = self._of_share(run, share, frozen)
+        blocks = self._share_costs(run, share, frozen)
         if run.memory.recompute != "selective":
             return blocks
         if id(blocks) not in self._selective:
             self._selective[id(blocks)] = selectively(blocks)
         return self._selective[id(blocks)]
 
-    def _of_share(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
+    def _share_costs(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
         """Costs of the blocks for so many samples of a row."""
         key = _kind(run), _counting(run), frozen, share
         if key not in self._counted:
             self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
-                self._of_share(run, _MOST_COUNTED // 2, frozen), self._of_share(run, _MOST_COUNTED, frozen), share)
+                self._share_costs(run, _MOST_COUNTED // 2, frozen), self._share_costs(run, _MOST_COUNTED,
+                                                                                      frozen), share)
         return self._counted[key]
 
     def stages(self, run: ResolvedRun, frozen: int = 0) -> list[list[BlockCost]]:
@@ -168,7 +169,7 @@ def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int
     for less, more in zip(half, most, strict=True):
         if id(more.kernels) not in kernels:
             for fewer, own in ((less.kernels, more.kernels), (less.repeated.kernels, more.repeated.kernels)):
-                kernels[id(own)] = grown(fewer, own, further)
+                kernels[id(own)] = extrapolate(fewer, own, further)
     return [_larger(less, more, further, kernels) for less, more in zip(half, most, strict=True)]
 
 

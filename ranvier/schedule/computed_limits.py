@@ -146,8 +146,8 @@ class Prediction:
     at_peak: tuple[tuple[int, float], ...]
 
 
-def predicted(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
-              num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Prediction:
+def predict(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placement: StagePlacement | None = None,
+            num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Prediction:
     """Simulate these limits with `simulated_microbatches`; other arguments as for `computed_limits`."""
     case = _case(stages, policy, placement or StagePlacement(num_ranks=len(stages)), num_microbatches, conditions)
     made = _outcome(case, limits)
@@ -162,7 +162,7 @@ def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> in
     return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
 
 
-def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
+def _round_loads(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
     """Loads relative to the largest, to so few digits that one simulation serves many."""
     seconds = max(stage.forward + stage.backward + stage.weight for stage in stages) or 1.0
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages)) or 1.0
@@ -173,7 +173,7 @@ def _rounded(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
         deferred_factor=stage.deferred_factor) for stage in stages)
 
 
-def _priced(stages: Sequence[StageLoad], deferral: Sequence[Deferral]) -> tuple[StageLoad, ...]:
+def _add_deferral_cost(stages: Sequence[StageLoad], deferral: Sequence[Deferral]) -> tuple[StageLoad, ...]:
     """With what deferral costs."""
     return tuple(replace(stage, longer_backward=price.backward * stage.weight,
                          deferred_factor=stage.deferred_factor + price.weight)
@@ -187,8 +187,8 @@ def _round(value: float) -> float:
 def _case(stages: Sequence[StageLoad], policy: Policy, placement: StagePlacement, num_microbatches: int | None,
           conditions: Conditions) -> _Case:
     rounded = Conditions(messages=round(conditions.messages, 2), variation=round(conditions.variation, 2))
-    return _Case(stages=_priced(_rounded(stages), conditions.deferral), policy=policy, placement=placement,
-                 conditions=rounded,
+    return _Case(stages=_add_deferral_cost(_round_loads(stages), conditions.deferral), policy=policy,
+                 placement=placement, conditions=rounded,
                  count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
@@ -207,7 +207,7 @@ class _Case:
         """Simulations whose mean counts."""
         return _DRAWS if self.conditions.variation and self.count * self.placement.num_ranks < _LONG else 1
 
-    def held(self, rank: int) -> list[StageLoad]:
+    def stages_of(self, rank: int) -> list[StageLoad]:
         """The stages of a rank."""
         return [self.stages[stage] for stage in self.placement.stages_of(rank)]
 
@@ -219,7 +219,7 @@ class _Case:
         return (slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight,
                 sum(stage.weight for stage in self.stages) - slowest.weight)
 
-    def waits(self, most: int) -> tuple[list[tuple[int, None]], list[tuple[int, int]]]:
+    def deferral_candidates(self, most: int) -> tuple[list[tuple[int, None]], list[tuple[int, int]]]:
         """Candidate values for the microbatches of a rank whose products may wait, and for the number of last ones to
         which these belong; None for all. The second ones are worth a try for one number in flight. Without those that
         would cost far more than they can save."""
@@ -234,7 +234,7 @@ class _Case:
     def stored_within(self, memory: float) -> int:
         """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
         stored = []
-        for held in map(self.held, range(self.placement.num_ranks)):
+        for held in map(self.stages_of, range(self.placement.num_ranks)):
             if graph := sum(stage.graph for stage in held):
                 stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
         return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
@@ -242,8 +242,8 @@ class _Case:
     def bytes_under_1f1b(self) -> float:
         """Memory of the rank that needs most under 1F1B: with its stages as one, or interleaved under interleaved 1F1B,
         which stores more."""
-        return max(sum(stage.fixed for stage in self.held(rank)) + min(self._stored_under_1f1b(rank), self.count)
-                   * sum(stage.graph for stage in self.held(rank)) for rank in range(self.placement.num_ranks))
+        return max(sum(stage.fixed for stage in self.stages_of(rank)) + min(self._stored_under_1f1b(rank), self.count)
+                   * sum(stage.graph for stage in self.stages_of(rank)) for rank in range(self.placement.num_ranks))
 
     def _stored_under_1f1b(self, rank: int) -> float:
         """Microbatches of all stages of a rank."""
@@ -272,7 +272,7 @@ class _Outcome:
     operands: tuple[float, ...]
     used: tuple[int, ...]
 
-    def needs(self, case: _Case, limits: Limits) -> tuple[float, ...]:
+    def rank_bytes(self, case: _Case, limits: Limits) -> tuple[float, ...]:
         """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
         state; of the last products those of microbatches that it does not store, as `check` counts them. With several,
         the most of both that the simulation has at once: a batch stores most at its start and defers most at its
@@ -350,20 +350,20 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
     flights = [given] if given is not None else range(
         pipe, 2 * pipe + 1, max(1, pipe // 4)) if is_fine else range(several * pipe, pipe - 1, -max(1, pipe // 2))
     has_room = case.placement.per_rank > 1 and isinstance(case.policy, MessageDriven)
-    found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.waits(2 * pipe)
+    found, plain, (waits, last_waits) = list[_Candidate](), list[_Candidate](), case.deferral_candidates(2 * pipe)
     for in_flight in flights:
         if not is_fine and any(each.needs <= cap for each in found):
             break
         for max_stored in _rooms(case, in_flight, cap)[:None if is_fine else 1] if has_room else [None]:
             if max_stored is not None:
-                waits, last_waits = case.waits(max_stored)
+                waits, last_waits = case.deferral_candidates(max_stored)
             for waiting, last in waits:
                 limits = Limits(in_flight=in_flight, deferred=(waiting,) * pipe, last=last, max_stored=max_stored)
                 found += _on_the_way(case, limits, cap)
                 plain.append(found[-1])
     fastest = min([each for each in plain if each.needs <= cap] or plain, key=lambda each: each.seconds).limits
     if fastest.max_stored is not None:
-        _, last_waits = case.waits(fastest.max_stored)
+        _, last_waits = case.deferral_candidates(fastest.max_stored)
     for waiting, last in last_waits:
         found += _on_the_way(case, replace(fastest, deferred=(waiting,) * pipe, last=last), cap)
     return found
@@ -381,7 +381,7 @@ def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
         if found[-1].needs <= cap or limits.max_stored is not None:
             break
         fewer = tuple(max(0, waiting - ceil(share * max(0.0, needs - cap) / operands)) if operands else waiting
-                      for waiting, needs, operands in zip(limits.deferred, made.needs(case, limits), made.operands,
+                      for waiting, needs, operands in zip(limits.deferred, made.rank_bytes(case, limits), made.operands,
                                                           strict=True))
         if fewer == limits.deferred:
             break
@@ -402,7 +402,7 @@ def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
     """With what is used, and one more: times are not exactly those of the simulation, which stays the same."""
     most = limits.deferred if limits.last is None else [min(each, limits.last) for each in limits.deferred]
     limits = replace(limits, deferred=tuple(map(min, most, (used + 1 for used in made.used))))
-    return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.needs(case, limits)))
+    return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.rank_bytes(case, limits)))
 
 
 def _outcome(case: _Case, limits: Limits) -> _Outcome:
@@ -411,19 +411,20 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
     """The mean of several draws, and the most that any of them needs."""
-    draws = [_drawn(case, limits, draw) for draw in range(case.draws)]
+    draws = [_simulate_draw(case, limits, draw) for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
                     bubble_fraction=fmean(each.bubble_fraction for each in draws), at_peak=largest.at_peak,
-                    operands=largest.operands, kept=_most(each.kept for each in draws),
-                    peak=_most(each.peak for each in draws), used=_most(each.used for each in draws))
+                    operands=largest.operands, kept=_elementwise_max(each.kept for each in draws),
+                    peak=_elementwise_max(each.peak for each in draws),
+                    used=_elementwise_max(each.used for each in draws))
 
 
-def _most(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
+def _elementwise_max(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...]:
     return tuple(map(max, zip(*draws, strict=True)))
 
 
-def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
+def _simulate_draw(case: _Case, limits: Limits, draw: int) -> _Outcome:
     """The outcome of one simulation."""
     held, count = [case.placement.stages_of(rank) for rank in range(case.placement.num_ranks)], case.count
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
@@ -433,7 +434,7 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
     units = [sum(times[stage].alive_bytes for stage in stages) for stages in held]
     slowest = case.placement.per_rank * max(stage.forward for stage in times)
     made = simulate(times, count, case.policy, limits.in_flight, placement=case.placement,
-                    jitter=_varied(case.conditions.variation, draw), hop=case.conditions.messages * slowest,
+                    jitter=_time_factor(case.conditions.variation, draw), hop=case.conditions.messages * slowest,
                     max_stored=limits.max_stored, defer_last=limits.last, alternating=limits.alternating,
                     defer_bytes=[waiting * unit for unit, waiting in zip(units, limits.deferred, strict=True)])
     # Stages before the first one that trains have no backward.
@@ -444,7 +445,7 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
                  for stages, actions in zip(held, made.actions, strict=True)
                  for action, _, _ in actions if action.kind == "W" or action.defer) / len(held) if any(
         stage.longer_backward or stage.deferred_factor != 1.0 for stage in times) else 0.0
-    fixed = [sum(stage.fixed for stage in case.held(rank)) for rank in range(len(held))]
+    fixed = [sum(stage.fixed for stage in case.stages_of(rank)) for rank in range(len(held))]
     at_peak = {stage: (stored, queued / PRODUCTS) for stages, one in zip(held, made.held, strict=True)
                for stage, (stored, queued) in zip(stages, one.at_most_alive, strict=True)}
     return _Outcome(seconds=made.seconds, step=made.seconds / work if work else 1.0,
@@ -458,7 +459,7 @@ def _drawn(case: _Case, limits: Limits, draw: int) -> _Outcome:
 
 
 @lru_cache(maxsize=64)
-def _varied(variation: float, draw: int) -> Callable[[int, Action], float] | None:
+def _time_factor(variation: float, draw: int) -> Callable[[int, Action], float] | None:
     """The factor on the time of an action of a rank: evenly spread, of mean 1, and the same whenever it is asked for;
     None where times do not vary."""
     if not variation:

@@ -38,7 +38,8 @@ class Limits:
         counts = ", ".join(map(str, self.deferred))
         return counts if self.last is None else f"{counts} (only in the last {self.last} microbatches of a step)"
 
-    def given(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None, last: int | None) -> Limits:
+    def with_user_limits(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None,
+                         last: int | None) -> Limits:
         """With what a user has set in their place. `deferred` is given together with `last`."""
         return replace(self, in_flight=self.in_flight if in_flight == "auto" else in_flight,
                        deferred=self.deferred if deferred is None else deferred,
@@ -107,13 +108,13 @@ def measured_conditions(ranks: Sequence[Actions]) -> Conditions | None:
                 for actions in ranks]
     if not all(len(times) > 1 and fmean(times) > 0 for times in forwards):
         return None
-    ways = [(_least(one, other, "F"), _least(other, one, "B")) for one, other in pairwise(ranks)]
+    ways = [(_least_gap(one, other, "F"), _least_gap(other, one, "B")) for one, other in pairwise(ranks)]
     messages = [(forth + back) / 2 for forth, back in ways if forth is not None and back is not None]
     return Conditions(variation=min(_MOST_VARIATION, fmean(pstdev(times) / fmean(times) for times in forwards)),
                       messages=max(0.0, *messages, 0.0) / max(map(fmean, forwards)))
 
 
-def _least(source: Actions, destination: Actions, kind: str) -> float | None:
+def _least_gap(source: Actions, destination: Actions, kind: str) -> float | None:
     """Least time from the end of an action on `source` to the start of the same microbatch's on `destination`."""
     return min((destination[key][0] - stop for key, (_, stop) in source.items()
                 if key in destination and key[1].startswith(kind)), default=None)

@@ -22,17 +22,17 @@ def cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]
     them. Ties go to the cut with fewer blocks in later stages. Every stage gets at least one block.
     """
     assert 1 <= num_stages <= num_blocks
-    slowest, _ = _least(num_blocks, num_stages, cost, max)
+    slowest, _ = _least_cost(num_blocks, num_stages, cost, max)
 
     def squared(stage: int, start: int, stop: int) -> float:
         own = cost(stage, start, stop)
         return own * own if own <= slowest else inf
 
-    return _least(num_blocks, num_stages, squared, add)[1]
+    return _least_cost(num_blocks, num_stages, squared, add)[1]
 
 
-def _least(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float],
-           join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+def _least_cost(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float],
+                join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
     """The least that the stages' costs make when they are joined, and its cut. Dynamic programming over (stage, first
     block): num_stages x num_blocks^2 / 2 costs."""
     last = num_stages - 1

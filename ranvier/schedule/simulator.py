@@ -319,7 +319,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
         run = partial(simulate, stages, policy=policy, in_flight=limit, hop=way.hop, transfer=way.busy,
                       defer_bytes=defer_bytes, cores=cores, placement=placement, defer_last=defer_last,
                       max_stored=max_stored, alternating=alternating)
-        seconds, busy = _simulated(run, num_microbatches, *_enough(len(stages), limit))
+        seconds, busy = _extrapolate(run, num_microbatches, *_enough(len(stages), limit))
     elif placement.per_rank > 1:
         seconds = never_resting(stages, num_microbatches, placement)
     else:
@@ -371,7 +371,7 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
     return max(passes(num_microbatches), rounds * once + passes(rest + 1))
 
 
-def _simulated(run: Callable[[int], Simulated], num_microbatches: int, full: int, more: int) -> tuple[float, float]:
+def _extrapolate(run: Callable[[int], Simulated], num_microbatches: int, full: int, more: int) -> tuple[float, float]:
     """Seconds, and for how many of them ranks are busy, all together. run: simulates so many microbatches. full, more:
     as of `_enough`."""
     def measured(count: int) -> tuple[float, float]:

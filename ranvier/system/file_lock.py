@@ -55,7 +55,7 @@ def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_lock
     ended = threading.Event()
     beating = None
     try:
-        if is_held := _acquired(handle, on_wait, on_no_locks):
+        if is_held := _acquire(handle, on_wait, on_no_locks):
             owner = Owner.this_process()
             _write(handle, 0, owner)
             beating = threading.Thread(target=_beat, args=(handle, owner, ended), name="ranvier-lock", daemon=True)
@@ -95,7 +95,7 @@ def remove_unlocked(folder: Path) -> None:
         os.close(handle)
 
 
-def _acquired(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]) -> bool:
+def _acquire(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]) -> bool:
     """Wait for the lock. False where there are none."""
     began = seen_at = time.monotonic()
     seen, is_told = b"", False

@@ -160,7 +160,7 @@ class _Watch:
         self._seen_at = self._began
         self._beats = False
 
-    def gone(self, generation: int) -> bool:
+    def is_gone(self, generation: int) -> bool:
         """Whether the owner of this generation is gone; False if unknown yet. OwnershipError if it is alive."""
         try:
             content = _read(_path(self._folder, generation))
@@ -228,7 +228,7 @@ class _Held:
         except FileNotFoundError:
             found = None
         if found is None or found.token != self.owner.token:
-            raise self._lost()
+            raise self._lost_error()
 
     def beat(self) -> None:
         """Increment the count in the existing file, which is never created again. Raises as `verify`."""
@@ -250,7 +250,7 @@ class _Held:
         finally:
             os.close(handle)
 
-    def _lost(self) -> OwnershipError:
+    def _lost_error(self) -> OwnershipError:
         new = _newest_owner(self.folder)
         cause = f"{new} has taken it over" if new is not None and new.token != self.owner.token else \
             f"{self.path.name} is gone from it, or the folder itself"
@@ -263,7 +263,7 @@ class _Held:
 def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], None]) -> _Held:
     while True:
         newest = max(_generations(folder), default=0)
-        if newest and not watch.gone(newest):
+        if newest and not watch.is_gone(newest):
             on_wait(watch.describe())
             time.sleep(_POLL_SECONDS)
             continue
@@ -305,7 +305,7 @@ def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambd
                 continue
             watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
             while (newest := max(_generations(folder), default=0)) and (
-                    _is_owned_here(folder, this) and not watch.gone(newest)):
+                    _is_owned_here(folder, this) and not watch.is_gone(newest)):
                 if not told:
                     tell(watch.describe())
                 told = True

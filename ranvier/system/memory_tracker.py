@@ -106,7 +106,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Start a new measurement: the live bytes are the peak so far."""
-        self._peaks = {place: self._now(place) for place in get_args(MemoryPlace)}
+        self._peaks = {place: self._current_bytes(place) for place in get_args(MemoryPlace)}
 
     def __torch_dispatch__(self, func: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (),
                            kwargs: dict[str, object] | None = None) -> object:
@@ -133,10 +133,10 @@ class MemoryTracker(TorchDispatchMode):
         # Assignment keeps the dict's existing key: of equal weak references, only the first one's callback will run.
         self._counted[weakref.ref(storage, self._dead.append)] = (kind, nbytes)
         place, _ = kind
-        if sum((now := self._now(place)).values()) > sum(self._peaks[place].values()):
+        if sum((now := self._current_bytes(place)).values()) > sum(self._peaks[place].values()):
             self._peaks[place] = now
 
-    def _now(self, place: MemoryPlace) -> dict[str, int]:
+    def _current_bytes(self, place: MemoryPlace) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}
 
     def _storages(self, tree: object) -> Iterator[torch.UntypedStorage]:

@@ -24,7 +24,7 @@ class Process:
             process = cls(psutil.Process(pid))
         except psutil.NoSuchProcess:
             return None
-        return process if process.runs else None
+        return process if process.is_running else None
 
     @property
     def pid(self) -> int:
@@ -32,7 +32,7 @@ class Process:
         return int(self.handle.pid)
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it still runs. A zombie, which has ended but was not reaped yet, does not."""
         return self._status not in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
@@ -115,4 +115,4 @@ def descendants(pid: int) -> list[Process]:
     found = list(children.get(pid, ()))
     for process in found:  # the list grows while it is iterated
         found += children.get(process.pid, ())
-    return [process for process in found if process.runs]
+    return [process for process in found if process.is_running]

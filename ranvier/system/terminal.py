@@ -28,7 +28,7 @@ _TEXT_WIDTH = 16
 _GAP = 2
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print `text` to standard error with one write, so that lines of several processes do not mix. Where it cannot be
     printed, nothing else changes: Ctrl-C ends `| tee log`, too, and a terminal may be gone."""
     with suppress(OSError, ValueError):  # ValueError: it is closed
@@ -99,7 +99,7 @@ def memory_text(size_bytes: int) -> str:
     return f"{three_digits(size_bytes / unit)} {name}"
 
 
-def fitted(text: str, width: int, indent: int | None = None) -> str:
+def wrap_text(text: str, width: int, indent: int | None = None) -> str:
     """`text` with its lines broken between words where they are longer than `width`. Words are never broken.
 
     indent: spaces before the rest of a line; by default two more than before its beginning.
@@ -115,8 +115,8 @@ def fitted(text: str, width: int, indent: int | None = None) -> str:
 
 
 def prose(text: str, stream: TextIO, indent: int | None = None) -> str:
-    """Sentences for `stream`: `fitted` to a terminal, or to COLUMNS; unchanged for files and pipes."""
-    return fitted(text, terminal_width(), indent) if stream.isatty() or os.environ.get("COLUMNS") else text
+    """Sentences for `stream`: `wrap_text` to the width of a terminal, or to COLUMNS; unchanged for files and pipes."""
+    return wrap_text(text, terminal_width(), indent) if stream.isatty() or os.environ.get("COLUMNS") else text
 
 
 def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:

@@ -116,8 +116,8 @@ class HiddenSplit:
 
     def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
         """Reduce-scatter of the slabs."""
-        return _rounded(_flat(out)[panel], slabs.dtype, buffer, bias,
-                        lambda total: self._group.reduce_scatter(total, slabs))
+        return _start_rounded(_flat(out)[panel], slabs.dtype, buffer, bias,
+                              lambda total: self._group.reduce_scatter(total, slabs))
 
 
 class SequenceSplit:
@@ -183,8 +183,8 @@ class SequenceSplit:
         own = out[panel]
         whole = slabs.view(own.shape[0], -1, own.shape[2])
         space = buffer("parts", (whole.numel(),)) if len(own) > 1 else None
-        return _rounded(own, slabs.dtype, buffer, bias,
-                        lambda total: self._group.reduce_scatter(total, whole, space, 1))
+        return _start_rounded(own, slabs.dtype, buffer, bias,
+                              lambda total: self._group.reduce_scatter(total, whole, space, 1))
 
 
 class Replicated(HiddenSplit):
@@ -216,8 +216,8 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _rounded(own: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None, start: Callable[[Tensor], Work]
-             ) -> Work:
+def _start_rounded(own: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None, start: Callable[[Tensor], Work]
+                   ) -> Work:
     """`start(total)`, a sum of this format, whose total plus bias becomes `own`: in its place where it can."""
     if dtype is own.dtype and bias is None and own.is_contiguous():
         return start(own)

@@ -8,7 +8,7 @@ alpha / rank. The adapter is a child of the layer, `lora`, and a forward hook ad
 the layer keep their names.
 
 On a row x col mesh A is sharded as the layer's input is and B as its output, and rows hold copies. Only u = A x, with
-`rank` features, travels (`ranvier.tensor.mesh.exchanged`).
+`rank` features, travels (`ranvier.tensor.mesh.exchange`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranvier.config.run import TensorParallel
-from ranvier.layout import Split, index_of, whole
+from ranvier.layout import Split, index_of, whole_box
 from ranvier.tensor import keyed_dropout
-from ranvier.tensor.mesh import Sharded, TensorMesh, exchanged
+from ranvier.tensor.mesh import Sharded, TensorMesh, exchange
 from ranvier.tensor.splittable import ActivationKind, Layer, SplitHook, Splittable, feature_split, own_part
 
 Base = Callable[[], tuple[Tensor, Tensor | None]]
@@ -80,27 +80,27 @@ class Adapter(Layer):
 
     def forward(self, y: Tensor, x: Tensor, base: Base, rows: slice = slice(None)) -> Tensor:
         """y, what the layer gives for x, with the adapter's part. rows: of the output, those that y has."""
-        u = self.exchanged(functional.linear(self.dropped(x), self.A))
+        u = self.exchange(functional.linear(self.drop_input(x), self.A))
         if self.magnitude_change is None:
-            return self._added(y, u, rows)
+            return self._add_product(y, u, rows)
         weight, bias = base()
         before, after = (one[rows] for one in self.norms(weight.detach()))
         factor = ((before + self.magnitude_change[rows]) / after).to(y.dtype)
         if bias is None:
-            return self._added(y, u, rows) * factor
-        return self._added(y - bias[rows], u, rows) * factor + bias[rows]
+            return self._add_product(y, u, rows) * factor
+        return self._add_product(y - bias[rows], u, rows) * factor + bias[rows]
 
-    def _added(self, y: Tensor, u: Tensor, rows: slice) -> Tensor:
+    def _add_product(self, y: Tensor, u: Tensor, rows: slice) -> Tensor:
         """y + s B u, as one product."""
         flat = torch.addmm(y.reshape(-1, y.shape[-1]), u.reshape(-1, u.shape[-1]), self.B[rows].t(),
                            alpha=self.form.scale)
         return flat.view(y.shape)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def drop_input(self, x: Tensor) -> Tensor:
         """The layer's input after the adapter's dropout."""
         return keyed_dropout.dropout(x, self.form.dropout, self.training)
 
-    def exchanged(self, u: Tensor) -> Tensor:
+    def exchange(self, u: Tensor) -> Tensor:
         """u as B takes it: on one rank it is that."""
         return u
 
@@ -142,27 +142,27 @@ class SplitAdapter(Adapter):
         nn.Module.__init__(self)
         self.form, self.takes, self.gives, self.units = adapter.form, adapter.takes, adapter.gives, adapter.units
         self.in_features, self.out_features = adapter.in_features, adapter.out_features
-        self._mesh, self._weight = mesh, weight.on(mesh.num_cols)
-        self._splits = {name: split.on(mesh.num_cols) for name, split in adapter.splits(mesh.settings).items()}
+        self._mesh, self._weight = mesh, weight.for_cols(mesh.num_cols)
+        self._splits = {name: split.for_cols(mesh.num_cols) for name, split in adapter.splits(mesh.settings).items()}
         for name, parameter in adapter._parameters.items():
             self.register_parameter(name, None if parameter is None else own_part(
                 parameter, self._splits[name], mesh))
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def drop_input(self, x: Tensor) -> Tensor:
         sizes = list(x.shape[1:])
         start, full = [0] * len(sizes), list(sizes)
-        if (sharded := self._sharded(self.takes)) != "none":
+        if (sharded := self._sharding_of(self.takes)) != "none":
             place = len(sizes) - 1 if sharded == "features" else 0
             start[place], full[place] = self._mesh.col * sizes[place], self._mesh.num_cols * sizes[place]
         return keyed_dropout.dropout(x, self.form.dropout, self.training, start=start, full_shape=full)
 
-    def exchanged(self, u: Tensor) -> Tensor:
+    def exchange(self, u: Tensor) -> Tensor:
         """See the top of the file."""
         if self._mesh.num_cols == 1:
             return u
-        return exchanged(u, self._mesh, self._sharded(self.takes), self._sharded(self.gives))
+        return exchange(u, self._mesh, self._sharding_of(self.takes), self._sharding_of(self.gives))
 
-    def _sharded(self, kind: ActivationKind) -> Sharded:
+    def _sharding_of(self, kind: ActivationKind) -> Sharded:
         if kind == "inner" or (kind == "stream" and self._mesh.activations.name == "hidden"):
             return "features"
         return "tokens" if kind == "stream" and self._mesh.activations.name == "sequence" else "none"
@@ -178,7 +178,7 @@ class SplitAdapter(Adapter):
     def _squares(self, weight: Tensor) -> Tensor:
         """Squared norms of all rows. Small tensors are summed over the mesh: A, B, and two numbers for each row."""
         sizes, at = (self._mesh.num_rows, self._mesh.num_cols), (self._mesh.row, self._mesh.col)
-        a, b = self._whole(self.A, "A", (self.form.rank, self.in_features)), self._whole(
+        a, b = self._gather_whole(self.A, "A", (self.form.rank, self.in_features)), self._gather_whole(
             self.B, "B", (self.out_features, self.form.rank))
         rows, columns = self._weight.box((self.out_features, self.in_features), sizes, at)
         own = squared_norms(weight, a[:, slice(*columns)], b[slice(*rows)], self.form.scale)
@@ -186,12 +186,12 @@ class SplitAdapter(Adapter):
         squares[:, slice(*rows)] = own
         return self._sum(squares, self._weight)
 
-    def _whole(self, own: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _gather_whole(self, own: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter of which columns have parts: zeros elsewhere, and the sum; x + 0 is exact."""
         split = self._splits[name]
         found = own.new_zeros(shape)
         box = split.box(shape, (self._mesh.num_rows, self._mesh.num_cols), (self._mesh.row, self._mesh.col))
-        found[index_of(box, whole(shape))] = own
+        found[index_of(box, whole_box(shape))] = own
         return self._sum(found, split)
 
     def _sum(self, tensor: Tensor, split: Split) -> Tensor:

@@ -179,7 +179,9 @@ class _LayerGuard(_RowGuard):
         self._mesh.runs_user_code = self._in_block
         if self._alone:
             return y
-        return mark(y, self._given(y)) if type(y) is Tensor and not self._sequences else mapped(self._marked, y)
+        if type(y) is Tensor and not self._sequences:
+            return mark(y, self._output_layout(y))
+        return mapped(self._mark_output, y)
 
     def _take(self, x: object) -> object:
         if not isinstance(x, Tensor):
@@ -198,7 +200,7 @@ class _LayerGuard(_RowGuard):
                        "Compute them from the block's inputs, or from what a ClassifierHead returns.", self._where)
             return x
         if self._needs_sequence:
-            x, layout = self._in_sequences(x, layout)
+            x, layout = self._to_sequences(x, layout)
         if layout is None and self._alone:
             return x
         taken = _as_taken(x, layout, self._mesh, self._takes, self._where)
@@ -207,7 +209,7 @@ class _LayerGuard(_RowGuard):
         self._entered = self._entered or (layout or ColumnLayout(self._mesh), taken.shape)
         return taken
 
-    def _in_sequences(self, x: Tensor, layout: ColumnLayout | None) -> tuple[Tensor, ColumnLayout | None]:
+    def _to_sequences(self, x: Tensor, layout: ColumnLayout | None) -> tuple[Tensor, ColumnLayout | None]:
         """x as [batch, sequence, features]; of flattened tokens [tokens, features] as many sequences as they came
         from, or one. Any division is right: the result has the tokens where its layout says."""
         if x.dim() == 3:
@@ -229,7 +231,7 @@ class _LayerGuard(_RowGuard):
             layout = layout.moved(1, tokens // count, 1) if sharded else layout.moved(2)
         return x.reshape(count, x.shape[0] // count, x.shape[1]), layout
 
-    def _flattened(self, y: Tensor, layout: ColumnLayout) -> ColumnTensor:
+    def _flatten_output(self, y: Tensor, layout: ColumnLayout) -> ColumnTensor:
         """An output of flattened tokens: [tokens, features]."""
         if y.dim() != 3:
             refuse("cannot take flattened tokens", f"{list(y.shape)}", "Give it [batch, sequence, features].",
@@ -240,12 +242,12 @@ class _LayerGuard(_RowGuard):
             layout = layout.moved(1)
         return mark(y.flatten(0, 1), layout)
 
-    def _marked(self, y: object) -> object:
+    def _mark_output(self, y: object) -> object:
         if type(y) is not Tensor:
             return y
-        return self._flattened(y, self._given(y)) if self._sequences else mark(y, self._given(y))
+        return self._flatten_output(y, self._output_layout(y)) if self._sequences else mark(y, self._output_layout(y))
 
-    def _given(self, y: Tensor) -> ColumnLayout:
+    def _output_layout(self, y: Tensor) -> ColumnLayout:
         mesh, gives = self._mesh, self._gives
         if gives == "same" and (self._entered is None or self._entered[1] != y.shape):
             raise ModelError("does not declare the layout of its output over columns", code="block-output-layout",

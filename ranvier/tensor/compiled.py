@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
-from ranvier.block import State, named
+from ranvier.block import State, as_named_tensors
 from ranvier.errors import ModelError
 from ranvier.system.compilation import watch
 from ranvier.tensor import float8
@@ -116,7 +116,7 @@ class _TappedLinear(Function):
         return float8.input_gradient(dy, weight) if ctx.in_float8 else dy.matmul(weight), None, None, dy, None
 
 
-def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
+def _tapped_forward(module: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a deferrable layer in the graph."""
     if torch.is_autocast_enabled(input.device.type):
         return functional.linear(input, module.weight, module.bias)
@@ -127,7 +127,7 @@ def _tapped(module: nn.Linear, input: Tensor) -> Tensor:
                                tap, torch.is_grad_enabled() and bool(module.__dict__["_compiled_float8"]))
 
 
-def _in_float8(module: nn.Linear, input: Tensor) -> Tensor:
+def _float8_forward(module: nn.Linear, input: Tensor) -> Tensor:
     """The forward in the graph of a layer in float8 whose weight gradient autograd adds."""
     if (not (torch.is_grad_enabled() and module.weight.requires_grad)
             or torch.is_autocast_enabled(input.device.type)):
@@ -135,7 +135,7 @@ def _in_float8(module: nn.Linear, input: Tensor) -> Tensor:
     return float8.Float8Linear.apply(input, module.weight, module.bias)
 
 
-def _recorded(record: Callable[[nn.Linear, Tensor, Tensor], None], module: nn.Linear, input: Tensor) -> Tensor:
+def _recording_forward(record: Callable[[nn.Linear, Tensor, Tensor], None], module: nn.Linear, input: Tensor) -> Tensor:
     """The forward of a deferrable layer on fake tensors."""
     y = functional.linear(input, module.weight, module.bias)
     if not torch.is_autocast_enabled(input.device.type):
@@ -215,7 +215,7 @@ class CompiledBlocks:
         if kind not in self._compiled:
             self._compiled[kind] = torch.compile(_copy_of(_run), fullgraph=True, backend=BACKEND,
                                                  dynamic=True if module in self._recomputed else None)
-        with self._installed(module, _tapped if taps else None):
+        with self._install_forward(module, _tapped_forward if taps else None):
             result, inputs = self._compiled[kind](module, self._call, state, taps)
         for (_, shape), operand, x in zip(shapes.products, operands, inputs, strict=True):
             operand.x = x
@@ -224,20 +224,20 @@ class CompiledBlocks:
         return result
 
     @contextmanager
-    def _installed(self, module: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
+    def _install_forward(self, module: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
         """The block's deferrable layers have this forward, or (None) their own."""
         queued = self._forwards.layers_of(module)
         layers = [*queued, *(layer for layer in self._forwards.float8_forwards if layer in {*module.modules()})]
         before = [layer.__dict__.pop("forward", None) for layer in layers]
         for layer in layers[len(queued):]:
-            layer.__dict__["forward"] = types.MethodType(_in_float8, layer)
+            layer.__dict__["forward"] = types.MethodType(_float8_forward, layer)
         for layer in queued:
             if forward is not None and is_deferrable(layer):
                 layer.__dict__["_compiled_call"] = self._call
                 layer.__dict__["_compiled_float8"] = self._forwards.is_in_float8(layer)
                 layer.__dict__["forward"] = types.MethodType(forward, layer)
             elif self._forwards.is_in_float8(layer) and not is_deferrable(layer):
-                layer.__dict__["forward"] = types.MethodType(_in_float8, layer)
+                layer.__dict__["forward"] = types.MethodType(_float8_forward, layer)
         try:
             yield
         finally:
@@ -250,15 +250,15 @@ class CompiledBlocks:
 
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
         """`_Shapes` of a block for inputs like these and the parameters that train now."""
-        tensors = named(state, "the carried state")
+        tensors = as_named_tensors(state, "the carried state")
         modes = tuple(one.training for one in module.modules())
         key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(
             module))), tuple((name, one.shape, one.dtype) for name, one in tensors.items())))
         if key not in self._shapes:
-            self._shapes[key] = self._examined(module, state, scope)
+            self._shapes[key] = self._examine(module, state, scope)
         return self._shapes[key]
 
-    def _examined(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
+    def _examine(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
         products: list[tuple[nn.Linear, tuple[int, ...]]] = []
         seen: list[tuple[Tensor, int]] = []
 
@@ -270,14 +270,14 @@ class CompiledBlocks:
         trains = torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
         has_products = trains and any(map(is_deferrable, self._forwards.layers_of(module)))
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
-        with self._installed(module, partial(_recorded, record) if has_products else None), \
-                _unchanged(module), mode, torch.set_grad_enabled(has_products):
+        with self._install_forward(module, partial(_recording_forward, record) if has_products else None), \
+                _restore_block(module), mode, torch.set_grad_enabled(has_products):
             inputs = tree_map(mode.from_tensor, state)
             before = _tensors(module)
             if trains:
-                before |= {one: one._version for one in named(inputs, "the carried state").values()
+                before |= {one: one._version for one in as_named_tensors(inputs, "the carried state").values()
                            if not one.requires_grad}
-            reads = _Reads(named(inputs, "the carried state").values())
+            reads = _Reads(as_named_tensors(inputs, "the carried state").values())
             with reads:
                 module(inputs)
             found = _Shapes(tuple(products), scope.calls)
@@ -289,7 +289,7 @@ class CompiledBlocks:
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
         # Torch up to 2.13 may compute gradients of what reads the old value with the new one; a counter is not read.
-        if any(one._version != version and (one.requires_grad or one not in before or reads.has(one))
+        if any(one._version != version and (one.requires_grad or one not in before or reads.contains(one))
                for held in (before, after) for one, version in held.items()):
             raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
                                                 "changed in place, and not assigned anew")
@@ -310,7 +310,7 @@ class _Reads(TorchDispatchMode):
         self._memory |= {_memory_of(leaf) for leaf in tree_leaves(read) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
 
-    def has(self, tensor: Tensor) -> bool:
+    def contains(self, tensor: Tensor) -> bool:
         """Whether one of them lies in the memory of `tensor`."""
         return _memory_of(tensor) in self._memory
 
@@ -342,12 +342,12 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
     """[sites, b] int64 on the device of the block, or None without dropout."""
     if not sites:
         return None
-    device = next(iter(named(state, "the carried state").values())).device
+    device = next(iter(as_named_tensors(state, "the carried state").values())).device
     return torch.stack([scope.site_keys(site) for site in range(sites)]).to(device, non_blocking=True)
 
 
 @contextmanager
-def _unchanged(block: nn.Module) -> Iterator[None]:
+def _restore_block(block: nn.Module) -> Iterator[None]:
     """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
     what it writes into buffers (operations without fake tensors are real ones) goes to copies."""
     modules = list(block.modules())

@@ -181,7 +181,7 @@ class _PlainForward:
         self._module: Any = module
 
     @staticmethod
-    def takes(module: nn.Module) -> bool:
+    def accepts(module: nn.Module) -> bool:
         """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by
         class or by assignment, and no parametrization, which each look at the weight would evaluate."""
         return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
@@ -272,7 +272,7 @@ class DeferringForwards:
                  in_float8: Collection[nn.Module] = (), *, may_wait: bool = True,
                  tables: Collection[nn.Parameter] = ()) -> None:
         inside, beside = list(dict.fromkeys(_modules(blocks))), list(_modules(others))
-        plain = {module for module in (*inside, *beside) if _PlainForward.takes(module)}
+        plain = {module for module in (*inside, *beside) if _PlainForward.accepts(module)}
         by_autograd = [module for module in inside if not (module in plain or isinstance(module, SplitLinear))]
         elsewhere = set(_own_parameters((*beside, *by_autograd)))
         free = {module: None for module in inside if elsewhere.isdisjoint(module.parameters(recurse=False))}
@@ -305,7 +305,7 @@ class DeferringForwards:
     def install(self) -> None:
         """Before a batch: give the layers their forwards."""
         for module, forward in self._installed:
-            if forward.takes(module):
+            if forward.accepts(module):
                 module.__dict__[forward_slot(module)] = forward
         for layer in self._split:
             layer.weight_gradients = self._gradients
@@ -377,7 +377,7 @@ def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
     depend on the order. The same on every rank that has these blocks."""
     modules = dict.fromkeys(module for block in blocks for module in block.modules())
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
-    weights = (module._parameters["weight"] for module in modules if _LookupForward.takes(module))
+    weights = (module._parameters["weight"] for module in modules if _LookupForward.accepts(module))
     return {one for one in weights if one is not None and one.requires_grad and holders[one] == 1}
 
 
@@ -389,7 +389,7 @@ class _LookupForward(_PlainForward):
         self._gradients = gradients
 
     @staticmethod
-    def takes(module: nn.Module) -> bool:
+    def accepts(module: nn.Module) -> bool:
         """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
         parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of
         rows."""

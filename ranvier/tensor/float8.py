@@ -29,7 +29,7 @@ CAPABILITY = (8, 9)
 """The first CUDA compute capability with these products (Ada; Hopper is 9.0)."""
 
 
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x / scale in `dtype`, scale): the largest value of x becomes the largest of `dtype`. Where x has a NaN or an
     infinite value, so have all products with it."""
     largest = torch.finfo(dtype).max
@@ -41,7 +41,7 @@ def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, 
     """a b^T in `dtype`. a: [m, k]; b: [n, k]; n is a multiple of `MULTIPLE`, and k is padded with zeros to one."""
     if not a.numel():
         return a.new_zeros(len(a), len(b), dtype=dtype)
-    (a8, a_scale), (b8, b_scale) = quantized(a, a_format), quantized(b, b_format)
+    (a8, a_scale), (b8, b_scale) = quantize(a, a_format), quantize(b, b_format)
     missing = -a.shape[1] % MULTIPLE
     if missing:
         a8, b8 = (torch.cat([one, one.new_zeros(len(one), missing)], 1) for one in (a8, b8))

@@ -51,7 +51,7 @@ class Fused:
 
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """`function(*args)`; it may change its arguments in place. A row without tokens has nothing to compile for."""
-        kept_outputs.current().passed()
+        kept_outputs.current().note_call()
         if not self.compiles or not all(one.numel() for one in args if isinstance(one, Tensor)):
             return function(*args)
         if function not in self._compiled:
@@ -99,7 +99,7 @@ def current() -> Fused:
 
 
 @contextmanager
-def using(calls: Fused) -> Iterator[None]:
+def use_calls(calls: Fused) -> Iterator[None]:
     """Inside, layers call their chains by `calls`."""
     before, _current.calls = _current.calls, calls
     try:

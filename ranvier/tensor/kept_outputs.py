@@ -65,11 +65,11 @@ class KeptOutputs:
         return [leaf for one in self._found if one is not None for leaf in _tensors(one.output)]
 
     @contextmanager
-    def recorded(self, *, by_caller: bool = False) -> Iterator[None]:
+    def recording(self, *, by_caller: bool = False) -> Iterator[None]:
         """The first run. Of an output behind which nothing is saved the second run never comes to the operation.
         by_caller: a mode of the caller's gives all operations to `first_run`."""
         self._records = True
-        with _using(self), nullcontext() if by_caller else _Mode(self.first_run):
+        with _use(self), nullcontext() if by_caller else _Mode(self.first_run):
             yield
         self._records = False
         self._of_memory.clear()
@@ -78,14 +78,14 @@ class KeptOutputs:
         self._found = [one if one is not None and _is_as_it_was(one) else None for one in self._found]
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replaying(self) -> Iterator[None]:
         """The second run."""
         if self._records:  # a block calls autograd for purposes of its own, in the midst of its first run
             self._records = self._is_last = False
             self._found.clear()
             self._of_memory.clear()
         self._place = 0
-        with _using(self), _Mode(self._second_run):
+        with _use(self), _Mode(self._second_run):
             yield
 
     def product(self, layer: object, compute: Callable[[], Tensor]) -> Tensor:
@@ -101,7 +101,7 @@ class KeptOutputs:
         finally:
             self.is_inside = before
 
-    def passed(self) -> None:
+    def note_call(self) -> None:
         """Something else than an operation was called, which may save tensors."""
         self._is_last = False
 
@@ -111,11 +111,11 @@ class KeptOutputs:
         if self.is_inside or not self._records:
             return out
         if _is_expensive(func, args, kwargs):
-            self._keep(tree_map(_detached, out), self._key(func, args))
+            self._keep(tree_map(_detach, out), self._key(func, args))
         elif not func.is_view:
             for leaf in _tensors(out):
                 if (one := self._of_memory.get(_memory(leaf))) is not None:  # with a version of its own: `_unsafe_view`
-                    one.watched.append(_watched(_detached(leaf)))
+                    one.watched.append(_with_version(_detach(leaf)))
             self._is_last &= func in _SAVES_NOTHING
         return out
 
@@ -126,7 +126,7 @@ class KeptOutputs:
         return self._next(self._key(func, args), compute)
 
     def _keep(self, output: Any, key: Hashable) -> None:
-        one = _Kept(output, [_watched(each) for each in _tensors(output)], key)
+        one = _Kept(output, [_with_version(each) for each in _tensors(output)], key)
         self._found.append(one)
         self._of_memory |= {_memory(each): one for each in _tensors(output)}
         self._is_last = True
@@ -194,7 +194,7 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     return args[place] if place < len(args) else kwargs.get(name)
 
 
-def _detached(leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     """The same memory and version, without a graph: what is returned gets one."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -211,7 +211,7 @@ def _memory(tensor: Tensor) -> int:
     return address
 
 
-def _watched(tensor: Tensor) -> tuple[Tensor, int]:
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
 
 
@@ -234,7 +234,7 @@ def current() -> KeptOutputs:
 
 
 @contextmanager
-def _using(kept: KeptOutputs) -> Iterator[None]:
+def _use(kept: KeptOutputs) -> Iterator[None]:
     before, _current.kept = _current.kept, kept
     try:
         yield

@@ -161,7 +161,7 @@ Sharded = Literal["features", "tokens", "none"]
 """The dim of an activation that the columns shard."""
 
 
-def exchanged(u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
+def exchange(u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
     """u [B, S, R], which each column has computed from its part of x, as that from which it computes its part of y.
 
         enters: x is      leaves: y is      u forward          u backward
@@ -179,31 +179,31 @@ class _Exchange(Function):
     def forward(ctx: Any, u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
         ctx.mesh, ctx.enters, ctx.leaves = mesh, enters, leaves
         if enters == "tokens":
-            return gathered(u, mesh)
+            return gather_sequence(u, mesh)
         if enters == "none":
             return u.view_as(u)
-        return _scattered(u, mesh) if leaves == "tokens" else _summed(u, mesh)
+        return _scatter_sums(u, mesh) if leaves == "tokens" else _sum_over_cols(u, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, du: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.enters == "tokens":
-            du = _scattered(du, ctx.mesh)
+            du = _scatter_sums(du, ctx.mesh)
         elif ctx.leaves == "tokens":
-            du = gathered(du, ctx.mesh)
+            du = gather_sequence(du, ctx.mesh)
         elif ctx.leaves == "features":
-            du = _summed(du, ctx.mesh)
+            du = _sum_over_cols(du, ctx.mesh)
         return du, None, None, None
 
 
-def _summed(u: Tensor, mesh: TensorMesh) -> Tensor:
+def _sum_over_cols(u: Tensor, mesh: TensorMesh) -> Tensor:
     total = u.clone(memory_format=torch.contiguous_format)  # autograd may hand a gradient to others too
     if total.numel():
         mesh.over_cols.all_reduce(total).wait()
     return total
 
 
-def gathered(u: Tensor, mesh: TensorMesh) -> Tensor:
+def gather_sequence(u: Tensor, mesh: TensorMesh) -> Tensor:
     """[B, S, R] of the columns' [B, S / c, R], without a gradient."""
     parts = u.new_empty(mesh.num_cols, *u.shape)
     if u.numel():
@@ -211,7 +211,7 @@ def gathered(u: Tensor, mesh: TensorMesh) -> Tensor:
     return parts.movedim(0, 1).flatten(1, 2)
 
 
-def _scattered(u: Tensor, mesh: TensorMesh) -> Tensor:
+def _scatter_sums(u: Tensor, mesh: TensorMesh) -> Tensor:
     """This column's [B, S / c, R] of the sum of the columns' [B, S, R]."""
     parts = u.unflatten(1, (mesh.num_cols, -1)).movedim(1, 0).contiguous()
     own = u.new_empty(parts.shape[1:])
@@ -220,7 +220,7 @@ def _scattered(u: Tensor, mesh: TensorMesh) -> Tensor:
     return own
 
 
-def transposed(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
+def transpose_shards(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
     """x, of which each column has all of the dim `given` and a shard of `taken`, with a shard of `given` and all of
     `taken`, by an all-to-all. The columns divide both."""
     return _Transposed.apply(x, given, taken, mesh)
@@ -230,15 +230,15 @@ class _Transposed(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
         ctx.given, ctx.taken, ctx.mesh = given, taken, mesh
-        return _transposed(x, given, taken, mesh)
+        return _transpose_shards(x, given, taken, mesh)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _transposed(dy, ctx.taken, ctx.given, ctx.mesh), None, None, None
+        return _transpose_shards(dy, ctx.taken, ctx.given, ctx.mesh), None, None, None
 
 
-def _transposed(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
+def _transpose_shards(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
     parts = torch.stack(x.chunk(mesh.num_cols, given))
     received = torch.empty_like(parts)
     mesh.over_cols.all_to_all(received, parts).wait()

@@ -283,7 +283,7 @@ class GradientSums:
         """Call `then` with the sum, which lies in the memory given last, later."""
         self._line.append((self._turn if total.memory is None else total.memory, lambda: then(total.wait())))
 
-    def after(self, action: Callable[[], object]) -> None:
+    def call_after(self, action: Callable[[], object]) -> None:
         """Call `action` when all sums so far have been added."""
         if self._line:
             self._line.append((None, action))

@@ -55,7 +55,7 @@ class QuantizedWeight(Tensor):
         return made
 
     @classmethod
-    def of(cls, values: Tensor, weight_format: str) -> QuantizedWeight:
+    def from_values(cls, values: Tensor, weight_format: str) -> QuantizedWeight:
         """The weight nearest to `values` [out, in]; `in` is a multiple of `BLOCK`. ConfigError where the library that
         quantizes is missing."""
         if values.dtype is torch.float64 and weight_format == "nf4":
@@ -71,12 +71,12 @@ class QuantizedWeight(Tensor):
         return f"QuantizedWeight({self.weight_format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = _made(self.codes.clone(), self.scales.clone(), self.weight_format, isinstance(self, nn.Parameter))
+        copied = _make(self.codes.clone(), self.scales.clone(), self.weight_format, isinstance(self, nn.Parameter))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _made, (self.codes, self.scales, self.weight_format, isinstance(self, nn.Parameter))
+        return _make, (self.codes, self.scales, self.weight_format, isinstance(self, nn.Parameter))
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["codes", "scales"], self.weight_format
@@ -100,15 +100,15 @@ class QuantizedWeight(Tensor):
         this = args[0] if args else None
         if isinstance(this, QuantizedWeight):
             if func in (_aten.detach.default, _aten.alias.default):
-                return this._like(lambda inner: inner)
+                return this._map_parts(lambda inner: inner)
             if func is _aten.clone.default:
-                return this._like(Tensor.clone)
+                return this._map_parts(Tensor.clone)
             if func is _aten.slice.Tensor:
-                return this._sliced(*args[1:])
+                return this._slice(*args[1:])
             if func is _aten.copy_.default:
                 return this._set(args[1])
             if func is _aten._to_copy.default and set(kwargs or {}) <= {"device", "non_blocking"}:
-                return this._like(lambda inner: inner.to(**(kwargs or {})))
+                return this._map_parts(lambda inner: inner.to(**(kwargs or {})))
         if func._schema.is_mutable and any(
                 isinstance(given, QuantizedWeight) and argument.alias_info is not None and argument.alias_info.is_write
                 for given, argument in zip(args, func._schema.arguments, strict=False)):
@@ -117,15 +117,15 @@ class QuantizedWeight(Tensor):
                              remedy="Give it new values: weight.data.copy_(values).")
         return func(*dense(args), **dense(kwargs or {}))
 
-    def _like(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+    def _map_parts(self, change: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         return QuantizedWeight(change(self.codes), change(self.scales), self.weight_format)
 
-    def _sliced(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:
+    def _slice(self, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:
         first, last, _ = slice(start, stop).indices(self.shape[dim])
         if step != 1 or (dim % 2 and (first % BLOCK or last % BLOCK)):
             return self.values()[:, first:last:step] if dim % 2 else self.values()[first:last:step]
         if not dim % 2:
-            return self._like(lambda inner: inner[first:last])
+            return self._map_parts(lambda inner: inner[first:last])
         bytes_of = _PER_BYTE[self.weight_format]
         return QuantizedWeight(self.codes[:, first // bytes_of:last // bytes_of],
                                self.scales[:, first // BLOCK:last // BLOCK], self.weight_format)
@@ -154,7 +154,7 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
     return [tensor.codes, tensor.scales] if isinstance(tensor, QuantizedWeight) else [tensor]
 
 
-def _made(codes: Tensor, scales: Tensor, weight_format: str, is_parameter: bool) -> Tensor:
+def _make(codes: Tensor, scales: Tensor, weight_format: str, is_parameter: bool) -> Tensor:
     found = QuantizedWeight(codes, scales, weight_format)
     return nn.Parameter(found, requires_grad=False) if is_parameter else found
 

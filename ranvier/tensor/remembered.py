@@ -51,7 +51,7 @@ class Remembered:
     def _note(self, value: Any) -> None:
         if isinstance(value, list | deque | dict | set):
             if id(value) not in self._contents:
-                contents = _copied(value)
+                contents = _copy(value)
                 self._contents[id(value)] = value, contents
                 self._note_all(contents.values() if isinstance(contents, dict) else contents)
         elif isinstance(value, tuple):
@@ -94,7 +94,7 @@ class Remembered:
             _set_state(generator, state)
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
 
 

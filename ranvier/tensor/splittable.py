@@ -130,7 +130,7 @@ def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_co
         if isinstance(layer, Splittable):
             check_plain(layer, f"block {block}.{path}" if path else f"block {block}")
             for name, split in layer.splits(settings).items():
-                found[f"{path}.{name}" if path else name] = split.on(num_cols)
+                found[f"{path}.{name}" if path else name] = split.for_cols(num_cols)
     for name, _ in module.named_parameters():
         if name not in found:
             raise unsplit_parameter(f"{block}.{name}", module, module.get_submodule(name.rpartition(".")[0]))
@@ -186,7 +186,7 @@ def vocabulary_constraints(size: int, mesh: TensorMesh) -> Iterator[Constraint]:
 
 def own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
     """This rank's shard of a whole parameter; an empty one on the default device where that is on the meta device."""
-    box = split.on(mesh.num_cols).box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
+    box = split.for_cols(mesh.num_cols).box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
     if parameter.is_meta:
         values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
     else:

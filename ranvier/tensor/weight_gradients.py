@@ -48,8 +48,8 @@ class WeightGradients:
     on_added: called with these chunks when the product's result has been added.
     added_rows: called with a lookup table and the rows (rising) of its gradient that something was added to, once for
         each write.
-    after: calls what it is given when all results so far have been added (`GradientSums.after`); None on a stage of one
-        rank, where they have been when a product has run.
+    after: calls what it is given when all results so far have been added (`GradientSums.call_after`); None on a stage
+        of one rank, where they have been when a product has run.
 
     Small products of one chunk that follow each other are one product there: choosing what to run takes longer than
     they do. Ranks of a stage may disagree about what is small.

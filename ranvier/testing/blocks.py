@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ranvier.arguments import check_arguments
-from ranvier.block import State, carried, named
+from ranvier.block import State, as_named_tensors, from_named_tensors
 from ranvier.errors import ModelError
 from ranvier.models.blocks_of import carried_output
 
@@ -47,7 +47,7 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
         for one in (mine, *parts.values()):
             one.double().train(training).zero_grad()
         torch.manual_seed(_SEED)
-        found = _whole(mine, inputs, output or carried_output) if whole else _parts(parts, inputs)
+        found = _run_whole(mine, inputs, output or carried_output) if whole else _parts(parts, inputs)
         found |= {f"buffer {name}": one.double() for name, one in mine.named_buffers()}
         runs.append(found | {f"gradient of {name}": torch.zeros_like(one) if one.grad is None else one.grad
                              for name, one in mine.named_parameters()})
@@ -96,11 +96,11 @@ def _results(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dic
                     for name, one in inputs.items() if one.is_floating_point()}
 
 
-def _whole(module: nn.Module, inputs: State, output: Callable[[Any], State]) -> dict[str, Tensor]:
+def _run_whole(module: nn.Module, inputs: State, output: Callable[[Any], State]) -> dict[str, Tensor]:
     leaves = _leaves(inputs)
-    outputs = named(output(module(leaves) if isinstance(leaves, Tensor) else module(**leaves)), "the module")
+    outputs = as_named_tensors(output(module(leaves) if isinstance(leaves, Tensor) else module(**leaves)), "the module")
     _backward(outputs, _weighting(outputs))
-    return _results(outputs, named(leaves, "the sample"))
+    return _results(outputs, as_named_tensors(leaves, "the sample"))
 
 
 def _parts(blocks: Mapping[str, nn.Module], inputs: State) -> dict[str, Tensor]:
@@ -109,11 +109,11 @@ def _parts(blocks: Mapping[str, nn.Module], inputs: State) -> dict[str, Tensor]:
     state = inputs
     for name, block in blocks.items():
         leaves = _leaves(state)
-        entered.append(named(leaves, name))
+        entered.append(as_named_tensors(leaves, name))
         state = block(leaves)
-        left.append(named(state, f"block {name}"))
+        left.append(as_named_tensors(state, f"block {name}"))
     gradients = _weighting(left[-1])
     for before, after in zip(reversed(entered), reversed(left), strict=True):
         _backward(after, gradients)
         gradients = {name: one.grad for name, one in before.items() if one.grad is not None}
-    return _results(named(carried(left[-1]), "the last block"), entered[0])
+    return _results(as_named_tensors(from_named_tensors(left[-1]), "the last block"), entered[0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from ranvier.config.named_object import lacks
+from ranvier.config.named_object import missing_attribute
 from ranvier.data.corpus import CORPUS_ATTRIBUTES, Corpus, Document, OpenCorpus
 
 _LOOKED_AT = 1000
@@ -19,7 +19,7 @@ def check_corpus(corpus: Corpus, *, max_bytes: int = 100_000) -> None:
     AssertionError where the corpus lacks something, has no text, changes from one reading to the next, gives something
     else than documents of Unicode text, or less of a document than was asked for.
     """
-    missing = lacks(corpus, CORPUS_ATTRIBUTES)
+    missing = missing_attribute(corpus, CORPUS_ATTRIBUTES)
     assert missing is None, f"{type(corpus).__name__} has no {missing}"
     assert isinstance(corpus.fingerprint, str) and corpus.fingerprint, "fingerprint: must be a text that is not empty"
     assert corpus.fingerprint == corpus.fingerprint, "fingerprint: changes from one call to the next"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier.block import Model, State, initialise
-from ranvier.config.named_object import lacks
+from ranvier.config.named_object import missing_attribute
 from ranvier.config.run import Transformer
 from ranvier.errors import RanvierError
 from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Targets
@@ -31,7 +31,7 @@ def check_family(family: ModelFamily, settings: Transformer, head: str) -> None:
     settings, builds other blocks on the meta device or in another dtype, mixes the samples of a microbatch, or is far
     off in its count of FLOPs.
     """
-    missing = lacks(family, FAMILY_ATTRIBUTES)
+    missing = missing_attribute(family, FAMILY_ATTRIBUTES)
     assert missing is None, f"{type(family).__name__} has no {missing}"
     problems = list(family.problems(settings, head))
     assert not problems, f"problems: these settings should have none, and have: {problems[0]}"
@@ -79,7 +79,7 @@ def _check_meta(family: ModelFamily, settings: Transformer, head: str) -> None:
             for inner, parameter in block.named_parameters():
                 assert parameter.device.type == "meta", f"model: {name}.{inner} ignores the device context"
                 assert parameter.dtype == dtype, f"model: {name}.{inner} is {parameter.dtype} instead of {dtype}"
-            with _blamed(f"block {name} on the meta device in {dtype}"):
+            with _blame(f"block {name} on the meta device in {dtype}"):
                 state = block(state)
 
 
@@ -110,14 +110,14 @@ def _check_parameters(model: Model, blocks: Mapping[str, nn.Module]) -> None:
         assert one == other, f"model: {block} and {first} are alike, and differ in their parameters' shapes"
     if model.initial is not None:
         for name, parameter in parameters.items():
-            with _blamed(f"initial({name!r})"):
+            with _blame(f"initial({name!r})"):
                 initialise(parameter, name, model.initial(name), seed=0)
 
 
 def _check_independence(family: ModelFamily, model: Model, blocks: Mapping[str, nn.Module], settings: Transformer,
                         head: str) -> None:
     """The loss of three samples is the sum of the losses of each, and gradients are finite."""
-    inputs, targets = _varied(family, settings, head)
+    inputs, targets = _varied_samples(family, settings, head)
     total, weight = _loss(model, blocks, inputs, targets)
     assert torch.isfinite(total), f"loss: is {float(total.detach())} for a sample"
     assert float(weight) > 0, "loss: a sample has the weight 0"
@@ -137,7 +137,7 @@ def _check_independence(family: ModelFamily, model: Model, blocks: Mapping[str, 
                 f"block {name}: the gradient of {inner} is not finite")
 
 
-def _varied(family: ModelFamily, settings: Transformer, head: str) -> tuple[State, Targets]:
+def _varied_samples(family: ModelFamily, settings: Transformer, head: str) -> tuple[State, Targets]:
     """Three samples that differ in their floating point inputs."""
     generator = torch.Generator().manual_seed(0)
 
@@ -152,17 +152,17 @@ def _varied(family: ModelFamily, settings: Transformer, head: str) -> tuple[Stat
 def _loss(model: Model, blocks: Mapping[str, nn.Module], inputs: State, targets: Targets) -> tuple[Tensor, Tensor]:
     state = inputs
     for name, block in blocks.items():
-        with _blamed(f"block {name}"):
+        with _blame(f"block {name}"):
             state = block(state)
         assert isinstance(state, Tensor | Mapping), f"block {name}: returns a {type(state).__name__}"
-    with _blamed("loss"):
+    with _blame("loss"):
         total, weight = model.loss(state, targets)
     assert isinstance(total, Tensor) and total.ndim == 0, "loss: must return (a sum without dims, a weight)"
     return total, torch.as_tensor(weight)
 
 
 @contextmanager
-def _blamed(where: str) -> Iterator[None]:
+def _blame(where: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, RanvierError):

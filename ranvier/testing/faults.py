@@ -168,7 +168,7 @@ class _Plan:
     def _start_timers(self, scope: str | None) -> None:
         for fault in self._timed:
             if fault.of == scope and fault.seconds is not None:
-                _later(fault.seconds, self._trigger, fault)
+                _call_later(fault.seconds, self._trigger, fault)
 
     def transition(self) -> None:
         """Called before the ranks of another mesh connect."""
@@ -216,7 +216,7 @@ class _Plan:
                 case "drop":
                     return None
                 case "corrupt":
-                    message = flipped(message, fault.bit)
+                    message = flip_bit(message, fault.bit)
                 case _:
                     self._trigger(fault)
         return message
@@ -237,16 +237,16 @@ class _Plan:
                 before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit_bytes, hard))
                 if fault.for_seconds is not None:
-                    _later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
+                    _call_later(fault.for_seconds, resource.setrlimit, resource.RLIMIT_FSIZE, (before, hard))
 
 
-def _later(seconds: float, function: Callable[..., object], *args: object) -> None:
+def _call_later(seconds: float, function: Callable[..., object], *args: object) -> None:
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
 
 
-def flipped(message: Message, bit: int) -> Message:
+def flip_bit(message: Message, bit: int) -> Message:
     """A copy of `message` with one bit of its tensors flipped: number `bit` of all their bits, modulo their number."""
     tensors = {name: tensor.detach().clone(memory_format=torch.contiguous_format)
                for name, tensor in message.tensors.items()}

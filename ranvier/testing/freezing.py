@@ -29,7 +29,7 @@ def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: Positive = 1
         for evaluation in range(1, choose.randint(2, 16)):
             facts = _facts(choose, evaluation, frozen, layers, getattr(policy, "needs_activations", False))
             text = f"{type(policy).__name__}, case {case}: {facts}"
-            restored = _restored(policy, make, text)
+            restored = _restore(policy, make, text)
             try:
                 frozen = decide(policy, facts)
                 again = frozen if restored is None else decide(restored, facts)
@@ -55,7 +55,7 @@ def _facts(choose: random.Random, evaluation: int, frozen: FrozenLayers, layers:
                  activation_change=changes if needs_activations else None)
 
 
-def _restored(policy: FreezePolicy, make: Callable[[], FreezePolicy], text: str) -> FreezePolicy | None:
+def _restore(policy: FreezePolicy, make: Callable[[], FreezePolicy], text: str) -> FreezePolicy | None:
     """A fresh policy with the state of this one; None where policies keep none."""
     if not isinstance(policy, Remembers):
         return None

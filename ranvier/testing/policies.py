@@ -31,7 +31,7 @@ class _Settings(TypedDict):
     training: bool
 
 
-def _drawn(factors: random.Random, stage: int, action: Action) -> float:
+def _draw_time(factors: random.Random, stage: int, action: Action) -> float:
     return factors.uniform(0.1, 3.0)
 
 
@@ -72,7 +72,7 @@ def check_policy(policy: Policy, *, cases: Positive = 200, seed: int = 0) -> Non
         hop, factors = choose.choice([0.0, 0.3, 3.0]), random.Random(case)
         try:
             check_run(simulate(stages, microbatches, _Watched(policy), hop=hop, **settings,
-                               jitter=partial(_drawn, factors)), stages, microbatches, policy, **settings)
+                               jitter=partial(_draw_time, factors)), stages, microbatches, policy, **settings)
         except AssertionError as error:
             error.add_note(f"policy {policy.name}, case {case}: {depth} stages, {microbatches} microbatches, "
                            f"hop {hop}, {settings}")

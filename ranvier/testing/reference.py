@@ -44,7 +44,7 @@ class Reference:
         self.modules = {name: build() for name, build in model.blocks.items()}
         """Block name -> module, in order."""
         for name, module in self.modules.items():
-            BlockFormats.of(model, name, module, dtype).cast(module, torch.device("cpu"))
+            BlockFormats.from_block(model, name, module, dtype).cast(module, torch.device("cpu"))
         self.parameters: dict[str, nn.Parameter] = {}
         """Global name -> parameter, with one entry for each group of tied parameters."""
         self._share_and_initialise(model)
@@ -68,7 +68,7 @@ class Reference:
             self.parameters[owner] = shared
         for name, weight_format in model.quantized.items():
             weight = self.parameters[name]
-            weight.data.copy_(QuantizedWeight.of(weight, weight_format).values())
+            weight.data.copy_(QuantizedWeight.from_values(weight, weight_format).values())
 
     def _outputs(self, microbatch: Microbatch) -> State:
         samples = microbatch.samples if microbatch.samples is not None else torch.zeros(0, dtype=torch.int64)

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ranvier.config.named_object import lacks
-from ranvier.layout import Box, index_of, whole
+from ranvier.config.named_object import missing_attribute
+from ranvier.layout import Box, index_of, whole_box
 from ranvier.mesh import Mesh
 from ranvier.optim.rules import ElementwiseRule, TensorRule, check_state_name
 from ranvier.optim.tensor_update import TensorSplit, TensorUpdate
@@ -36,13 +36,13 @@ def check_rule(rule: ElementwiseRule | TensorRule, *, seed: int = 0) -> None:
     """
     for dtype in (torch.float64, torch.float32):
         tolerance = 1e-12 if dtype is torch.float64 else 1e-4
-        if lacks(rule, ("applies_to()", "state_shapes()", "update_tensors()")) is None:
+        if missing_attribute(rule, ("applies_to()", "state_shapes()", "update_tensors()")) is None:
             _check_tensors(rule, dtype, seed, tolerance)  # type: ignore[arg-type]  # by its attributes
         else:
             _check_elements(rule, dtype, seed, tolerance)  # type: ignore[arg-type]  # likewise
 
 
-def _drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+def _draw_values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
@@ -57,10 +57,10 @@ def _assert_alike(found: Tensor, expected: Tensor, tolerance: float, what: str) 
 
 def _elements(rule: ElementwiseRule, cuts: tuple[int, ...], seed: int, dtype: torch.dtype) -> list[Tensor]:
     """Parameters and states of 37 elements after a few steps in pieces that end at `cuts`."""
-    parameters = _drawn((37,), seed, dtype)
+    parameters = _draw_values((37,), seed, dtype)
     states = {name: torch.zeros_like(parameters) for name in rule.states}
     for step in range(1, _STEPS + 1):
-        gradients = _drawn((37,), seed + step, dtype)
+        gradients = _draw_values((37,), seed + step, dtype)
         given = gradients.clone()
         for start, stop in zip((0, *cuts), (*cuts, 37), strict=True):
             parts = {name: state[start:stop] for name, state in states.items()}
@@ -76,7 +76,8 @@ def _check_elements(rule: ElementwiseRule, dtype: torch.dtype, seed: int, tolera
     for name in rule.states:
         check_state_name(name, type(rule).__name__)
     expected = _elements(rule, (), seed, dtype)
-    assert not torch.equal(expected[0], _drawn((37,), seed, dtype)), "no parameter has changed: update works in place"
+    assert not torch.equal(expected[0],
+                           _draw_values((37,), seed, dtype)), "no parameter has changed: update works in place"
     for cuts in ((), (1, 8, 36), (16, 32)):
         for name, one, other in zip(("parameters", *rule.states), _elements(rule, cuts, seed, dtype), expected,
                                     strict=True):
@@ -91,7 +92,7 @@ def _halves(shape: tuple[int, ...], mesh: Mesh) -> list[Box]:
     boxes = []
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
-        box = list(whole(shape))
+        box = list(whole_box(shape))
         for dim, index in ((-2, at.row), (-1, at.col)):
             half = shape[dim] // 2
             box[dim] = (index * half, half + index * half)
@@ -107,20 +108,21 @@ def _tensors(rule: TensorRule, mesh: Mesh, seed: int, dtype: torch.dtype, world:
         for number, shape in enumerate(_SHAPES):
             name = f"tensor{number}"
             is_split = group is not None and len(shape) > 1
-            box = _halves(shape, mesh)[world.rank] if is_split else whole(shape)
+            box = _halves(shape, mesh)[world.rank] if is_split else whole_box(shape)
             split = TensorSplit(group=group, boxes=_halves(shape, mesh), device=torch.device("cpu")) \
                 if is_split and group is not None else None
             if not rule.applies_to(name, shape, in_layer=True):
                 continue
-            index = index_of(box, whole(shape))
+            index = index_of(box, whole_box(shape))
             if step == 1:
-                parameter = _drawn(shape, seed + number, dtype)[index].clone()
+                parameter = _draw_values(shape, seed + number, dtype)[index].clone()
                 states = {state: torch.zeros(parameter.shape if own is None else own, dtype=dtype)
                           for state, own in rule.state_shapes(shape).items()}
             else:
                 parameter, states = updates[name].parameter, dict(updates[name].states)
             updates[name] = TensorUpdate(
-                shape=shape, parameter=parameter, gradient=_drawn(shape, seed + 100 * step + number, dtype)[index],
+                shape=shape, parameter=parameter, gradient=_draw_values(shape, seed + 100 * step + number,
+                                                                        dtype)[index],
                 states=states, step=step, learning_rate=1e-2, weight_decay=0.1, split=split)
         rule.update_tensors(updates)
     return {name: [one.parameter, *one.states.values()] for name, one in updates.items()}
@@ -135,7 +137,7 @@ def _check_tensors(rule: TensorRule, dtype: torch.dtype, seed: int, tolerance: f
     assert expected, "applies_to refuses every tensor, so that nothing is updated"
     for name, tensors in expected.items():
         shape = _SHAPES[int(name.removeprefix("tensor"))]
-        assert not torch.equal(tensors[0], _drawn(shape, seed + int(name.removeprefix("tensor")), dtype)), \
+        assert not torch.equal(tensors[0], _draw_values(shape, seed + int(name.removeprefix("tensor")), dtype)), \
             f"{name} has not changed: update_tensors works in place"
         for one, other in zip(again[name], tensors, strict=True):
             assert torch.equal(one, other), f"{name} differs from run to run"
@@ -145,5 +147,5 @@ def _check_tensors(rule: TensorRule, dtype: torch.dtype, seed: int, tolerance: f
             shape = _SHAPES[int(name.removeprefix("tensor"))]
             for one, other in zip(tensors, expected[name], strict=True):
                 part = one.shape != other.shape
-                mine = other[index_of(_halves(shape, mesh)[rank], whole(shape))] if part else other
+                mine = other[index_of(_halves(shape, mesh)[rank], whole_box(shape))] if part else other
                 _assert_alike(one, mine, tolerance, f"elements of {name} of shape {shape} on 2 rows and 2 columns")

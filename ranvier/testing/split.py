@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import keyed_random
 from ranvier.arguments import check_arguments
-from ranvier.block import Loss, Model, State, as_model, beside_modules, carried, initialise, named
+from ranvier.block import Loss, Model, State, as_model, as_named_tensors, beside_modules, from_named_tensors, initialise
 from ranvier.config.named_object import call_named
 from ranvier.config.run import TensorParallel
 from ranvier.errors import ConfigError, DivisibilityError, ModelError
@@ -85,7 +85,7 @@ class SplitOutcome:
 
     def __str__(self) -> str:
         about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
-        return f"{self.row} x {self.col}  {self.scheme:<19}  {self.status}{_fed(self)}: {about}"
+        return f"{self.row} x {self.col}  {self.scheme:<19}  {self.status}{_describe_inputs(self)}: {about}"
 
 
 class SplitError(ModelError):
@@ -122,9 +122,9 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
     blocks: Any = model  # as_model checks what it is
     if isinstance(model, nn.Module) and beside_modules(model):
         blocks = {"block": model}
-    whole = _prepared(as_model(blocks, None if isinstance(model, Model) else loss or _no_loss))
-    batch = _doubled(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)
-                     else Microbatch(sample, None))
+    whole = _prepare(as_model(blocks, None if isinstance(model, Model) else loss or _no_loss))
+    batch = _to_double(sample if isinstance(sample, Microbatch) else Microbatch(*sample) if isinstance(sample, tuple)
+                       else Microbatch(sample, None))
     if batch.inputs is None or not tree_leaves(batch.inputs):
         raise ModelError("has no inputs", code="sample-without-inputs", where="sample",
                          remedy="Give a microbatch's inputs, and targets for a loss.")
@@ -166,7 +166,7 @@ _ORDER = ("agrees", "cannot be divided", "refused", "differs")
 """Statuses from best to worst."""
 
 
-def _fed(outcome: SplitOutcome) -> str:
+def _describe_inputs(outcome: SplitOutcome) -> str:
     return " with inputs as the residual stream" if outcome.inputs == "stream" else ""
 
 
@@ -193,7 +193,7 @@ def _differs(scheme: Scheme, row: int, col: int) -> bool:
 def check_named(target: str, *, as_json: bool = False) -> None:
     """`check_split` of what the function "module:function" returns; prints every outcome. SplitError as there,
     ConfigError for what is not such a function."""
-    model, sample, loss = _called(target)
+    model, sample, loss = _call_target(target)
     try:
         outcomes, failed = check_split(model, sample, loss=loss), None
     except SplitError as error:
@@ -204,7 +204,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
         raise failed
 
 
-def _called(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
+def _call_target(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
     """Result of the function "module:function", with None for a loss that it leaves out."""
     made = call_named(target, "split", "split-function-raised")
     if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -226,7 +226,8 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
             f"{first.tensor} differs from one rank's by a relative error of {first.error:.1e}{also}"
             if status == "differs" else f"{status}: {first.reason}{also}",
             code="split-differs" if status == "differs" else "split-refused",
-            where=f"the model on {first.row} x {first.col} with {first.scheme}{_fed(first).replace(' with', ',', 1)}",
+            where=f"the model on {first.row} x {first.col} with {first.scheme}"
+                  f"{_describe_inputs(first).replace(' with', ',', 1)}",
             remedy="Look for an operation over a dim that rows or columns share, in local_map too, and for random "
                    "numbers without a key." if status == "differs" else
                    "Change what is named there, or leave out the meshes and schemes that are not wanted"
@@ -241,7 +242,7 @@ def _no_loss(outputs: State, targets: object) -> tuple[Tensor, float]:
     raise AssertionError("outputs are compared")
 
 
-def _prepared(model: Model) -> Model:
+def _prepare(model: Model) -> Model:
     """The model with built blocks, in fp64, with a little noise; each end of a tie has its own copy."""
     blocks: dict[str, nn.Module] = {}
     generator = torch.Generator().manual_seed(_SEED)
@@ -262,7 +263,7 @@ def _prepared(model: Model) -> Model:
     return replace(model, blocks=builders, tied=(), initial=None, alike={})
 
 
-def _doubled(batch: Microbatch) -> Microbatch:
+def _to_double(batch: Microbatch) -> Microbatch:
     """The microbatch with floats in fp64, and with sample numbers."""
     count = len(tree_leaves(batch.inputs)[0]) if batch.inputs is not None and tree_leaves(batch.inputs) else 0
     inputs, targets = tree_map(lambda x: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x,
@@ -275,7 +276,7 @@ def _doubled(batch: Microbatch) -> Microbatch:
 def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: bool,
          feed: Feed = "replicated") -> dict[str, Tensor]:
     """Every tensor to compare, by name: whole ones, or (with a mesh) this rank's parts with their layouts."""
-    given = named(cast(State, batch.inputs), "the inputs")
+    given = as_named_tensors(cast(State, batch.inputs), "the inputs")
     layouts = {name: ColumnLayout(mesh, *split) for name, x in given.items()
                if mesh is not None and feed == "stream"
                and (split := _stream_layout(x, mesh.num_cols, mesh.settings)) is not None}
@@ -285,13 +286,13 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
     for block in blocks.values():
         for parameter in block.parameters():
             parameter.grad = None
-    state = carried({name: mark(x, layouts[name]) if name in layouts else x for name, x in inputs.items()})
+    state = from_named_tensors({name: mark(x, layouts[name]) if name in layouts else x for name, x in inputs.items()})
     for name, block in blocks.items():
         with keyed_random.scope(_SEED, 0, _samples(batch), name):
             state = block(state)
-    outputs = {f"output {name}".strip(): x for name, x in named(state, "the last block").items()}
+    outputs = {f"output {name}".strip(): x for name, x in as_named_tensors(state, "the last block").items()}
     wanted = {name: x for name, x in outputs.items() if x.requires_grad}
-    found = {name: _copied(x) for name, x in outputs.items()}  # a loss may write gradients over them
+    found = {name: _copy(x) for name, x in outputs.items()}  # a loss may write gradients over them
     if has_loss:
         total = model.loss(state, batch.targets)[0].reshape(())
         found["loss"] = total.detach().clone()
@@ -299,7 +300,7 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
             torch.autograd.backward(total)
     elif wanted:
         torch.autograd.backward([plain(x) for x in wanted.values()],
-                                [_own(_weighting(name, x, mesh), x, mesh) for name, x in wanted.items()])
+                                [_own_part(_weighting(name, x, mesh), x, mesh) for name, x in wanted.items()])
     for name, x in inputs.items():
         if x.is_floating_point():
             gradient = torch.zeros_like(x) if x.grad is None else x.grad
@@ -313,12 +314,12 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
 
 
 def _samples(batch: Microbatch) -> Tensor:
-    """The numbers of the samples, which `_doubled` gives where the user has not."""
+    """The numbers of the samples, which `_to_double` gives where the user has not."""
     assert batch.samples is not None
     return batch.samples
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     """A copy of the values, with the same layout."""
     layout, values = layout_of_tensor(x), plain(x).detach().clone()
     return values if layout is None else mark(values, layout)
@@ -332,7 +333,7 @@ def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
 
-def _own(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
+def _own_part(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
     """The part of a whole tensor that has the place and layout of `mine`."""
     if mesh is None:
         return whole
@@ -361,8 +362,8 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
     def rank(world: World) -> dict[str, tuple[float, float]]:
         over_rows = world.backend.group("row", mesh.groups("row"))
         over_cols = world.backend.group("col", mesh.groups("col"))
-        return _compared(whole, batch, expected, TensorMesh(over_rows, over_cols, settings, check_order=True), has_loss,
-                         feed)
+        return _compare(whole, batch, expected, TensorMesh(over_rows, over_cols, settings, check_order=True), has_loss,
+                        feed)
 
     try:
         ranks = run_ranks(rank, mesh.size, timeout_seconds=timeout_seconds)
@@ -384,8 +385,8 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
     return outcome(status="agrees" if errors[worst] <= tolerance else "differs", error=errors[worst], tensor=worst)
 
 
-def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool,
-              feed: Feed) -> dict[str, tuple[float, float]]:
+def _compare(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool,
+             feed: Feed) -> dict[str, tuple[float, float]]:
     """Name -> (norm of the difference, norm of what is expected), each of this rank's part."""
     samples = _samples(batch)
     count = len(samples)
@@ -413,7 +414,7 @@ def _compared(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh
             x = x.clone()
             mesh.over_rows.all_reduce(x).wait()
         else:
-            wanted = _own(wanted, x, mesh)
+            wanted = _own_part(wanted, x, mesh)
         x = plain(x).detach()
         if x.shape != wanted.shape:
             raise ModelError(f"has another shape than one rank's part, {list(wanted.shape)}",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier.block import State
-from ranvier.config.named_object import lacks
+from ranvier.config.named_object import missing_attribute
 from ranvier.config.run import Run
 from ranvier.config.task_form import TASK_ATTRIBUTES, TaskForm
 from ranvier.data.task import Dataset, Prepared, Targets, Task, padded_inputs, padded_targets, sample_lengths
@@ -31,7 +31,7 @@ def check_task(task: Task, run: Run, output: Callable[[Targets], State] | None =
     AssertionError, with the method at fault, where the task lacks one, or gives samples that depend on the order or on
     other samples, tensors of other shapes, or scores that depend on how samples are shared among ranks.
     """
-    missing = lacks(task, TASK_ATTRIBUTES)
+    missing = missing_attribute(task, TASK_ATTRIBUTES)
     assert missing is None, f"{type(task).__name__} has no {missing}"
     assert isinstance(task.form, TaskForm), f"form: is a {type(task.form).__name__}, and no TaskForm"
     for elsewhere in (False, True):
@@ -55,23 +55,25 @@ def _check_samples(name: str, data: Dataset, again: Dataset, repeats: bool) -> N
     assert total > 0, f"{name}: has no samples"
     assert len(again) == total, f"{name}: has another number of samples when it is prepared again"
     numbers = np.unique(np.linspace(0, total - 1, _LOOKED_AT, dtype=np.int64))
-    whole = _of(data, numbers)
+    whole = _take_samples(data, numbers)
     for leaf in tree_leaves(whole):
         assert isinstance(leaf, Tensor) and leaf.device.type == "cpu", f"{name}: gives something else than CPU tensors"
         assert leaf.ndim and leaf.shape[0] == len(numbers), (
             f"{name}: a tensor of shape {tuple(leaf.shape)} for {len(numbers)} samples")
     assert all(leaf.dtype == torch.int64 for leaf in tree_leaves(whole[1])), f"{name}: targets must be int64"
     order = np.arange(len(numbers))[::-1].copy()
-    others = {"in another order": _of(data, numbers[order]), "prepared again": _of(again, numbers[order])}
+    others = {"in another order": _take_samples(data, numbers[order]),
+              "prepared again": _take_samples(again, numbers[order])}
     for text, other in others.items():
         for first, second in zip(tree_leaves(whole), tree_leaves(other), strict=True):
             assert torch.equal(first, second[order]), f"{name}: samples are others {text}"
     for place, number in enumerate(numbers):
-        for first, second in zip(tree_leaves(whole), tree_leaves(_of(data, numbers[place:place + 1])), strict=True):
+        for first, second in zip(tree_leaves(whole), tree_leaves(_take_samples(data, numbers[place:place + 1])),
+                                 strict=True):
             assert torch.equal(first[place:place + 1], second), f"{name}: sample {number} is another one alone"
     _check_lengths(name, data, numbers)
     if repeats:
-        for first, second in zip(tree_leaves(whole), tree_leaves(_of(data, numbers, epoch=3)), strict=True):
+        for first, second in zip(tree_leaves(whole), tree_leaves(_take_samples(data, numbers, epoch=3)), strict=True):
             assert torch.equal(first, second), f"{name}: samples differ between epochs, and Prepared.repeats is true"
 
 
@@ -82,14 +84,14 @@ def _check_lengths(name: str, data: Dataset, numbers: np.ndarray) -> None:
         return
     assert lengths.shape == (len(data),) and lengths.min() > 0, f"{name}: sample_lengths must be positive, one a sample"
     length, epochs = int(lengths[numbers].max()), np.zeros_like(numbers)
-    whole = tree_leaves(_of(data, numbers))
+    whole = tree_leaves(_take_samples(data, numbers))
     padded = tree_leaves((padded_inputs(data, numbers, epochs, length), padded_targets(data, numbers, length)))
     for first, second in zip(whole, padded, strict=True):
         cut = first[:, :length] if first.ndim > 1 else first
         assert torch.equal(cut, second), f"{name}: samples are others when they are padded to {length} positions"
 
 
-def _of(data: Dataset, numbers: np.ndarray, epoch: int = 0) -> tuple[State, Targets]:
+def _take_samples(data: Dataset, numbers: np.ndarray, epoch: int = 0) -> tuple[State, Targets]:
     return data.inputs(numbers, np.full_like(numbers, epoch)), data.targets(numbers)
 
 

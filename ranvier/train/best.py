@@ -33,10 +33,10 @@ class BestEvaluation:
         self._reference: float | None = None  # the last value that improved by more than delta
         self._since = 0  # evaluations after it
 
-    def saw(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def add(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Count an evaluation; whether it is the best so far. ConfigError where it has no such metric."""
         if self.metric not in metrics:
-            raise _unknown(self.metric, sorted(metrics))
+            raise _unknown_metric_error(self.metric, sorted(metrics))
         value = metrics[self.metric]
         found = self._sign * (math.inf * self._sign if math.isnan(value) else value)
         self._since += 1
@@ -48,7 +48,7 @@ class BestEvaluation:
         return False
 
     @property
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether training is to stop."""
         return bool(self._patience) and self._since >= self._patience
 
@@ -63,7 +63,7 @@ class BestEvaluation:
     def summary(self) -> dict[str, object]:
         """The best evaluation's part of the run's summary."""
         return {"best_metric": self.metric, "best_value": self.value, "best_step": self.step,
-                **({"ended_by": self.reason} if self.stops else {})}
+                **({"ended_by": self.reason} if self.should_stop else {})}
 
     def state(self) -> dict[str, object]:
         """State for a checkpoint; JSON-serialisable."""
@@ -86,7 +86,7 @@ def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
         return None
     metric, known = run.checkpoint.best or LOSS, metrics_of(data)
     if known is not None and metric not in known:
-        raise _unknown(metric, known)
+        raise _unknown_metric_error(metric, known)
     return BestEvaluation(metric, patience=run.train.early_stopping, delta=run.train.early_stopping_delta)
 
 
@@ -102,6 +102,6 @@ def metrics_of(data: Prepared) -> list[str] | None:
     return found
 
 
-def _unknown(metric: str, known: Sequence[str]) -> ConfigError:
+def _unknown_metric_error(metric: str, known: Sequence[str]) -> ConfigError:
     return ConfigError("is not a metric of this run's evaluations", code="unknown-metric", where="checkpoint.best",
                        value=metric, remedy=f"Name one of these: {', '.join(known)}.")

@@ -81,7 +81,7 @@ class Caching:
         assert self._cache is not None
         return self._cache
 
-    def wanted(self, frozen: int) -> bool:
+    def would_cache(self, frozen: int) -> bool:
         """Whether outputs of so many layers would be cached, as far as that is known."""
         repeats = self._unrepeatable_from is None or frozen < self._unrepeatable_from
         return repeats and ElasticRules(self._run).caches(frozen, self._refused_at)
@@ -92,7 +92,7 @@ class Caching:
         if self._run.elastic.cache:  # entries of another start may be of other code
             self._token = runtime.ranks.gather_objects(self._token)[0]
         blocks = engine.frozen_stage_blocks()
-        if not (self.wanted(runtime.frozen.prefix) and engine.is_first_stage and blocks):
+        if not (self.would_cache(runtime.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
         at, mesh, columns = engine.coordinates, engine.mesh, engine.mesh.over(splits_features=True)
@@ -106,7 +106,7 @@ class Caching:
             self._folder = self._folder or RunFolder(elastic.cache_dir, self._token)
             self._cache = AutoCache(
                 self._folder, blocks=blocks, num_samples=len(self._data.train), precision=elastic.cache_precision,
-                device=runtime.world.device, warn=self._say, max_bytes=elastic.cache_bytes // mesh.feature_parts,
+                device=runtime.world.device, warn=self._report, max_bytes=elastic.cache_bytes // mesh.feature_parts,
                 agree=self._agree if mesh.stage_size > 1 else None,
                 gather_over_rows=None if mesh.microbatch_parts == 1 else (
                     lambda mine: self._runtime.engine.gather_over_rows(mine)),
@@ -171,9 +171,9 @@ class Caching:
         if self._agree(problem is None):
             return True
         self._unrepeatable_from = frozen
-        self._say(f"cache off: the {frozen} frozen layers cannot be cached: "
-                  f"{problem or 'those of another rank of the stage are not repeatable'}; "
-                  "--elastic.frozen-dropout false has frozen layers drop nothing")
+        self._report(f"cache off: the {frozen} frozen layers cannot be cached: "
+                     f"{problem or 'those of another rank of the stage are not repeatable'}; "
+                     "--elastic.frozen-dropout false has frozen layers drop nothing")
         engine.use_cache(None, 0)
         return False
 
@@ -191,13 +191,13 @@ class Caching:
         cache = self._open_cache
         if cache.upgrades:
             cache.writes = False
-            self._say(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
-                      f"{decision.why}")
+            self._report(f"outputs of the layers frozen before are read, and those of the new ones are not kept: "
+                         f"{decision.why}")
             return
         self._refused_at = self._runtime.frozen.prefix
-        self._say(f"cache off: {decision.why}")
+        self._report(f"cache off: {decision.why}")
         self._runtime.engine.use_cache(None, 0)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         step = self._now.engine.steps if self._now is not None else 0
         self._tell(NoteEvent(step=step, event="cache", text=text))

@@ -138,8 +138,8 @@ def survive(session: Session, error: TransportError) -> None:
             session.requests.current = None
             command = ChangeMesh.read(session.members.everyone.gather_objects(asdict(command))[0])
             # 4. Each survivor goes on with its own copy of that state.
-            session.advance(command, back_to=survival.steps.held(session.done))
-            if isinstance(session.place, Active) and elastic.state.asked and session.left:
+            session.advance(command, back_to=survival.steps.state_after(session.done))
+            if isinstance(session.place, Active) and elastic.state.needs_decision and session.steps_left:
                 consider(session)
             return
         except TransportError as another:  # of another loss, or the end

@@ -68,7 +68,7 @@ class Elasticity:
         """The last step was one after which the policy is evaluated. Collective."""
         self.state = self.state.with_gradients(engine.layer_gradient_norms())
 
-    def saw(self, event: StepEvent) -> None:
+    def add_step(self, event: StepEvent) -> None:
         """The numbers of one more step are known."""
         metrics = {} if event.eval_loss is None else {LOSS: event.eval_loss, **event.eval_scores}
         self.state = self.state.with_step(event.step, event.step_seconds, StepFigures(
@@ -88,7 +88,7 @@ class Elasticity:
     def document(self, run: ResolvedRun, frozen: FrozenLayers, progress: Progress, unseen: StepFigures | None = None
                  ) -> dict[str, object]:
         """State for a rank that joins or comes back; JSON-serialisable. unseen: the last step, where its numbers are
-        not known yet (`saw`)."""
+        not known yet (`add_step`)."""
         state = self.state if unseen is None else replace(self.state, inputs=self.state.inputs.with_step(unseen))
         return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
                 **{str(axis): size for axis, size in run.mesh.sizes.items()},
@@ -111,7 +111,7 @@ class Elasticity:
             return first
 
         engine = runtime.engine
-        decision = self.controller.restored(
+        decision = self.controller.restore(
             saved, num_ranks=self.num_ranks, num_layers=len(engine.layers), step_samples=progress.size,
             boundaries=engine.boundaries or None, problem=problem)
         self.state = decision.state
@@ -125,10 +125,10 @@ class Elasticity:
 
         saved: the `document` of rank 0 before it. progress: that before it, likewise."""
         run = runtime.run
-        self.state = self.controller.entered(
+        self.state = self.controller.after_change(
             ElasticState.read(saved), change, step=step, old=old, new=run.mesh, moved_bytes=moved, seconds=seconds,
-            remaining_steps=progress.left(step))
-        reads = progress.with_size(step, run.batch.global_size).left(step) * run.batch.global_size
+            remaining_steps=progress.steps_left(step))
+        reads = progress.with_size(step, run.batch.global_size).steps_left(step) * run.batch.global_size
         return self.caching.enter(runtime, reads=reads)
 
     def facts(self) -> dict[str, object]:
@@ -188,11 +188,11 @@ class Elasticity:
             return MemoryBudget(first=self._first, frozen=frozen, device_bytes=min(sizes, default=None))
 
         return DecisionFacts(
-            step=step, samples=progress.samples(step), remaining_steps=progress.left(step), num_ranks=self.num_ranks,
-            present=present, frozen=runtime.frozen, stages=runtime.engine.stage_of_layers(),
+            step=step, samples=progress.samples(step), remaining_steps=progress.steps_left(step),
+            num_ranks=self.num_ranks, present=present, frozen=runtime.frozen, stages=runtime.engine.stage_of_layers(),
             stage_seconds=stage_seconds(runtime, measured), activation_change=changes, similarities=similarities,
             blocks=lambda: measured_blocks(runtime, measured, self.controller.profile(self.state)),
-            problem=lambda run, frozen: budget(frozen).problem(run), caches=self.caching.wanted,
+            problem=lambda run, frozen: budget(frozen).problem(run), caches=self.caching.would_cache,
             stage_memory=lambda frozen: StageMemory(limit_bytes=min(sizes, default=None),
                                                     needed=budget(frozen).stage_bytes))
 

@@ -14,7 +14,7 @@ from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.train.commands import EndRun
 from ranvier.train.evaluation import expectation, frequency_entropy, sample_text
 from ranvier.train.events import EndEvent, NoteEvent
-from ranvier.train.logs import plain
+from ranvier.train.logs import to_json_values
 from ranvier.train.memory import predicted_peaks, report_text
 from ranvier.train.report import summarise, write_report
 from ranvier.train.session import Session
@@ -23,7 +23,7 @@ from ranvier.train.session import Session
 def end(session: Session, summary: dict[str, object]) -> None:
     """The run has ended on the ranks of the mesh; the idle ones are told."""
     session.summary = summary
-    session.members.commands.send(EndRun(summary=plain(summary)), first=session.run.mesh.size)
+    session.members.commands.send(EndRun(summary=to_json_values(summary)), first=session.run.mesh.size)
 
 
 def leave(session: Session) -> dict[str, object]:
@@ -53,7 +53,7 @@ def finish(session: Session) -> dict[str, object]:
     _require_checkpoint(session)
 
     # 1. What every rank has of it: spans, a sample of text, memory.
-    timelines = gather_timelines(ranks, active.meter.kept)
+    timelines = gather_timelines(ranks, active.meter.kept_steps)
     text = (sample_text(engine, ranks, run, facts.data, world.device)
             if run.train.sample_tokens and form_of(run.data).writes_text else None)
     copies = None if session.survival is None else session.survival.steps.host_bytes

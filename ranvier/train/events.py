@@ -208,14 +208,14 @@ class Trackers:
 
     def event(self, event: Event) -> None:
         """Hand the event to each tracker. The first exception of each is a warning: the run goes on."""
-        self._each(lambda tracker: tracker.event(event),
-                   "the start" if isinstance(event, StartEvent) else f"step {event.step}")
+        self._call_each(lambda tracker: tracker.event(event),
+                        "the start" if isinstance(event, StartEvent) else f"step {event.step}")
 
     def close(self) -> None:
         """Close all; likewise."""
-        self._each(lambda tracker: tracker.close(), "the end of the run")
+        self._call_each(lambda tracker: tracker.close(), "the end of the run")
 
-    def _each(self, call: Callable[[Tracker], None], when: str) -> None:
+    def _call_each(self, call: Callable[[Tracker], None], when: str) -> None:
         for number, tracker in enumerate(self._trackers):
             try:
                 call(tracker)

@@ -63,7 +63,7 @@ class History:
             mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
                 frozen = int(line.get("frozen_layers", self.frozen[max(self.frozen)] if self.frozen else 0))
-                self._at(reached, frozen, Mesh(**{axis: mesh[axis] for axis in REQUIRED_AXES}))
+                self._record(reached, frozen, Mesh(**{axis: mesh[axis] for axis in REQUIRED_AXES}))
 
     def event(self, event: Event) -> None:
         """Add one event."""
@@ -72,9 +72,9 @@ class History:
                 self.unit = event.unit
                 last = max(self.meshes, default=0)
                 if not self.meshes:
-                    self._at(0, 0, event.mesh)
+                    self._record(0, 0, event.mesh)
                 elif self.meshes[last] != (event.mesh.pipeline_size, event.mesh.num_replicas):  # resumed on another
-                    self._at(max(last, *self.losses, 0), self.frozen[last], event.mesh)
+                    self._record(max(last, *self.losses, 0), self.frozen[last], event.mesh)
             case StepEvent():
                 self.steps.append(step_fields(event))
             case EvalEvent() if event.name:
@@ -85,9 +85,9 @@ class History:
                     self.accuracies[event.step] = event.scores["eval_accuracy"]
             case TransitionEvent():
                 self.transitions.append(event)
-                self._at(event.step, len(event.frozen), event.mesh)
+                self._record(event.step, len(event.frozen), event.mesh)
 
-    def _at(self, step: int, frozen: int, mesh: Mesh) -> None:
+    def _record(self, step: int, frozen: int, mesh: Mesh) -> None:
         """Record frozen layers and mesh from `step` on. A start that changes neither leaves no mark."""
         now, last = (mesh.pipeline_size, mesh.num_replicas), max(self.meshes, default=0)
         if (self.meshes.get(last), self.frozen.get(last)) != (now, frozen):

@@ -17,7 +17,7 @@ import torch
 
 from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.protocol import Group
-from ranvier.comm.signed_store import SharedStore, signed
+from ranvier.comm.signed_store import SharedStore, sign_store
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
 from ranvier.data.task import Prepared
@@ -168,8 +168,8 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     install_start_error_handlers(started.local_rank)
     assert started.master is not None and started.secret is not None, "our own supervisor gives them"
     point = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret)
-    torch_store, store = signed(connect(point), point.secret)
-    said = _said(store, run_dir)
+    torch_store, store = sign_store(connect(point), point.secret)
+    said = _read_facts(store, run_dir)
     run = read_run(said, run_dir)
     use_interface_towards(point.address)
     threads = run.launch.threads
@@ -196,10 +196,10 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
 def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
     """The settings of the run in `run_dir`, for the process that starts those that join it. RanvierError where the run
     cannot be reached, or has another version of torch."""
-    return read_run(_said(signed(connect(contact), contact.secret)[1], run_dir), run_dir)
+    return read_run(_read_facts(sign_store(connect(contact), contact.secret)[1], run_dir), run_dir)
 
 
-def _said(store: SharedStore, run_dir: Path) -> dict[str, Any]:
+def _read_facts(store: SharedStore, run_dir: Path) -> dict[str, Any]:
     """The facts that the run has published."""
     if not store.check([RUN]):
         raise LaunchError("says nothing of itself in its store", code="join-run-silent", where=f"run {run_dir}",

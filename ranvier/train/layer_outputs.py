@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ranvier.block import State, named
+from ranvier.block import State, as_named_tensors
 from ranvier.data.loader import Loader, longest_first
 from ranvier.data.sampler import Sampler
 from ranvier.data.subset import Subset
@@ -70,7 +70,8 @@ def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similar
 def _keeping(outputs: list[Tensor]) -> Callable[[nn.Module, object, State], None]:
     """A hook that keeps each microbatch's outputs, in host memory."""
     def hook(module: nn.Module, inputs: object, output: State) -> None:
-        floats = [tensor.detach().to("cpu", torch.float32) for tensor in named(plain(output), "a layer").values()
+        floats = [tensor.detach().to("cpu", torch.float32)
+                  for tensor in as_named_tensors(plain(output), "a layer").values()
                   if tensor.is_floating_point()]
         outputs.append(torch.cat([tensor.reshape(len(tensor), -1) for tensor in floats], dim=1))
 

@@ -35,21 +35,21 @@ def writing(path: Path) -> Iterator[None]:
                            remedy="Free space on that disk, or choose another folder with `--run-dir`.") from error
 
 
-def plain(value: object) -> Any:
+def to_json_values(value: object) -> Any:
     """`value` with every number that JSON lacks replaced by None, through mappings and lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_json_values(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json_values(item) for item in value]
     return value
 
 
 def write_json(path: Path, document: Mapping[str, object], *, indent: int | None = 2) -> None:
     """Write one JSON document, whole or not at all. RanvierError when it cannot be written."""
     with writing(path):
-        write_atomically(path, json.dumps(plain(document), indent=indent) + "\n")
+        write_atomically(path, json.dumps(to_json_values(document), indent=indent) + "\n")
 
 
 class LineFile:
@@ -67,7 +67,7 @@ class LineFile:
     def write(self, fields: Mapping[str, object]) -> None:
         """Append one line, with the `time` at which it is written, in seconds since 1970."""
         with writing(self.path):
-            self._file.write(json.dumps({**plain(fields), "time": round(time.time(), 3)}) + "\n")
+            self._file.write(json.dumps({**to_json_values(fields), "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ def _read(path: Path, problem_of: Callable[[Line], str | None]) -> Log:
         with open_regular_file(path) as file:
             for number, content in _lines_of(file):
                 try:
-                    log.lines.append(_parsed(content, problem_of))
+                    log.lines.append(_parse(content, problem_of))
                 except ValueError as error:
                     log.problems.append(f"line {number}: {str(error).partition(chr(10))[0][:200]}")
     except FileNotFoundError:
@@ -208,7 +208,7 @@ def _lines_of(file: BinaryIO) -> Iterable[tuple[int, bytes | None]]:
             yield number, content
 
 
-def _parsed(content: bytes | None, problem_of: Callable[[Line], str | None]) -> Line:
+def _parse(content: bytes | None, problem_of: Callable[[Line], str | None]) -> Line:
     """The object in a line. ValueError where there is none that can be used."""
     if content is None:
         raise ValueError(f"longer than {MOST_BYTES:,} bytes")

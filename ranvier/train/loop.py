@@ -108,11 +108,11 @@ def _advance(session: Session) -> None:
     """One step, or on an idle rank the next command. The run may have ended then."""
     if isinstance(session.place, Idle):
         execute(session, session.members.commands.wait(session.run.comm.timeout_seconds))
-    elif session.left:
+    elif session.steps_left:
         take_step(session, session.done + 1)
     if isinstance(session.place, Idle):  # a rank that is no longer idle goes on: the others may stop after the change
         return
-    if session.stops and session.left:
+    if session.stops and session.steps_left:
         end(session, leave(session))
-    elif not session.left:
+    elif not session.steps_left:
         end(session, finish(session))

@@ -143,7 +143,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
     rows: list[list[str]] = []
     largest = [max((facts for rank, facts in enumerate(measured) if stage_of(rank) == entry.pipeline_rank),
                    key=lambda facts: sum(facts["device"].values())) for entry in predicted]
-    entries = [{"device": folded(entry.device), "host": dict(entry.host)} for entry in predicted]
+    entries = [{"device": merge_categories(entry.device), "host": dict(entry.host)} for entry in predicted]
     for place in ("device", "host"):
         names = dict.fromkeys(name for facts in (*entries, *largest) for name, size in facts[place].items() if size)
         for name in names:
@@ -170,7 +170,7 @@ def predicted_peaks(past: Sequence[tuple[ResolvedRun, FrozenLayers]], num_ranks:
     return found
 
 
-def folded(device: Mapping[str, int]) -> dict[str, int]:
+def merge_categories(device: Mapping[str, int]) -> dict[str, int]:
     """The prediction with the categories that one measurement covers in one."""
     lasting = {name: size for name, size in device.items() if name not in _WORKING}
     return lasting | {"working": sum(device.get(name, 0) for name in _WORKING)}

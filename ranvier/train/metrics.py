@@ -175,7 +175,7 @@ class Meter:
         return took
 
     @property
-    def kept(self) -> list[StepWindow]:
+    def kept_steps(self) -> list[StepWindow]:
         """The first step and the latest ones, each once."""
         latest = list(self._latest)
         return latest if self._first is None or self._first in latest else [self._first, *latest]

@@ -36,7 +36,7 @@ class Progress:
         since, samples = self.since
         return samples + (step - since) * self.size
 
-    def left(self, step: int) -> int:
+    def steps_left(self, step: int) -> int:
         """Steps of the present global batch after `step`."""
         return max(0, -(-(self.run.samples_of(self.run.train.steps) - self.samples(step)) // self.size))
 
@@ -50,12 +50,12 @@ class Progress:
     def evaluates(self, step: int) -> bool:
         """Whether held-out data is evaluated after `step`."""
         every = self.run.train.eval_every
-        return not self.left(step) or bool(every and step % every == 0)
+        return not self.steps_left(step) or bool(every and step % every == 0)
 
-    def saves(self, step: int) -> bool:
+    def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
         every = self.run.checkpoint.every
-        return not self.left(step) or bool(every and step % every == 0)
+        return not self.steps_left(step) or bool(every and step % every == 0)
 
     def with_size(self, step: int, size: int) -> Progress:
         """The steps after `step` have global batches of `size` samples."""
@@ -73,7 +73,7 @@ class Progress:
         """State for a checkpoint; JSON-serialisable."""
         return {"since": list(self.since), "size": self.size, "first_size": self.run.batch.global_size}
 
-    def restored(self, saved: Mapping[str, Any]) -> Progress:
+    def restore(self, saved: Mapping[str, Any]) -> Progress:
         """The inverse of `state`; a run that is started with another global batch keeps that from the first step on."""
         if not saved:
             return self

@@ -139,17 +139,17 @@ def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,
     """
     zero_ns = min([*(step.start_ns for timeline in timelines for step in timeline.steps),
                    *(event.began_ns for event in transitions)], default=0)
-    events = [_named("process_name", replica, 0, f"replica {replica} (data {replica})")
+    events = [_metadata_event("process_name", replica, 0, f"replica {replica} (data {replica})")
               for replica in range(mesh.num_replicas)]
     if transitions:
-        events.append(_named("process_name", mesh.num_replicas, 0, "run"))
+        events.append(_metadata_event("process_name", mesh.num_replicas, 0, "run"))
         events += [{"ph": "X", "name": str(event), "cat": "transition", "cname": "terrible", "pid": mesh.num_replicas,
                     "tid": 0,
                     "ts": (event.began_ns - zero_ns) / 1000, "dur": 1e6 * event.seconds,
                     "args": {"step": event.step, "category": "transition"}} for event in transitions]
     for timeline in timelines:
         at = mesh.coordinates(timeline.rank)
-        events.append(_named("thread_name", at.replica, timeline.rank, f"rank {timeline.rank} ({at})"))
+        events.append(_metadata_event("thread_name", at.replica, timeline.rank, f"rank {timeline.rank} ({at})"))
         events.append({"ph": "M", "name": "thread_sort_index", "pid": at.replica, "tid": timeline.rank,
                        "args": {"sort_index": timeline.rank}})
         for step in timeline.steps:
@@ -164,7 +164,7 @@ def write_trace(path: Path, timelines: Sequence[RankTimeline], mesh: Mesh,
                       "clock_error_microseconds": [line.clock_error_ns / 1000 for line in timelines]}}, indent=None)
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
+def _metadata_event(kind: str, process: int, thread: int, name: str) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 

@@ -19,7 +19,7 @@ from ranvier.system.terminal import memory_text
 from ranvier.train.events import EndEvent, Event, NoteEvent, StartEvent, StepEvent, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import writing
-from ranvier.train.memory import folded
+from ranvier.train.memory import merge_categories
 
 NAME = "report.html"
 SECONDS_BETWEEN = 20.0
@@ -158,7 +158,7 @@ def memory_rows(predicted: Sequence[RankMemory], peaks: Sequence[int], summary: 
         here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]
         rank = max(here, key=lambda rank: summary["peak_memory_bytes"][rank])
         measured = summary["memory"][rank] if "memory" in summary else {"device": {}, "host": {}}
-        device = folded(entry.device) if "memory" in summary else entry.device
+        device = merge_categories(entry.device) if "memory" in summary else entry.device
         place = f"stage {entry.pipeline_rank}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")
         rows += [
             {"place": place, "category": prefix + category, "predicted": sizes.get(category),

@@ -155,7 +155,7 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
     has not taken it yet."""
     wish = ask(run_dir, **sizes)
     if not seconds:
-        mesh = MeshRequest(sizes=_given(sizes), wish=wish)
+        mesh = MeshRequest(sizes=_given_sizes(sizes), wish=wish)
         return f"asked {run_dir} for {mesh}; its events.jsonl will say what came of it"
     deadline = time.monotonic() + seconds
     while True:
@@ -182,7 +182,7 @@ def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
                        remedy="Check that it is running; for runs with long steps, wait longer with `--wait`.")
 
 
-def _given(sizes: Mapping[str, int | None]) -> dict[str, int]:
+def _given_sizes(sizes: Mapping[str, int | None]) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size is not None}
 
 
@@ -191,7 +191,7 @@ def ask(run_dir: Path, **sizes: int | None) -> str:
     there is no such run, or it has ended."""
     check_under_way(run_dir)
     wish = new_wish()
-    leave(run_dir, wish, _given(sizes))
+    leave(run_dir, wish, _given_sizes(sizes))
     return wish
 
 

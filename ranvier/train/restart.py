@@ -18,7 +18,7 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
-from ranvier.system.terminal import tell
+from ranvier.system.terminal import print_stderr
 
 
 class Restarts:
@@ -36,17 +36,17 @@ class Restarts:
         folder = run.checkpoint.dir or (run.run_dir and run.run_dir / "checkpoint")
         has_saved = folder is not None and bool(checkpoints(folder))
         if not has_saved and run.resume not in ("none", "auto"):
-            self._say("from where it began")  # another folder, which knows nothing of another mesh
+            self._report("from where it began")  # another folder, which knows nothing of another mesh
             return run.mesh, self._command
         mesh = mesh_without(run, num_ranks)
         if mesh is None:
             return None
         on = "" if mesh == run.mesh else f", on {mesh.size} of the {num_ranks} ranks that are left: {mesh}"
-        self._say(f"from its {'newest checkpoint' if has_saved else 'beginning, since it has no checkpoint'}{on}")
+        self._report(f"from its {'newest checkpoint' if has_saved else 'beginning, since it has no checkpoint'}{on}")
         return mesh, [*self._command, "--resume", "auto"]
 
-    def _say(self, how: str) -> None:
-        tell(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}")
+    def _report(self, how: str) -> None:
+        print_stderr(f"ranvier: restart {self._count} of {self._run.max_restarts}: the run starts again {how}")
 
 
 def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ranvier.checkpoint.checkpoints import Checkpoints, Loaded, Written
-from ranvier.checkpoint.manifest import BEST, Manifest, damaged, find, read_manifest, step_folder, step_of
+from ranvier.checkpoint.manifest import BEST, Manifest, damaged_error, find, read_manifest, step_folder, step_of
 from ranvier.checkpoint.manifest import checkpoints as listed
 from ranvier.config import read
 from ranvier.config.resolve import ResolvedRun
@@ -91,8 +91,8 @@ def read_metadata(loaded: Loaded) -> CheckpointMetadata:
         return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise damaged("checkpoint-about-malformed", loaded.folder,
-                      f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise damaged_error("checkpoint-about-malformed", loaded.folder,
+                            f"about.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _checkpoints(run: ResolvedRun, engine: Engine, lease: Lease | None) -> Checkpoints:
@@ -123,7 +123,7 @@ def labels_before(run: ResolvedRun) -> tuple[str, ...]:
 
 
 class Saving:
-    """The training loop's use of checkpoints. Methods are collective, but for `tell`.
+    """The training loop's use of checkpoints. Methods are collective, but for `take_notes`.
 
     data: what the run reads. lease: rank 0's, of the folder of checkpoints. origin: as below, on a rank that has joined
     a run under way.
@@ -137,7 +137,7 @@ class Saving:
         self._labels = list(data.class_names)
         self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
         self.checkpoints = _checkpoints(run, engine, lease)
-        self.origin = self.checkpoints.of_first(read.origin(run.run_dir)) if origin is None else origin
+        self.origin = self.checkpoints.broadcast_from_rank0(read.origin(run.run_dir)) if origin is None else origin
         """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
         self.offset = 0
         """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
@@ -237,7 +237,7 @@ class Saving:
         """ConfigError where the folder's run has saved checkpoints, which are gone: its logs would go, too."""
         assert self._run.run_dir is not None
         saved = [line["step"] for line in read_events(self._run.run_dir).lines if line["event"] == "checkpoint"]
-        if last := self.checkpoints.of_first(str(max(saved, default=""))):
+        if last := self.checkpoints.broadcast_from_rank0(str(max(saved, default=""))):
             raise ConfigError(f"has no checkpoint, but the run has saved one after step {last}",
                               code="checkpoints-gone", where="checkpoint.dir", value=str(self.checkpoints.folder),
                               remedy="Name the folder where they are now, or mount its disk; to begin anew, choose "
@@ -282,7 +282,7 @@ class Saving:
         }, when=lambda: self.published_step >= step,
             best=best.step if best is not None and self._run.checkpoint.best is not None else None)
 
-    def tell(self) -> Iterator[NoteEvent]:
+    def take_notes(self) -> Iterator[NoteEvent]:
         """Notes about checkpoints written since the last call; only rank 0 has them. CheckpointError where the run is
         to stop."""
         for written in self.checkpoints.written():
@@ -313,9 +313,9 @@ class Saving:
         problem = None
         if self._engine.world.rank == 0:
             problem = self._missing(step)
-        problem = self.checkpoints.of_first(problem or "")
+        problem = self.checkpoints.broadcast_from_rank0(problem or "")
         if problem:
-            newest = self.checkpoints.of_first(next(map(str, listed(self.checkpoints.folder)), ""))
+            newest = self.checkpoints.broadcast_from_rank0(next(map(str, listed(self.checkpoints.folder)), ""))
             there = f"the newest that is there is {newest}" if newest else "there is none"
             raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
                                code="unsaved", where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",

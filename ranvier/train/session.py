@@ -139,9 +139,9 @@ class Session:
         return self.run.samples_of(self.done) + self.active.runtime.train_data.offset
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         """Steps that are left; none once training has stopped early."""
-        return 0 if self.best is not None and self.best.stops else self.progress.left(self.done)
+        return 0 if self.best is not None and self.best.should_stop else self.progress.steps_left(self.done)
 
     # ------------------------------------------------------------------ from mesh to mesh
 
@@ -170,7 +170,7 @@ class Session:
         self.place = Idle(saving=old.saving)
 
         # 2. Each change begins from the settings that the user gave: what `auto` came to holds on one mesh only.
-        self.run, self.done, self.stops = change.applied(facts.run), state.step, state.stops
+        self.run, self.done, self.stops = change.apply_to(facts.run), state.step, state.stops
         if world.rank == 0:
             publish_mesh(world.store, self.run.mesh)
         runtime = build_runtime(self.run, world, facts.data, frozen=change.frozen, fresh=False)
@@ -201,7 +201,7 @@ class Session:
             meter=Meter(engine.timeline, runtime.ranks, world.device, self.stop, self.requests.are_waiting,
                         self.run.mesh))
         seconds = (time.monotonic_ns() - began) * 1e-9
-        self.progress = self.progress.restored(state.elastic)
+        self.progress = self.progress.restore(state.elastic)
         cache = self.elastic.enter(runtime, state.elastic, change, before, moved, seconds, self.done, self.progress)
         self.progress = self.progress.with_size(self.done, self.run.batch.global_size)
 
@@ -211,7 +211,7 @@ class Session:
             frozen=change.frozen, cache=cache, bytes_moved=moved, seconds=seconds, began_ns=began,
             global_size=self.run.samples_of(1), microbatch_size=self.run.batch.microbatch_size,
             stages=str(engine.stages), wish=change.wish))
-        if text := schedule_note(replace(change, schedule=None).applied(facts.run), self.run):
+        if text := schedule_note(replace(change, schedule=None).apply_to(facts.run), self.run):
             self.outputs.event(NoteEvent(step=self.done, event="schedule", text=text))
         self.requests.current = None
         if back_to is None:
@@ -231,10 +231,10 @@ class Session:
 
     def keep_state(self, *, saves: bool = False) -> None:
         """Copy the state as it is, which is that after the last finished step, where lost ranks are survived. saves:
-        as of `Survival.finished`."""
+        as of `Survival.after_step`."""
         if self.survival is not None and isinstance(self.place, Active):
             self.survival.steps.keep(self.done, self.place.runtime)
-            self.survival.finished(self.place.runtime, self.state, saves=saves)
+            self.survival.after_step(self.place.runtime, self.state, saves=saves)
 
     # ------------------------------------------------------------------ what is told and written
 
@@ -262,7 +262,7 @@ class Session:
                               facts.peak)
         self.stops |= pending.stop_requested
         self.resizes |= pending.resize_requested
-        self.elastic.saw(event)
+        self.elastic.add_step(event)
         if not event.stepped and pending.result.bad is None:
             text = (f"a gradient overflowed: nothing was updated, and the loss scale is now {event.loss_scale:g}"
                     if event.tokens else "no valid target in the global batch: nothing was updated")
@@ -278,7 +278,7 @@ class Session:
 
     def tell_of_checkpoints(self) -> None:
         """Report checkpoints written since the last call. CheckpointError where the run is to stop."""
-        for note in self.active.saving.tell():
+        for note in self.active.saving.take_notes():
             self.outputs.event(note)
 
     def save(self) -> float | None:

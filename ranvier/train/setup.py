@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained, settled, with_model
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resolve_pretrained, with_model
 from ranvier.checkpoint.hf.import_model import check_adapters, check_source
 from ranvier.checkpoint.hf.peft import AdapterFolder, load_adapters
 from ranvier.checkpoint.hf.pretrained import Pretrained
@@ -60,7 +60,7 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
     tell = PreparationProgress(tell=line, is_own=lambda process: world.store.check([key(process)]))
     pretrained = None
     if run.model.family == "transformers":  # whose blocks come with their weights
-        run = resolve(settled(run))
+        run = resolve(resolve_pretrained(run))
     elif run.model.pretrained is not None:
         pretrained = Pretrained(folder_of(run.model.pretrained, cache_folder(run), tell))
         run = resolve(with_model(run, pretrained))
@@ -83,9 +83,9 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
     for rank, other in enumerate(everyone):
         first, here = everyone[0]["settings"], other["settings"]
         if differ := [name for name in first if first[name] != here.get(name, first[name])]:
-            raise ConfigError(f"differ from those of rank 0: {_some(first, differ)} there",
+            raise ConfigError(f"differ from those of rank 0: {_first_three(first, differ)} there",
                               code="settings-differ-between-ranks", where=f"settings of rank {rank}",
-                              value=_some(here, differ),
+                              value=_first_three(here, differ),
                               remedy="Start all ranks with the same settings and the same file; where mesh or "
                                      "microbatches are auto and machines differ, name one cluster with "
                                      "`--launch.cluster`, or give numbers.")
@@ -113,7 +113,7 @@ def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
             and name not in ("run_dir", "resume", "model.pretrained", "verbose", "max_restarts")}
 
 
-def _some(settings: Mapping[str, str], names: Sequence[str]) -> str:
+def _first_three(settings: Mapping[str, str], names: Sequence[str]) -> str:
     """The first three of `names` with their values."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"{read.flag(name)} {settings.get(name)}" for name in names[:3]) + more

@@ -106,7 +106,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
             saving.checkpoints.mark_best(best.step)  # the run may have been killed before it did
     runtime.train_data.offset = resumed.offset
     engine, done, notes = runtime.engine, resumed.step, resumed.notes
-    if best is not None and best.stops:
+    if best is not None and best.should_stop:
         notes.append(NoteEvent(step=done, event="early-stopping", fields=best.state(), text=(
             f"{best.reason}; no step is left. A greater --train.early-stopping, or 0 for none, goes on")))
 
@@ -159,13 +159,13 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
         # 6. The clock starts. A run that resumes returns to its layers and its mesh, where some ranks are idle.
         session.active.meter.resume()
         if resumed.elastic:
-            session.progress = session.progress.restored(resumed.elastic)
+            session.progress = session.progress.restore(resumed.elastic)
             change = elastic.restore(resumed.elastic, done, session.progress, runtime)
             if change is not None:
                 change_mesh(session, change)
         if isinstance(place := session.place, Active):
             elastic.begin(done, place.engine, place.runtime.frozen)
-            if elastic.state.asked and session.left:
+            if elastic.state.needs_decision and session.steps_left:
                 consider(session)
         if is_first and world.joins is not None:
             with writing(session.run_dir / CONTACT):

@@ -34,9 +34,9 @@ def take_step(session: Session, step: int) -> None:
         data.microbatch_size = elastic.microbatch_size(runtime, step)
         with session.span("data", "samples"):
             batch = data.microbatches(step - 1)
-            elastic.caching.prefetch(data, step - 1, more=progress.left(step) > 0)
+            elastic.caching.prefetch(data, step - 1, more=progress.steps_left(step) > 0)
         result = active.result = engine.train_batch(batch)
-        if progress.left(step) > 0:
+        if progress.steps_left(step) > 0:
             with session.span("data", "samples of the next step"):
                 data.prefetch(step)
 
@@ -56,13 +56,13 @@ def take_step(session: Session, step: int) -> None:
 
     # 4. The numbers of the step before have arrived meanwhile. With those of a few steps limits may change.
     session.publish()
-    if (note := active.limits.after_step(runtime, step, active.meter.busy, active.meter.kept)) is not None:
+    if (note := active.limits.after_step(runtime, step, active.meter.busy, active.meter.kept_steps)) is not None:
         session.keep_limits(note)
 
     # 5. The checkpoint is begun before the sum of this step's numbers, so that writing overlaps with it; but not before
     #    the evaluation or the decision that it has to contain.
-    evaluates, saves = progress.evaluates(step), progress.saves(step)
-    considers = bool(progress.left(step)) and (elastic.state.asked or session.resizes)
+    evaluates, saves = progress.evaluates(step), progress.is_save_due(step)
+    considers = bool(progress.steps_left(step)) and (elastic.state.needs_decision or session.resizes)
     is_late = evaluates and (session.best is not None or elastic.controller.freezes)
     stall = session.save() if saves and not considers and not is_late else None
     if survival is not None:
@@ -73,7 +73,7 @@ def take_step(session: Session, step: int) -> None:
     # 6. The held-out loss; with it training may end, or a checkpoint be due for the best model so far.
     if evaluates:
         saves |= _evaluate(session, step, pending)
-        considers &= session.left > 0
+        considers &= session.steps_left > 0
         if saves and is_late and not considers:
             session.save()
         session.publish()
@@ -81,7 +81,7 @@ def take_step(session: Session, step: int) -> None:
     elif stall is not None or survival is not None:
         session.publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
     if survival is not None:
-        survival.finished(runtime, session.state, saves=saves and considers)
+        survival.after_step(runtime, session.state, saves=saves and considers)
 
     # 7. Freezing and another mesh, from here on with the state after this step.
     if considers:
@@ -137,7 +137,7 @@ def _evaluate(session: Session, step: int, pending: PendingStep) -> bool:
     pending.eval_scores = metrics
     if best is None:
         return False
-    is_best = best.saw(step, runtime.ranks.gather_objects(metrics | {LOSS: pending.eval_loss})[0])
-    if best.stops and session.progress.left(step):
+    is_best = best.add(step, runtime.ranks.gather_objects(metrics | {LOSS: pending.eval_loss})[0])
+    if best.should_stop and session.progress.steps_left(step):
         session.outputs.event(NoteEvent(step=step, event="early-stopping", text=best.reason, fields=best.state()))
-    return best.stops or (is_best and session.run.checkpoint.best is not None)
+    return best.should_stop or (is_best and session.run.checkpoint.best is not None)

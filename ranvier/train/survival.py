@@ -74,7 +74,7 @@ class LastSteps:
         """The parts that this rank has, by step, for JSON."""
         return {str(step): part for step, (_, part) in self._copies.items()}
 
-    def held(self, step: int) -> Held | None:
+    def state_after(self, step: int) -> Held | None:
         """The state after `step`; None on a rank that has none."""
         return self._copies[step][0] if step in self._copies else None
 
@@ -119,7 +119,7 @@ class Survival:
         self._saves = False
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
 
-    def finished(self, runtime: RankRuntime, state: Callable[[], RunState], *, saves: bool = False) -> None:
+    def after_step(self, runtime: RankRuntime, state: Callable[[], RunState], *, saves: bool = False) -> None:
         """The step that was kept last has been told: the run goes back no further. state: what goes along with it.
         saves: a checkpoint of this step is still to be begun."""
         if self._world.rank == 0:

@@ -24,7 +24,7 @@ from tensorboardX import SummaryWriter
 
 from ranvier.config.run import Run
 from ranvier.mesh import REQUIRED_AXES, mesh_text
-from ranvier.system.terminal import fields, fitted, memory_text, prose
+from ranvier.system.terminal import fields, memory_text, prose, wrap_text
 from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEvent, StepEvent, Tracker, TransitionEvent
 from ranvier.train.history import History
 from ranvier.train.logs import EventsFile, Log, MetricsFile, read_events, read_metrics, step_fields, writing
@@ -226,7 +226,7 @@ class LiveConsole(PlainConsole):
             self._live.start()
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(Text(fitted(text, self._console.width), style=style or ""), soft_wrap=True)
+        self._console.print(Text(wrap_text(text, self._console.width), style=style or ""), soft_wrap=True)
 
     def _print_step(self, parts: Sequence[str]) -> None:
         self._print(fields(parts, self._console.width))
@@ -297,9 +297,9 @@ class TensorBoard:
         self._error: OSError | None = None
         # its thread would end with the first error, and the queue in front of it would block when it is full
         file = self._writer.file_writer.event_writer._ev_writer
-        file.write_event, file.flush = self._guarded(file.write_event), self._guarded(file.flush)
+        file.write_event, file.flush = self._guard(file.write_event), self._guard(file.flush)
 
-    def _guarded(self, write: Callable[..., Any]) -> Callable[..., None]:
+    def _guard(self, write: Callable[..., Any]) -> Callable[..., None]:
         """`write` until its first error, which the next event raises. Nothing is written after a record that is torn:
         a reader gets no further than that."""
         def guarded(*args: object) -> None:

@@ -28,7 +28,7 @@ class HostLoopOnly(NcclTransport):
         self._threads[0].start()
         super().connect(sources, destinations, capacity_bytes)
         while not all(edge.free for edge in self._destinations.values()):
-            self._hear(self._host.wait(10.0))
+            self._take_announcement(self._host.wait(10.0))
 
     def progress(self):
         while not self._packing.empty():
@@ -37,7 +37,7 @@ class HostLoopOnly(NcclTransport):
             outgoing.is_ready = True
             self._send_waiting(edge)
         while (message := self._host.wait(0.001)) is not None:
-            self._hear(message)
+            self._take_announcement(message)
         super().progress()
 
     def send(self, destination, message):
@@ -108,7 +108,7 @@ def test_memory_that_nccl_still_writes_is_not_given_back(monkeypatch):
         transport.connect([1], [], 1 << 16)
         message = Message(MessageKind.FORWARD, 1, 0, {"": torch.ones(9)})
         head = {nccl_transport._PART: torch.tensor([0, 0, 9]), nccl_transport._HEAD: encode_head(message)}
-        transport._hear(Message(MessageKind.FORWARD, 1, 0, head, source=1))
+        transport._take_announcement(Message(MessageKind.FORWARD, 1, 0, head, source=1))
         transport.close()
         assert kept == [(transport._destinations, transport._sources)]
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ranvier.checkpoint.hf import from_pretrained
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, settled, with_model, with_sizes
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resized, resolve_pretrained, with_model, with_sizes
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config import presets
 from ranvier.config.run import Data, Optim, Run, TensorParallel, Transformer
@@ -212,11 +212,11 @@ def test_settings_that_are_not_the_folders_are_refused(folder_of):
         with_model(run_of("BertModel", hidden=there.hidden + 8), Pretrained(folder))
     same = run_of("BertModel", hidden=there.hidden, pretrained=str(folder))
     assert with_model(same, Pretrained(folder)).model.num_layers == there.num_layers
-    assert settled(same).model.num_layers == there.num_layers
+    assert resolve_pretrained(same).model.num_layers == there.num_layers
     with raises("differs-from-pretrained", "model.num-layers", 6, 5):
-        settled(run_of("BertModel", num_layers=5, pretrained="minilm"))
+        resolve_pretrained(run_of("BertModel", num_layers=5, pretrained="minilm"))
     with raises("unknown-pretrained-model"):
-        settled(run_of("BertModel", pretrained="a-folder-elsewhere"))
+        resolve_pretrained(run_of("BertModel", pretrained="a-folder-elsewhere"))
 
 
 def test_what_weights_decide_is_what_overrules_a_recipe():

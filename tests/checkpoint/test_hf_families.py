@@ -20,7 +20,7 @@ from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.checkpoint.manifest import Saved, step_folder
 from ranvier.cli.main import run_command
-from ranvier.data.images import fitted, pixels
+from ranvier.data.images import pixels, resize_and_crop
 from ranvier.inference.trained import open_trained
 from tests.errors import raises
 from tests.hf_peers import BERT, DINOV2, VIT, peer, saved
@@ -245,7 +245,7 @@ def test_an_exported_model_has_its_processor_of_images(model_of, tmp_path):
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "there")
     for shape in ((20, 20, 3), (17, 31, 3), (70, 100, 3)):
         image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        expected = pixels(fitted(Image.fromarray(image), 12)[None], 12)
+        expected = pixels(resize_and_crop(Image.fromarray(image), 12)[None], 12)
         assert torch.equal(processor(Image.fromarray(image), return_tensors="pt")["pixel_values"], expected)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.hf.export_model import export
-from ranvier.checkpoint.hf.from_pretrained import load_pretrained, settled, with_model, with_rows, with_sizes
+from ranvier.checkpoint.hf.from_pretrained import load_pretrained, resolve_pretrained, with_model, with_rows, with_sizes
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.config.run import Batch, Data, Lora, Optim, Run, Train, Transformer
 from ranvier.data.tokenizer import load
@@ -106,7 +106,7 @@ def test_further_rows_have_the_mean_and_a_part_of_the_covariance():
 
 def test_a_run_with_further_tokens_trains_and_is_exported(folder):
     source = Pretrained(folder)
-    run = replace(settled(run_on(folder, vocab=NEW)), mesh=Mesh(pipe=2), run_dir=folder.parent / "run")
+    run = replace(resolve_pretrained(run_on(folder, vocab=NEW)), mesh=Mesh(pipe=2), run_dir=folder.parent / "run")
     trained(run)
     told = []
     export(folder.parent / "run", folder.parent / "out", tell=told.append)

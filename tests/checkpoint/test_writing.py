@@ -128,7 +128,7 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
         checkpoints.save()
         train(engine, 2)
         assert checkpoints.written() == [] and not (tmp_path / "held up" / "step-1").exists()
-        checkpoints.of_first("")  # not before the other rank has looked, too
+        checkpoints.broadcast_from_rank0("")  # not before the other rank has looked, too
         hold.set()
         return checkpoints.wait()
 
@@ -188,7 +188,7 @@ def test_without_a_background_training_waits_and_nothing_is_copied(tmp_path, mon
         assert [(one.error, one.remedy) for one in kept.wait()] == [(None, "")]
         assert kept.host_bytes > 0
         threads.clear()
-        direct.of_first("")
+        direct.broadcast_from_rank0("")
         began = time.monotonic()
         stall_seconds = direct.save()
         assert 0 < stall_seconds <= time.monotonic() - began

@@ -13,7 +13,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Run
 from ranvier.mesh import Mesh
 from ranvier.planner.count import laid_out
-from ranvier.system.terminal import Screen, TextTable, fields, fitted, prose, terminal_width
+from ranvier.system.terminal import Screen, TextTable, fields, prose, terminal_width, wrap_text
 from ranvier.train import memory
 from ranvier.train.events import StartEvent, StepEvent
 from ranvier.train.trackers import LiveConsole, PlainConsole, console
@@ -95,8 +95,8 @@ def test_words_of_a_table_are_never_broken():
 
 
 def test_lines_are_broken_between_words_alone():
-    assert fitted("  a --long.flag-name-of it\nb", 18) == "  a\n    --long.flag-name-of\n    it\nb"
-    assert fitted("  name   some words", 14, indent=9) == "  name   some\n         words"
+    assert wrap_text("  a --long.flag-name-of it\nb", 18) == "  a\n    --long.flag-name-of\n    it\nb"
+    assert wrap_text("  name   some words", 14, indent=9) == "  name   some\n         words"
     assert fields(["step 1", "loss 2", "rate 3"], 16) == "step 1  loss 2\n  rate 3"
 
 

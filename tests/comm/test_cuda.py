@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ranvier.comm.message import Message, MessageKind
-from ranvier.comm.nccl_transport import _shared
+from ranvier.comm.nccl_transport import _as_foreign_memory
 from ranvier.testing.ranks import run_processes
 from ranvier.world import World
 from tests.comm import conformance
@@ -90,7 +90,7 @@ def test_the_allocator_is_not_told_what_nccl_does_with_shared_memory():
     """Told of another stream, it gives memory to nobody before that has ended. Whoever tells it takes its lock."""
     device = torch.device("cuda", 0)
     side = torch.cuda.Stream(device)
-    for share, told in ((lambda tensor: tensor, True), (_shared, False)):
+    for share, told in ((lambda tensor: tensor, True), (_as_foreign_memory, False)):
         one = share(torch.empty(1 << 22, dtype=torch.uint8, device=device))
         address = one.data_ptr()
         with torch.cuda.stream(side):

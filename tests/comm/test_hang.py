@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from ranvier.comm.board import Board, call_of_all_ranks, describe_actions, read_actions
 from ranvier.comm.collectives import ChainedWork, CompletedWork
-from ranvier.comm.hang import HangDetector, waits
+from ranvier.comm.hang import HangDetector, is_waiting
 from ranvier.errors import Hang, MessageTimeout
 from ranvier.mesh import Mesh
 from ranvier.system.compilation import Compilations
@@ -80,8 +80,8 @@ class _Debugger(bdb.Bdb):
 def test_what_waits_does_not_hang(wait):
     """And what follows has its own time."""
     found, (judge, told) = [], watch(4.0)
-    wait(lambda: found.append(waits(sys._getframe())) or look(judge, "forward 1", 1000.0))
-    assert found == [True] and not waits(sys._getframe())
+    wait(lambda: found.append(is_waiting(sys._getframe())) or look(judge, "forward 1", 1000.0))
+    assert found == [True] and not is_waiting(sys._getframe())
     look(judge, "forward 1", 1003.0)
     wait(lambda: look(judge, "forward 2", 3.0))
     for seconds in (1.0, 3.5, 4.0):

@@ -18,7 +18,7 @@ from ranvier.config.run import Batch, Data, Run, Train, Transformer
 from ranvier.data import chat, chat_template, quiz
 from ranvier.data.cache import PreparationProgress
 from ranvier.data.chat_template import ChatTokenizer, Conversation
-from ranvier.data.prepare import cached, prepare, problems
+from ranvier.data.prepare import load_cached, prepare, problems
 from ranvier.errors import DataError
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.testing.ranks import run_ranks
@@ -408,11 +408,11 @@ def test_settings_that_cannot_be(tmp_path):
 def test_a_run_on_conversations_trains_and_check_tells_the_padding(tmp_path, packing):
     run = run_of(tmp_path, [TALK, TALK[:3]] * 20, packing=packing)
     run = replace(run, run_dir=tmp_path / "run", checkpoint=replace(run.checkpoint, every=0))
-    assert cached(run) is None
+    assert load_cached(run) is None
     out = io.StringIO()
     summary = run_ranks(lambda world: train(run, "chat", world, stream=out), 1)[0]
     assert summary["final_loss"] == summary["final_loss"]
-    told = cached(run).padding
+    told = load_cached(run).padding
     assert told.count("%") == 3 and told in " ".join(out.getvalue().split())
     assert check.check(run).padding == told
 

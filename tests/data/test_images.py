@@ -19,7 +19,7 @@ from PIL import Image
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data import images as module
-from ranvier.data.images import FlipCrop, fitted, pixels
+from ranvier.data.images import FlipCrop, pixels, resize_and_crop
 from ranvier.data.prepare import prepare, problems
 from tests.errors import check, raises
 
@@ -133,7 +133,7 @@ def test_cifar100_and_imagenet_are_asked_for_by_their_names(tmp_path, monkeypatc
     assert asked == [("uoft-cs/cifar100", "train"), ("uoft-cs/cifar100", "test"),
                      ("ILSVRC/imagenet-1k", "train"), ("ILSVRC/imagenet-1k", "validation")]
     assert (len(imagenet.train), len(imagenet.eval)) == (4, 6)
-    expected = np.stack([fitted(Image.fromarray(image), 28) for image in data])
+    expected = np.stack([resize_and_crop(Image.fromarray(image), 28) for image in data])
     assert torch.equal(all_of(imagenet.eval), pixels(expected, 28))
     assert imagenet.eval.targets(np.arange(6)).tolist() == [0, 1, 2, 0, 1, 2]
 
@@ -285,38 +285,39 @@ def test_settings_that_cannot_be(tmp_path):
 def test_the_short_side_is_resized_and_the_middle_taken():
     data = np.zeros((64, 128, 3), dtype=np.uint8)
     data[:, 32:96] = 200
-    image = fitted(Image.fromarray(data), 28)  # 32 x 64, of which columns 18 to 45 are the middle: 16 to 47 are bright
+    image = resize_and_crop(Image.fromarray(data),
+                            28)  # 32 x 64, of which columns 18 to 45 are the middle: 16 to 47 are bright
     assert image.shape == (28, 28, 3) and (image == 200).all()
-    assert fitted(Image.fromarray(data), 56)[:, 0].mean() == 200
-    assert fitted(Image.fromarray(data.transpose(1, 0, 2).copy()), 28).mean() == 200
+    assert resize_and_crop(Image.fromarray(data), 56)[:, 0].mean() == 200
+    assert resize_and_crop(Image.fromarray(data.transpose(1, 0, 2).copy()), 28).mean() == 200
     exact = noise(32, 32, 3)
-    assert np.array_equal(fitted(Image.fromarray(exact), 28), exact[2:30, 2:30])
+    assert np.array_equal(resize_and_crop(Image.fromarray(exact), 28), exact[2:30, 2:30])
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK", "LA", "I", "F"])
 def test_all_kinds_of_images_become_three_colours(mode):
     image = Image.fromarray(noise(9, 7, 3))
     image = image.convert("L").convert(mode) if mode in ("LA", "I", "F") else image.convert(mode)
-    assert fitted(image, 8).shape == (8, 8, 3)
+    assert resize_and_crop(image, 8).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("values", [np.array([[0, 60000]], np.uint16), np.array([[0, 60000]], np.int32),
                                     np.array([[0, 0.7]], np.float32)])
 def test_more_than_eight_bits_are_refused(values):
     with pytest.raises(ValueError, match="8 bits"):
-        fitted(Image.fromarray(values), 8)
+        resize_and_crop(Image.fromarray(values), 8)
 
 
 def test_a_photograph_is_read_as_it_was_held(tmp_path):
     image, there = Image.fromarray(noise(12, 20, 3)), Image.Exif()
     there[0x0112] = 6
     image.save(tmp_path / "held.png", exif=there)
-    assert np.array_equal(module._opened(tmp_path / "held.png"), np.rot90(image, -1))
+    assert np.array_equal(module._open_image(tmp_path / "held.png"), np.rot90(image, -1))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5000), (5000, 1), (3, 2)])
 def test_odd_shapes(shape):
-    assert fitted(Image.fromarray(noise(*shape, 3)), 8).shape == (8, 8, 3)
+    assert resize_and_crop(Image.fromarray(noise(*shape, 3)), 8).shape == (8, 8, 3)
 
 
 def test_an_image_of_more_pixels_than_anybody_means_is_refused(tmp_path, monkeypatch):
@@ -324,7 +325,7 @@ def test_an_image_of_more_pixels_than_anybody_means_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(module, "_MOST_PIXELS", 199)
     refused(run_of(tmp_path, folder), "image-unreadable", 20, 10)
     with pytest.raises(ValueError, match="it has 20 x 10 pixels"):
-        fitted(Image.fromarray(noise(10, 20, 3)), 8)
+        resize_and_crop(Image.fromarray(noise(10, 20, 3)), 8)
 
 
 def test_pixels_are_normalised_and_alike_in_any_batch():

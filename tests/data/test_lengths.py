@@ -14,7 +14,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.loader import Loader
 from ranvier.data.prepare import prepare, problems
-from ranvier.data.sampler import GROUP, Sampler, grouped
+from ranvier.data.sampler import GROUP, Sampler, group_by_length
 from ranvier.data.subset import Joined, Source, shares, sources_of, spread
 from ranvier.data.task import Share
 from ranvier.data.token_samples import TokenSamples
@@ -72,9 +72,9 @@ def seen(step, num_replicas, offset, **options):
 def test_a_grouped_order_has_every_number_once_and_depends_on_the_seed(count, seed, epoch):
     lengths = np.random.default_rng(1).integers(1, 100, count)
     order = np.random.default_rng(2).permutation(count)
-    found = grouped(order.copy(), lengths, seed, epoch)
+    found = group_by_length(order.copy(), lengths, seed, epoch)
     assert sorted(found) == list(range(count))
-    assert (grouped(order, lengths, seed, epoch) == found).all()
+    assert (group_by_length(order, lengths, seed, epoch) == found).all()
 
 
 @pytest.mark.parametrize(("count", "most"), [(1000, 0.04), (2500, 0.03)])

@@ -16,7 +16,7 @@ from ranvier.config.resolve import resolve
 from ranvier.config.run import Batch, Data, Run, Transformer
 from ranvier.data.padding import padding_shares, padding_text
 from ranvier.data.prepare import prepare
-from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, runs
+from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, cut_runs
 from ranvier.mesh import Mesh
 from ranvier.models.packed_sequences import attention_mask, positions_of
 from ranvier.pipeline.microbatch import Microbatch
@@ -71,7 +71,7 @@ def test_bins_are_never_too_full_and_few(lengths):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 9))
 def test_cut_runs_lose_no_target(counts, longest):
     stops = np.cumsum(counts)
-    first, last = runs(stops - counts, stops, longest)
+    first, last = cut_runs(stops - counts, stops, longest)
     assert ((last - first - 1 >= 1) & (last - first - 1 <= longest)).all()
     targets = [place for start, stop in zip(first, last, strict=True) for place in range(start + 1, stop)]
     wanted = [place for stop, count in zip(stops, counts, strict=True) for place in range(stop - count + 1, stop)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranvier.data.arrays import Tokens, open_arrays, write_tokens
 from ranvier.data.lm import Sequences
 from ranvier.data.loader import Loader
-from ranvier.data.sampler import Sampler, at_home, microbatches, share
+from ranvier.data.sampler import Sampler, microbatches, order_by_node, share
 from ranvier.testing.memory import MemoryTracker
 from tests.covering import examples
 
@@ -164,7 +164,7 @@ def test_more_replicas_than_samples_leave_some_without(tokens):
 def test_samples_come_home(samples, nodes):
     """The set stays, shares are as large as ever, and no replica has a stranger while its own sample is elsewhere."""
     samples = np.array(samples, dtype=np.int64)
-    order = at_home(samples, nodes)
+    order = order_by_node(samples, nodes)
     assert sorted(order) == list(range(len(samples)))
     known = sorted(set(nodes))
     for replica in range(len(nodes)):

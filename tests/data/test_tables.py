@@ -189,7 +189,7 @@ def test_missing_columns_are_problems_of_the_settings(tmp_path, columns, facts):
     with raises("column-missing", *facts):
         raise problems(run)[0]
     with raises("column-missing", *facts):
-        open_part(run.data.train, "train", tmp_path, print, Columns.of(run.data))
+        open_part(run.data.train, "train", tmp_path, print, Columns.from_settings(run.data))
 
 
 def test_rows_without_text_or_label_are_refused_by_line(tmp_path):

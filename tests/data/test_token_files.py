@@ -14,7 +14,7 @@ import pytest
 
 from ranvier.config.run import Data, Run, Transformer
 from ranvier.data.arrays import Tokens, made_once, open_arrays, write_arrays, write_tokens
-from ranvier.data.cache import PreparationProgress, one_writer, published
+from ranvier.data.cache import PreparationProgress, one_writer, publish_file
 from ranvier.data.prepare import prepare, problems
 from ranvier.data.token_samples import TokenSamples
 from tests.errors import check, raises
@@ -122,7 +122,7 @@ def test_a_large_file_is_not_read_when_it_is_opened(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with raises("data-not-writable"), \
-            published(tmp_path / "file" / "train.bin"):
+            publish_file(tmp_path / "file" / "train.bin"):
         pass
     with raises("data-not-writable"), one_writer(tmp_path / "file" / "x", print):
         pass

@@ -13,7 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from ranvier.comm.signed_store import signed
+from ranvier.comm.signed_store import sign_store
 from ranvier.config import read
 from ranvier.config.run import Pipeline
 from ranvier.launch import contact
@@ -132,7 +132,7 @@ def silent_newcomer(run):
     wish = "00000000000000aa"
     with stopped(run):
         found = contact.read_contact(run.folder)
-        _, store = signed(contact.connect(found), found.secret)
+        _, store = sign_store(contact.connect(found), found.secret)
         leave(run.folder, wish, {"ranks": 1})
     run.wait_until(lambda: store.check([f"ranvier/join/{wish}/call"]))
     store.set(f"ranvier/join/{wish}/here/0", "")

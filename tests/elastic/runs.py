@@ -16,7 +16,7 @@ from ranvier.train.loop import train
 
 WORDS = ["the", "a", "film", "story", "actor", "scene", "plot", "music", "is", "was", "very", "quite", "good", "bad"]
 
-mesh_candidates, pays = controller.mesh_candidates, Ledger.pays
+mesh_candidates, pays = controller.mesh_candidates, Ledger.decide
 
 
 def write_sentences(folder, train=96):
@@ -98,7 +98,7 @@ def always(monkeypatch):
         return sorted(found, key=lambda candidate: abs(candidate.mesh.pipe - max(1, present.mesh.pipe // 2)))
 
     monkeypatch.setattr(controller, "mesh_candidates", halved)
-    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
+    monkeypatch.setattr(Ledger, "decide", lambda ledger, **facts: replace(pays(ledger, **facts), pays=True))
 
 
 class Wishes:

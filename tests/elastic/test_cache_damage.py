@@ -172,7 +172,7 @@ for line in sys.stdin:
     print("gone", flush=True)
 """
 """A process whose children write entries of one number each, whose last digits are the sample's, over and over."""
-BIG = RowFormat.of(torch.zeros(1, 1 << 16, dtype=torch.int64), "full", count=1)
+BIG = RowFormat.from_state(torch.zeros(1, 1 << 16, dtype=torch.int64), "full", count=1)
 """Rows of half a megabyte: a signal comes while one is being written."""
 
 

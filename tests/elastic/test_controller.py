@@ -124,12 +124,12 @@ class Course:
         decision = self.call("decide", facts, request)
         lowest, self.state, change = self.both[0].lowest(self.state, self.frozen.prefix), decision.state, \
             decision.change
-        assert not self.state.asked
+        assert not self.state.needs_decision
         assert len({note.text for note in decision.notes}) == len(decision.notes)
         if change is None:
             return
         assert Change.read(json.loads(json.dumps(asdict(change)))) == change and change.old_frozen == self.frozen
-        there = change.applied(self.first)
+        there = change.apply_to(self.first)
         assert there.mesh.size <= self.num_ranks
         assert max(lowest, self.untrained) <= change.frozen.prefix <= LAYERS
         assert all(change.frozen.prefix < layer < LAYERS for layer in change.frozen.above)
@@ -155,7 +155,7 @@ def test_decisions_hold_whatever_is_measured(data):
     """Never more ranks than there are, layers that exist, and the same after the state has been through JSON."""
     course = Course(data.draw)
     course.state = course.call("begin", 0, course.frozen, LAYERS)
-    if course.state.asked:
+    if course.state.needs_decision:
         course.decide()
     for _ in range(data.draw(st.integers(4, 14))):
         course.take_step()
@@ -164,7 +164,7 @@ def test_decisions_hold_whatever_is_measured(data):
         if data.draw(st.integers(0, 5)) == 0:
             sizes = st.none() | st.integers(-1, 4)
             course.decide(MeshRequest(sizes={"data": data.draw(sizes), "pipe": data.draw(sizes)}, wish="1"))
-        elif course.state.asked:
+        elif course.state.needs_decision:
             course.decide()
 
 
@@ -177,10 +177,10 @@ def test_the_next_decision_is_where_it_is_said_to_be():
     until = controller.steps_until_asked(state, 0, 0, FIRST, 1)
     for step in range(1, until):
         assert not controller.asks_after(state, step, (step - 1) * FIRST, step * FIRST, replace(NONE_FROZEN, prefix=1)
-                                         ).due and not state.asked
+                                         ).due and not state.needs_decision
         state = state.with_step(step, 1.0, StepFigures())
         assert controller.steps_until_asked(state, step, step * FIRST, FIRST, 1) == until - step
-    assert until == 9 and state.asked
+    assert until == 9 and state.needs_decision
     state = replace(state, unmeasured=False, compares=False)
     assert controller.steps_until_asked(state, 9, 9 * FIRST, FIRST, 1) == 21
 
@@ -210,5 +210,5 @@ def test_frozen_layers_that_the_model_does_not_have():
     run = ResolvedRun(elastic=Elastic(freeze="manual", manual=("0:1",)))
     controller = Controller(run, Manual(((0, 1),)), epoch_samples=EPOCH)
     with raises("checkpoint-frozen-layers", 5, 3, where="checkpoint"):
-        controller.restored({"frozen": 5}, num_ranks=1, num_layers=3, step_samples=8, boundaries=None,
-                            problem=lambda run, frozen: None)
+        controller.restore({"frozen": 5}, num_ranks=1, num_layers=3, step_samples=8, boundaries=None,
+                           problem=lambda run, frozen: None)

@@ -93,12 +93,12 @@ def course(steps, size):
 
 def test_going_back_over_a_change_of_the_global_batch():
     progress = replace(course(24, 8), since=(5, 40), size=16)
-    assert progress.left(7) == 8
-    assert progress.rolled_back(6, {"since": [5, 40], "global_size": 16}) == progress and progress.left(6) == 9
+    assert progress.steps_left(7) == 8
+    assert progress.rolled_back(6, {"since": [5, 40], "global_size": 16}) == progress and progress.steps_left(6) == 9
     progress = progress.rolled_back(4, {})
-    assert progress.left(4) == 10 and progress.samples(6) == 64
+    assert progress.steps_left(4) == 10 and progress.samples(6) == 64
     progress = replace(progress, since=(10, 112), size=24).rolled_back(8, {"since": [4, 32], "global_size": 16})
-    assert progress.samples(8) == 96 and progress.left(8) == 4
+    assert progress.samples(8) == 96 and progress.steps_left(8) == 4
 
 
 @pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
@@ -110,9 +110,10 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
             for size in (first, *sizes):
                 progress = progress.with_size(step, size)
                 for _ in range(at):
-                    if not progress.left(step):
+                    if not progress.steps_left(step):
                         break
-                    assert progress.left(step) == math.ceil((total * first - samples) / size), (total, at, size, step)
+                    assert progress.steps_left(step) == math.ceil((total * first - samples) / size), (total, at, size,
+                                                                                                      step)
                     step, samples = step + 1, samples + size
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.hf.export_model import export
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.check import check
 from ranvier.cli.main import run_command
@@ -24,7 +24,7 @@ from ranvier.planner.work import Work
 from tests.elastic.runs import AT_ONCE, always, events, lines, losses, read_rows, run_all, transitions
 from tests.elastic.test_plan_and_run import CLUSTER, decisions, stated_facts
 
-PAYS = Ledger.pays
+PAYS = Ledger.decide
 SIZES = dict(num_layers=4, hidden=16, heads=2, vocab=300, sequence=12)
 MODELS = {"gpt": Transformer(**SIZES), "llama": Transformer(family="llama", tied=True, kv_heads=1, **SIZES)}
 NUM_STEPS = 12
@@ -113,7 +113,7 @@ def test_what_is_exported_has_an_untied_head(text, tmp_path, capsys, family):
 
     onwards = run_of(text, tmp_path / "onwards", mesh=Mesh(), train=replace(run.train, steps=1, learning_rate=1e-30),
                      model=Transformer(family=family, pretrained=str(tmp_path / "out"), sequence=12))
-    run_all(settled(onwards))
+    run_all(resolve_pretrained(onwards))
     again = json.loads((tmp_path / "onwards/metrics.jsonl").read_text().splitlines()[-1])
     assert again["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-9)
 
@@ -212,7 +212,7 @@ def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkey
         return replace(PAYS(ledger, **facts), pays=facts["step"] > 0)
 
     always(monkeypatch)
-    monkeypatch.setattr(Ledger, "pays", pays)
+    monkeypatch.setattr(Ledger, "decide", pays)
     run = run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), lora=UPPER,
                  train=Train(steps=10, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0),
                  elastic=Elastic(freeze="untrained", auto_pipe=True, auto_dp=True))

@@ -82,8 +82,8 @@ def test_a_cache_of_parts_of_the_sequence_changes_no_order(sentences, tmp_path):
 
 def test_a_transition_that_does_not_pay_is_not_made(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
-    judge = Ledger.pays
-    monkeypatch.setattr(Ledger, "pays", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
+    judge = Ledger.decide
+    monkeypatch.setattr(Ledger, "decide", lambda ledger, **facts: replace(judge(ledger, **facts), pays=False))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), train=Train(steps=5), batch=IN_TWO,
                elastic=replace(BY_HAND, manual=("2:2", "3:4")))
     results, _ = run_all(run)
@@ -281,10 +281,10 @@ def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):
     """Also where a step is a third of what it was, which no float is."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
     progress = Progress.begin(resolve(run))
-    smaller = progress.restored(progress.state() | {"since": [1, 8], "size": 3})
-    assert [smaller.left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
-    larger = progress.restored(progress.state() | {"since": [0, 0], "size": 24})
-    assert [larger.left(step) for step in (0, 3, 4)] == [4, 1, 0]
+    smaller = progress.restore(progress.state() | {"since": [1, 8], "size": 3})
+    assert [smaller.steps_left(step) for step in (1, 2, 24, 25)] == [24, 23, 1, 0]
+    larger = progress.restore(progress.state() | {"since": [0, 0], "size": 24})
+    assert [larger.steps_left(step) for step in (0, 3, 4)] == [4, 1, 0]
 
 
 def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(sentences, tmp_path):
@@ -292,7 +292,7 @@ def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(
     elastic, progress = Elasticity(resolve(run), prepare(run), tell=print), Progress.begin(resolve(run))
     assert elastic.checkpoint_document(run, NONE_FROZEN, progress) == {}
     saved = elastic.checkpoint_document(run, NONE_FROZEN, replace(progress, since=(6, 36)))
-    assert progress.restored(saved) == replace(progress, since=(6, 36))
+    assert progress.restore(saved) == replace(progress, since=(6, 36))
 
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])

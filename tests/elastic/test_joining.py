@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from ranvier.cli.main import run_command
 from ranvier.comm.inprocess import InProcessWorld
-from ranvier.comm.signed_store import signed
+from ranvier.comm.signed_store import sign_store
 from ranvier.config import read
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Comm, Data, Elastic, Launch, Run
@@ -32,7 +32,7 @@ from ranvier.launch.stores import create_store
 from ranvier.mesh import Mesh
 from ranvier.planner.problems import problems
 from ranvier.train import joining as joining_run
-from ranvier.train.joining import RUN, _said, read_run, wanted_mesh, why_not
+from ranvier.train.joining import RUN, _read_facts, read_run, wanted_mesh, why_not
 from ranvier.train.resize import leave, take_oldest
 from ranvier.world import JoinPoint, World
 from tests.elastic.processes import events, silent_newcomer, stopped, undisturbed
@@ -274,7 +274,7 @@ def test_a_store_of_another_run(said, code, tmp_path):
     if said is not None:
         store.set(RUN, json.dumps(said))
     with raises(code):
-        _said(store, tmp_path)
+        _read_facts(store, tmp_path)
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ def test_data_that_is_not_the_runs(tmp_path):
     with mock.patch.multiple(
             joining_run, exit_with_launcher=mock.DEFAULT, install_start_error_handlers=mock.DEFAULT,
             connect=mock.DEFAULT, use_interface_towards=mock.DEFAULT,
-            signed=lambda *_: (None, None), _said=lambda *_: {"data": "theirs"},
+            sign_store=lambda *_: (None, None), _read_facts=lambda *_: {"data": "theirs"},
             read_run=lambda *_: run, prepare_run=lambda *_: (None, None, None), fingerprint=lambda _: "ours"):
         with raises("join-other-data", "theirs", where="data", value="ours"):
             joining_run.join_run(tmp_path, started, {}, seconds=1.0, stream=io.StringIO())
@@ -337,7 +337,7 @@ def test_the_rank_of_a_newcomer_that_has_died():
 
 def test_newcomers_whose_run_has_gone():
     tcp = create_store("127.0.0.1", 0, SECOND)
-    _, store = signed(connect(JoinPoint(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
+    _, store = sign_store(connect(JoinPoint(address="127.0.0.1", port=tcp.port, secret="ab")), "ab")
     world = World(backend=InProcessWorld(1).backend(0), store=store, launcher="local", device=None, local_rank=0,
                   local_size=1)
     del tcp
@@ -382,7 +382,7 @@ def test_the_supervisor_of_newcomers_has_the_runs_limit_for_stopped_ranks(tmp_pa
     run = resolve(Run(mesh=Mesh(), data=Data(cache_dir=tmp_path), launch=Launch(
         join_address="127.0.0.1", stopped_seconds=7.0)))
     store = create_store("127.0.0.1", 0, SECOND)
-    signed(store, "ab")[1].set(RUN, json.dumps({
+    sign_store(store, "ab")[1].set(RUN, json.dumps({
         "run": read.document(run), "tile": None, "torch": torch.__version__.partition("+")[0]}))
     (tmp_path / "run.toml").touch()
     contact.write_contact(tmp_path, JoinPoint(address="127.0.0.1", port=store.port, secret="ab"))

@@ -19,7 +19,7 @@ def entry(moved_bytes=0, **settings):
 
 
 def asked(ledger, **settings):
-    return ledger.pays(**{"step": 420, **MESHES, "seconds_before": 0.5, "model_before": 0.4, "model_after": 0.276,
+    return ledger.decide(**{"step": 420, **MESHES, "seconds_before": 0.5, "model_before": 0.4, "model_after": 0.276,
                           "remaining_steps": 80, "moved_bytes": 0, **settings})
 
 

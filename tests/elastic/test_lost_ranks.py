@@ -327,7 +327,7 @@ def test_copies_take_what_is_predicted(sentences, tmp_path, shard, monkeypatch):
 
     def noted(self, step, now):
         keep(self, step, now)
-        places[now.world.rank, step] = {piece.tensor.data_ptr() for piece in self.held(step).pieces}
+        places[now.world.rank, step] = {piece.tensor.data_ptr() for piece in self.state_after(step).pieces}
 
     monkeypatch.setattr(LastSteps, "keep", noted)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), memory_report=True, train=Train(steps=3),

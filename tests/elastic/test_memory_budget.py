@@ -146,11 +146,11 @@ def test_a_transition_that_the_start_would_accept_is_accepted(sentences, monkeyp
                 entry.ranks * entry.host_bytes for entry in laid_out(run)[1])
             monkeypatch.setattr(memory, "available_memory_bytes", lambda most=most, more=hosts: most + more - before)
         budget = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=most if on_cuda else None)
-        change, problem = change_to(there).fitted(run, budget.problem)
+        change, problem = change_to(there).first_fitting(run, budget.problem)
         assert (problem is None) == (most >= min(needed))
         starts = first_that_fits(there, lambda each: needed[schedules(there).index(each)],
                                  lambda each, needs, most=most: needs <= most)[0]
-        assert change.applied(run) == starts
+        assert change.apply_to(run) == starts
         assert Change.read(json.loads(json.dumps(asdict(change)))) == change
         assert (change.schedule is None) == (starts == there)
 

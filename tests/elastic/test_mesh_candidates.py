@@ -202,8 +202,8 @@ def test_predictions_are_of_the_runs_own_schedule(monkeypatch):
 def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
     counts, profile = microbatch_counts(2, 16), MicrobatchProfile()
     for count in counts:
-        profile = profile.measured(2, 2, 0, count, 1.0 / count)
-    begun = profile.measured(4, 1, 0, microbatch_counts(4, 32)[-1], 0.1)
+        profile = profile.with_measurement(2, 2, 0, count, 1.0 / count)
+    begun = profile.with_measurement(4, 1, 0, microbatch_counts(4, 32)[-1], 0.1)
     now, given = runtime(Mesh(pipe=4)), []
     memory = StageMemory(limit_bytes=1, needed=lambda run: given.append((run.mesh.pipe, run.batch.microbatch_size)) or (
         lambda place: 0))

@@ -15,7 +15,7 @@ def search(profile, seconds, *, pipe=4, data=1, frozen=0, candidates=(4, 8, 12))
     tried = []
     while (count := profile.next_count(pipe, data, frozen, candidates)) is not None:
         tried.append(count)
-        profile = profile.measured(pipe, data, frozen, count, seconds[count])
+        profile = profile.with_measurement(pipe, data, frozen, count, seconds[count])
     return profile, tried
 
 
@@ -28,7 +28,7 @@ def test_every_candidate_once_and_then_the_best():
 def test_the_best_so_far_while_the_search_goes_on():
     profile = MicrobatchProfile()
     assert profile.best(4, 1, 0, (4, 8, 12)) == 4, "the first, before anything is known"
-    profile = profile.measured(4, 1, 0, 8, 1.0)
+    profile = profile.with_measurement(4, 1, 0, 8, 1.0)
     assert profile.best(4, 1, 0, (4, 8, 12)) == 8 and profile.next_count(4, 1, 0, (4, 8, 12)) == 4
 
 
@@ -42,7 +42,7 @@ def test_once_per_pipeline_length_whatever_is_frozen_later():
 
 def test_a_search_that_a_new_depth_interrupts_begins_again():
     """Steps of different depths are not compared."""
-    profile = MicrobatchProfile().measured(4, 1, 0, 4, 3.0).measured(4, 1, 0, 8, 2.0)
+    profile = MicrobatchProfile().with_measurement(4, 1, 0, 4, 3.0).measured(4, 1, 0, 8, 2.0)
     profile, tried = search(profile, {4: 1.0, 8: 1.5, 12: 1.6}, frozen=3)
     assert tried == [4, 8, 12] and profile.best(4, 1, 3, (4, 8, 12)) == 4
 
@@ -50,17 +50,17 @@ def test_a_search_that_a_new_depth_interrupts_begins_again():
 def test_the_latest_finished_search_counts():
     profile, _ = search(MicrobatchProfile(), {4: 3.0, 8: 1.0, 12: 2.0})
     for count, seconds in ((4, 0.5), (8, 0.6), (12, 0.7)):
-        profile = profile.measured(4, 1, 6, count, seconds)
+        profile = profile.with_measurement(4, 1, 6, count, seconds)
     assert profile.best(4, 1, 6, (4, 8, 12)) == profile.best(4, 1, 9, (4, 8, 12)) == 4
 
 
 def test_the_least_of_several_measurements():
-    profile = MicrobatchProfile().measured(2, 1, 0, 4, 3.0).measured(2, 1, 0, 4, 1.0).measured(2, 1, 0, 4, 2.0)
+    profile = MicrobatchProfile().with_measurement(2, 1, 0, 4, 3.0).measured(2, 1, 0, 4, 1.0).measured(2, 1, 0, 4, 2.0)
     assert profile.trials == (Trial(pipe=2, data=1, frozen=0, microbatches=4, seconds=1.0),)
 
 
 def test_times_that_are_none_are_left_out():
-    assert MicrobatchProfile().measured(2, 1, 0, 4, nan).measured(2, 1, 0, 4, inf) == MicrobatchProfile()
+    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, nan).measured(2, 1, 0, 4, inf) == MicrobatchProfile()
 
 
 def test_other_candidates_are_searched_too():
@@ -77,7 +77,7 @@ small = st.integers(0, 4)
 def test_it_survives_json_and_ends(measurements):
     profile = MicrobatchProfile()
     for pipe, data, frozen, count, seconds in measurements:
-        profile = profile.measured(pipe, data, frozen, count, seconds)
+        profile = profile.with_measurement(pipe, data, frozen, count, seconds)
     saved = json.dumps(ElasticState(profile=profile).document(), allow_nan=False)
     assert ElasticState.read(json.loads(saved)).profile == profile
     done, tried = search(profile, {4: 1.0, 8: 1.0, 12: 1.0}, pipe=1, data=1)
@@ -86,9 +86,9 @@ def test_it_survives_json_and_ends(measurements):
 
 
 def test_what_is_found_is_of_a_finished_search_alone():
-    profile = MicrobatchProfile().measured(4, 1, 0, 8, 1.0).measured(4, 1, 0, 4, 2.0)
-    assert profile.found(4, 1, (4, 8, 12)) is None and profile.found(4, 1, (4, 8)) == 8
-    assert profile.found(2, 1, (4, 8)) is None and profile.found(4, 2, (4, 8)) is None
+    profile = MicrobatchProfile().with_measurement(4, 1, 0, 8, 1.0).measured(4, 1, 0, 4, 2.0)
+    assert profile.best_count(4, 1, (4, 8, 12)) is None and profile.best_count(4, 1, (4, 8)) == 8
+    assert profile.best_count(2, 1, (4, 8)) is None and profile.best_count(4, 2, (4, 8)) is None
 
 
 def test_sizes_that_rows_can_share():

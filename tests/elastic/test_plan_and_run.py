@@ -49,9 +49,9 @@ def stated_facts(monkeypatch, plan: Course) -> None:
         return next(period.step_seconds for period in plan.periods
                     if period.first_step < step <= period.first_step + period.steps)
 
-    saw, enter = Elasticity.saw, Elasticity.enter
+    saw, enter = Elasticity.add_step, Elasticity.enter
     monkeypatch.setattr(elasticity, "measured_blocks", facts)
-    monkeypatch.setattr(Elasticity, "saw", lambda self, event: saw(
+    monkeypatch.setattr(Elasticity, "add_step", lambda self, event: saw(
         self, replace(event, step_seconds=step_seconds(event.step))))
 
     def entered(self, now, saved, change, old, moved, seconds, step, progress):
@@ -63,13 +63,13 @@ def stated_facts(monkeypatch, plan: Course) -> None:
 
 def told_changes(monkeypatch) -> dict[int, Change]:
     """Step -> the change after it, of whatever runs from now on."""
-    told, entered = {}, Controller.entered
+    told, entered = {}, Controller.after_change
 
     def noting(controller, state, change, *, step, **facts):
         told[step] = change
         return entered(controller, state, change, step=step, **facts)
 
-    monkeypatch.setattr(Controller, "entered", noting)
+    monkeypatch.setattr(Controller, "after_change", noting)
     return told
 
 

@@ -24,7 +24,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.models.llama import llama
 from ranvier.pipeline.engine import Engine
-from ranvier.testing.faults import flipped
+from ranvier.testing.faults import flip_bit
 from ranvier.testing.ranks import run_ranks
 from tests.checkpoint.anywhere import CONFIG, GLOBAL_SIZE, LLAMA, SEED, TOKENS
 from tests.covering import covering, quick
@@ -204,7 +204,7 @@ def test_large_boxes_travel_in_pieces_and_many_of_them_in_rounds(monkeypatch, me
     meshes = [Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(row=2, col=2), Mesh(data=3)]
     optim = Optim(bucket_size=64, chunk_buckets=2, shard=True)
     whole = held_after(meshes, optim=optim)
-    in_pieces, in_rounds = transition._in_pieces, transition._rounds
+    in_pieces, in_rounds = transition._split_move, transition._rounds
     pieces, rounds = [], []
 
     def cut(move, item_bytes):
@@ -224,7 +224,7 @@ def test_large_boxes_travel_in_pieces_and_many_of_them_in_rounds(monkeypatch, me
         rounds.append(len(found))
         return iter(found)
 
-    for name, value in (("MESSAGE_BYTES", message_bytes), ("ROUND_BYTES", round_bytes), ("_in_pieces", cut),
+    for name, value in (("MESSAGE_BYTES", message_bytes), ("ROUND_BYTES", round_bytes), ("_split_move", cut),
                         ("_rounds", dealt)):
         monkeypatch.setattr(transition, name, value)
     parts = held_after(meshes, optim=optim)
@@ -321,7 +321,7 @@ def moved_under(change):
 
 def test_a_bit_that_changes_on_its_way_is_seen():
     with raises("invalid-message"):
-        moved_under(lambda message: flipped(message, 12345))
+        moved_under(lambda message: flip_bit(message, 12345))
 
 
 def test_a_message_that_does_not_come_is_missed(monkeypatch):

@@ -121,7 +121,7 @@ def test_the_articles_rule_weighs_no_costs_but_must_fit():
 
 def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
-    forced, found, asked, among = Ledger.pays, controller.mesh_candidates, [], []
+    forced, found, asked, among = Ledger.decide, controller.mesh_candidates, [], []
 
     def candidates(*args, **options):
         among.append(options["among"])
@@ -132,7 +132,7 @@ def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_p
         return replace(forced(ledger, step=step, **facts), pays=step >= 12)
 
     monkeypatch.setattr(controller, "mesh_candidates", candidates)
-    monkeypatch.setattr(Ledger, "pays", pays)
+    monkeypatch.setattr(Ledger, "decide", pays)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), batch=IN_TWO, train=Train(steps=14), elastic=Elastic(
         freeze="cap", alpha=0.9, every=4, auto_pipe=True, auto_dp=True))
     results, _ = run_all(run)
@@ -184,13 +184,13 @@ def test_every_transition_is_in_the_ledger(sentences, tmp_path, elastic, wishes,
 
 def test_what_is_to_move_is_known_beforehand(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
-    forced, expected = Ledger.pays, []
+    forced, expected = Ledger.decide, []
 
     def pays(ledger, **facts):
         expected.append(facts["moved_bytes"])
         return forced(ledger, **facts | {"moved_bytes": 1})  # what is measured takes its place
 
-    monkeypatch.setattr(Ledger, "pays", pays)
+    monkeypatch.setattr(Ledger, "decide", pays)
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=7),
                batch=IN_TWO)
     results, _ = run_all(run)

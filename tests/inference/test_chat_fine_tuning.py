@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Run, Train, Transformer
@@ -45,7 +45,7 @@ def trained(run):
 
 
 def test_chat_fine_tuning_from_import_to_text(base, tmp_path, capsys):
-    run = settled(Run(
+    run = resolve_pretrained(Run(
         mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
         run_dir=tmp_path / "run", train=Train(steps=3, learning_rate=2e-2, eval_sequences=2, sample_tokens=0),
         checkpoint=Checkpoint(every=3), model=Transformer(pretrained=str(base), sequence=32),

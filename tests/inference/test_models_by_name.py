@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli import check
 from ranvier.cli.main import run_command
@@ -93,7 +93,7 @@ def trained(run):
 
 def test_a_run_starts_from_a_gguf_file(tmp_path, file):
     """Weights, sizes and tokenizer are the file's, on each rank of a pipeline."""
-    saved = trained(settled(run_on(tmp_path, str(file))))
+    saved = trained(resolve_pretrained(run_on(tmp_path, str(file))))
     expected = model_of().state_dict()
     for ours, theirs in (("layer1.attention.qkv.query.weight", "model.layers.1.self_attn.q_proj.weight"),
                          ("embedding.token.weight", "model.embed_tokens.weight"),
@@ -120,7 +120,7 @@ def test_import_generate_and_evaluate_take_a_gguf_file(tmp_path, file, capsys, c
 
 
 def test_a_run_starts_from_a_model_of_the_hub(tmp_path, hub):
-    run = settled(run_on(tmp_path, f"{HUB}@v1"))
+    run = resolve_pretrained(run_on(tmp_path, f"{HUB}@v1"))
     assert hub == [(HUB, "v1", ["config.json"])], "sizes need no weights"
     assert (run.model.family, run.model.rope_scaling, run.model.tied) == ("llama", "llama3", True)
     saved = trained(run)
@@ -152,12 +152,12 @@ def test_a_model_without_safetensors(tmp_path, hub):
 
 def test_what_the_hub_does_not_give_is_named(tmp_path, hub, capsys):
     with raises("hub-model-unreadable", "someone/else", "ConnectionError"):
-        settled(run_on(tmp_path, "someone/else"))
+        resolve_pretrained(run_on(tmp_path, "someone/else"))
     assert run_command(["generate", "someone/else", "--prompt", "x"]) == 2
     assert "someone/else" in capsys.readouterr().err
     (tmp_path / "there/config.json").unlink()
     with raises("hub-model-without-config", f"{HUB}@empty"):
-        settled(replace(run_on(tmp_path / "there", HUB), model=Transformer(pretrained=f"{HUB}@empty")))
+        resolve_pretrained(replace(run_on(tmp_path / "there", HUB), model=Transformer(pretrained=f"{HUB}@empty")))
     with pytest.raises(NotInCache):
         folder_of(HUB, tmp_path, CacheOnly())
 

@@ -48,14 +48,14 @@ class Ranks:
 
     def assert_ranks_end(self):
         deadline = time.monotonic() + LIMIT_SECONDS
-        while left := [rank for rank in self.ranks if rank.runs]:
+        while left := [rank for rank in self.ranks if rank.is_running]:
             assert time.monotonic() < deadline, f"still there: {left}\n{self.text}"
             time.sleep(0.05)
 
     def end(self):
         self.process.kill()
         for rank in self.ranks:
-            if rank.runs:
+            if rank.is_running:
                 os.kill(rank.pid, signal.SIGKILL)
         self.process.wait()
 

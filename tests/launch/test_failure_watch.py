@@ -28,7 +28,7 @@ from tests.errors import raises
 
 
 class Neighbour:
-    runs = True
+    is_running = True
 
 
 def watch(store, rank=0, lost=lambda: None):
@@ -85,7 +85,7 @@ def test_a_rank_leaves_some_seconds_after_another_one_has_failed():
 
 def test_a_process_that_is_gone_without_a_word_is_a_failure_of_its_rank():
     store, gone = HashStore(), Neighbour()
-    gone.runs = False
+    gone.is_running = False
     checks, cause = until_it_leaves(watch(store), {1: gone})
     assert checks < 9 and cause == "rank 1 has failed"
     assert until_it_leaves(watch(store, rank=2))[1] == "rank 1 has failed"  # on another machine
@@ -97,7 +97,7 @@ def test_a_process_that_is_gone_without_a_word_is_a_failure_of_its_rank():
 
 def test_a_broken_connection_that_only_another_thread_sees():
     waits = WaitRegistry(300.0)
-    one = watch(HashStore(), lost=waits.lost)
+    one = watch(HashStore(), lost=waits.lost_peer)
     assert one.check({}) is None
     waits.lose("rank 1 on 'pipeline': is gone")
     waits.lose("rank 2 on 'pipeline': is gone")
@@ -119,7 +119,7 @@ def test_the_first_rank_that_leaves_reports_what_all_were_doing():
 def test_the_first_rank_that_a_killed_one_brings_down_reports_it(monkeypatch, capsys, watched):
     """Whether or not the rank that watches the processes of its machine has recorded the loss before."""
     store, gone = HashStore(), Neighbour()
-    gone.runs = False
+    gone.is_running = False
 
     def search(store, ranks):
         os.kill(os.getpid(), signal.SIGTERM)  # as the launcher, which has seen rank 2 end

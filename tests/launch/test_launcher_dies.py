@@ -116,7 +116,7 @@ def test_slurms_step_daemon_is_killed(tmp_path, between):
     finally:
         daemon.kill()
         daemon.wait()
-    while rank.runs:
+    while rank.is_running:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -134,7 +134,7 @@ def test_a_process_that_cannot_be_seen_runs():
     os.close(lowest)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        runs, is_stopped = process.runs, process.is_stopped
+        runs, is_stopped = process.is_running, process.is_stopped
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert runs and not is_stopped
@@ -145,7 +145,7 @@ def test_a_process_runs_until_it_has_ended_and_may_be_stopped():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     process = Process.find(child.pid)
     try:
-        assert process.runs and not process.is_stopped
+        assert process.is_running and not process.is_stopped
         assert process in descendants(os.getpid()) and process == Process.find(child.pid) != Process.find(os.getpid())
         child.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 10
@@ -153,9 +153,9 @@ def test_a_process_runs_until_it_has_ended_and_may_be_stopped():
             assert time.monotonic() < deadline
     finally:
         child.kill()
-    while process.runs:
+    while process.is_running:
         assert time.monotonic() < deadline + 20
-    assert not process.runs, "a zombie does not"
+    assert not process.is_running, "a zombie does not"
     child.wait()
     assert Process.find(child.pid) is None and process.num_threads is None and process.variable("PATH") is None
 

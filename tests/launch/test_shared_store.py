@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ranvier.comm.signed_store import SignedStore, private_prefix, signed
+from ranvier.comm.signed_store import SignedStore, private_prefix, sign_store
 from ranvier.launch import shared_store
 from ranvier.launch.launchers import Started, detect
 from ranvier.launch.shared_store import agree_on_start, new_secret, open_store
@@ -116,7 +116,7 @@ def test_a_port_that_is_taken():
 def test_the_store_of_our_own_starter_takes_a_strangers_word_for_nothing():
     tcp = create_store("127.0.0.1", 0, SECOND)
     secret = new_secret()
-    ours = signed(tcp, secret)[1]
+    ours = sign_store(tcp, secret)[1]
     ours.set("ranvier/pid/0", "4711")
     stranger = TCPStore("127.0.0.1", tcp.port, is_master=False, timeout=SECOND)
     (key,) = [key for key in stranger.list_keys() if key.endswith("ranvier/pid/0")] if hasattr(
@@ -142,7 +142,7 @@ def test_ranks_with_one_secret_agree():
     assert one.compare_set("first", "", "one") == b"one", "what nobody of this run wrote is not there"
     assert other.clone().compare_set("first", "", "other") == b"one"
     assert other.delete_key("key") and not one.check(["key"])
-    assert signed(store, None) == (store, store)
+    assert sign_store(store, None) == (store, store)
 
 
 def test_where_the_secret_comes_from(monkeypatch):

@@ -207,7 +207,7 @@ def test_stopped_ranks_are_killed_and_others_are_not(child):
     stopped = Process.find(child.pid)
     until(lambda: stopped.is_stopped)
     kill_stopped_ranks(me, "ANOTHER_VARIABLE")
-    assert stopped.runs
+    assert stopped.is_running
     kill_stopped_ranks(me, "A_RANK_OF_THIS_TEST")
     assert child.wait(20) == -signal.SIGKILL
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.hf.export_model import export, export_adapters
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.hf.import_model import import_model
 from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.check import check
@@ -51,7 +51,7 @@ def run_of(base, folder, **changed):
         model=Transformer(pretrained=str(base), sequence=16), data=Data(corpus=str(base / "text.txt"),
                                                                       cache_dir=base / "cache"),
         lora=Lora(rank=2, alpha=8.0, targets=("q_proj", "o_proj", "down_proj", "up"), dropout=0.1, method="dora"))
-    return settled(Run(**defaults | changed))
+    return resolve_pretrained(Run(**defaults | changed))
 
 
 def trained(run):

@@ -135,7 +135,7 @@ def test_logits_and_gradients_are_pefts(peer, kind, dora, mesh, scheme):
 
     run, ranks = on_mesh(there, mesh, work, scheme)
     places, others = AdapterFolder(there.folder).places(families.config_of(run), families.head_of(run))
-    expected = {ours: module.here(kind_of, there.gradients[name], kind.startswith("GPT2"))
+    expected = {ours: module.from_peft(kind_of, there.gradients[name], kind.startswith("GPT2"))
                 for ours, (module, kind_of, name) in places.items()}
     assert {ours.partition(".")[2].rpartition(".lora.")[0] for ours in expected} == OURS[kind]
     assert set(run.lora.targets) == OURS[kind] and run.lora.rank == 3 and run.lora.alpha == 5.0
@@ -167,7 +167,7 @@ def test_merged_weights_and_written_files_are_pefts(peer, tmp_path, kind, dora):
 
     def value(name):
         module, kind_of, file = found[name]
-        tensor = module.here(kind_of, folder.read(file), kind.startswith("GPT2"))
+        tensor = module.from_peft(kind_of, folder.read(file), kind.startswith("GPT2"))
         return tensor if kind_of != "magnitude_change" else tensor - module.rows(base.read(module.weight)).norm(dim=1)
 
     adapters = hf_peft.Adapters(config=config, head=head, lora=run.lora, read=value, names=frozenset(

@@ -39,7 +39,7 @@ def make(lora, dtype=torch.float64):
 def weight_of(weight_format, dtype=torch.float32, shape=(96, 256)):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[3, BLOCK:2 * BLOCK] = 0
-    return values, QuantizedWeight.of(values, weight_format)
+    return values, QuantizedWeight.from_values(values, weight_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -49,7 +49,7 @@ def test_its_values_are_near_and_become_the_same_codes_again(weight_format, larg
     errors = (weight.values() - values).float().view(-1, BLOCK)
     largest += torch.finfo(dtype).eps
     assert (errors.abs().amax(1) <= largest * values.float().view(-1, BLOCK).abs().amax(1)).all()
-    again = QuantizedWeight.of(weight.values(), weight_format)
+    again = QuantizedWeight.from_values(weight.values(), weight_format)
     assert torch.equal(again.codes, weight.codes) and torch.equal(again.scales, weight.scales)
 
 
@@ -88,7 +88,7 @@ def test_slices_are_views_and_copies_are_quantized(weight_format):
     assert torch.equal(dense(parameter.detach()[16:48, 10:20]), before[16:48, 10:20])
     parameter.detach()[16:48, BLOCK:3 * BLOCK].copy_(new)
     expected = before.clone()
-    expected[16:48, BLOCK:3 * BLOCK] = QuantizedWeight.of(new, weight_format).values()
+    expected[16:48, BLOCK:3 * BLOCK] = QuantizedWeight.from_values(new, weight_format).values()
     assert torch.equal(parameter.values(), expected)
     for other in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
         assert isinstance(other, nn.Parameter) and torch.equal(other.values(), expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ranvier.checkpoint.hf.export_model import export
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.config.run import Checkpoint, Lora, Train, Transformer
 from ranvier.data import tokenizer as tokenizers
 from ranvier.mesh import Mesh
@@ -54,22 +54,22 @@ def test_from_a_folder_and_out_again(text, tmp_path, weight_format):  # noqa: F8
     for name in ("base", "quantized"):
         (tmp_path / name).mkdir(exist_ok=True)
         tokenizers.train(["the quick brown fox"], 300).save(tmp_path / name / "tokenizer.json")
-    run = settled(run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), precision="fp32", model=on_base, train=train,
-                         lora=replace(LORA, base_format=weight_format)))
+    run = resolve_pretrained(run_of(text, tmp_path / "run", mesh=Mesh(pipe=2), precision="fp32", model=on_base,
+                                    train=train, lora=replace(LORA, base_format=weight_format)))
     run_all(run)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and name.startswith("model.layers") and weight.shape[1] % BLOCK == 0:
-                weight.copy_(QuantizedWeight.of(weight, weight_format).values())
+                weight.copy_(QuantizedWeight.from_values(weight, weight_format).values())
     model.save_pretrained(tmp_path / "quantized")
-    run_all(settled(run_of(text, tmp_path / "plain", mesh=Mesh(), precision="fp32", train=train,
-                           model=replace(on_base, pretrained=str(tmp_path / "quantized")))))
+    run_all(resolve_pretrained(run_of(text, tmp_path / "plain", mesh=Mesh(), precision="fp32", train=train,
+                                      model=replace(on_base, pretrained=str(tmp_path / "quantized")))))
     assert last_eval_loss(tmp_path / "run") == pytest.approx(last_eval_loss(tmp_path / "plain"), rel=1e-5)
 
     trained = replace(run, run_dir=tmp_path / "trained", train=replace(run.train, learning_rate=3e-2))
     run_all(trained)
     assert last_eval_loss(tmp_path / "trained") != pytest.approx(last_eval_loss(tmp_path / "run"), rel=1e-3)
     export(tmp_path / "trained", tmp_path / "merged", tell=lambda line: None)
-    run_all(settled(run_of(text, tmp_path / "onwards", mesh=Mesh(), precision="fp32", train=train,
-                           model=replace(on_base, pretrained=str(tmp_path / "merged")))))
+    run_all(resolve_pretrained(run_of(text, tmp_path / "onwards", mesh=Mesh(), precision="fp32", train=train,
+                                      model=replace(on_base, pretrained=str(tmp_path / "merged")))))
     assert last_eval_loss(tmp_path / "onwards") == pytest.approx(last_eval_loss(tmp_path / "trained"), rel=1e-5)

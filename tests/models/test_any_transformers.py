@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from ranvier.checkpoint.hf.export_model import export, export_adapters
 from ranvier.checkpoint.hf.forms import form_of
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.hf.pretrained import Pretrained
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Run, Train, Transformer
@@ -266,10 +266,10 @@ def test_settings_that_it_cannot_have(folder_of, run, tmp_path):
         found = families.problems(replace(run, data=replace(run.data, **data)))
         assert [one.code for one in found] == [code]
     with raises("sequence-beyond-pretrained", 33, 32):
-        settled(replace(run, model=replace(run.model, sequence=33)))
+        resolve_pretrained(replace(run, model=replace(run.model, sequence=33)))
     with raises("differs-from-pretrained", "model.vocab", 999):
-        settled(replace(run, model=replace(run.model, vocab=999)))
-    assert settled(run).model.num_layers == 3
+        resolve_pretrained(replace(run, model=replace(run.model, vocab=999)))
+    assert resolve_pretrained(run).model.num_layers == 3
 
 
 def test_without_the_package(monkeypatch):

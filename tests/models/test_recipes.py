@@ -20,7 +20,7 @@ from ranvier.mesh import Mesh
 from ranvier.models.family import heads_problem as model_problems
 from ranvier.models.gpt import gpt
 from ranvier.optim.learning_rate import learning_rate
-from ranvier.planner.auto import closed
+from ranvier.planner.auto import resolve_with_least
 from ranvier.testing.ranks import run_ranks
 from ranvier.train.runtime import build_runtime
 
@@ -37,7 +37,7 @@ PAPER = {
 
 def recipe(path: Path) -> ResolvedRun:
     """With the least microbatches where they are auto."""
-    return closed(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
+    return resolve_with_least(TypeAdapter(Run).validate_python(tomllib.loads(path.read_text())))
 
 
 def num_parameters(run: Run) -> int:

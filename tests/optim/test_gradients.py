@@ -61,7 +61,7 @@ def make(specs, chunk_size=4, size=2):
 
 
 def squared_norm(gradients):
-    return sum(float(gradients.squared_norm(chunk)) for chunk in gradients.reduced())
+    return sum(float(gradients.squared_norm(chunk)) for chunk in gradients.reduced_chunks())
 
 
 def chunks(gradients):
@@ -73,7 +73,7 @@ def test_the_order_is_that_of_a_backward():
     specs = [spec("a0", 0), spec("a1", 0), spec("b0", 1), spec("c0", 2), spec("c1", 2)]
     gradients, _, _ = make(specs)
     assert chunks(gradients) == [["c1"], ["c0"], ["b0"], ["a1"], ["a0"]]
-    assert [one.name for one in gradients.owned()] == ["a0", "a1", "b0", "c0", "c1"]
+    assert [one.name for one in gradients.owned_specs()] == ["a0", "a1", "b0", "c0", "c1"]
     assert gradients.chunks_of(one.parameter for one in specs) == [4, 3, 2, 1, 0]
 
 
@@ -93,10 +93,10 @@ def test_a_parameter_in_two_chunks_holds_back_both():
     one, two = spec("a", 0, 6), spec("b", 1, 6)
     gradients, group, _ = make([one, two], 4)
     assert chunks(gradients) == [["b"], ["b", "a"], ["a"]] and gradients.chunks_of([one.parameter])[0] == 1
-    gradients.queued([two.parameter])
+    gradients.note_deferred([two.parameter])
     gradients.all_passed()
     assert group.reduced == []
-    gradients.added(gradients.chunks_of([two.parameter]))
+    gradients.note_added(gradients.chunks_of([two.parameter]))
     assert [len(tensor) for tensor in group.reduced] == [4, 4, 4]
 
 
@@ -122,7 +122,7 @@ def test_gradients_with_a_group_of_their_own_come_last():
     assert [[len(tensor) for tensor in one.reduced] for one in (group, row, col)] == [[12], [6, 3], [5]]
     gradients, _, _ = make(specs, 2)
     assert all((chunk.stop - chunk.start) % len(chunk.group.ranks) == 0 for chunk in gradients.chunks)
-    assert gradients.owned() == specs, "in model order"
+    assert gradients.owned_specs() == specs, "in model order"
 
 
 def test_copies_that_do_not_count_have_chunks_of_their_own():
@@ -137,7 +137,7 @@ def test_copies_that_do_not_count_share_the_memory_of_their_run():
              spec("d", 1, 2, group=FakeGroup())]
     done = []
     gradients = Gradients(specs, FakeGroup(1), 1, lambda complete: None, reuse=[range(1), range(1, 2)])
-    gradients.on_complete = lambda chunk: done.append(gradients.of(chunk, chunk.start, chunk.stop).tolist())
+    gradients.on_complete = lambda chunk: done.append(gradients.flat_slice(chunk, chunk.start, chunk.stop).tolist())
     assert (gradients.size, gradients.length) == (16, 12), "the longer run, t, and what has a group of its own"
     gradients.begin()
     gradients.block_passed(2)
@@ -199,13 +199,13 @@ def test_a_chunk_waits_for_all_blocks_that_use_it():
 def test_a_chunk_waits_for_deferred_products():
     one, two = spec("a", 0), spec("b", 1)
     gradients, group, _ = make([one, two])
-    gradients.queued([two.parameter])
-    gradients.queued([two.parameter])
+    gradients.note_deferred([two.parameter])
+    gradients.note_deferred([two.parameter])
     gradients.block_passed(1)
     gradients.block_passed(0)
-    gradients.added(gradients.chunks_of([two.parameter]))
+    gradients.note_added(gradients.chunks_of([two.parameter]))
     assert group.reduced == []
-    gradients.added(gradients.chunks_of([two.parameter]))
+    gradients.note_added(gradients.chunks_of([two.parameter]))
     assert len(group.reduced) == 2
 
 
@@ -213,11 +213,11 @@ def test_a_chunk_waits_for_the_other_ends_of_a_tie():
     tied = spec("a", 0, remote_ends=2)
     gradients, group, _ = make([tied])
     gradients.all_passed()
-    gradients.added(gradients.chunks_of([tied.parameter]))
+    gradients.note_added(gradients.chunks_of([tied.parameter]))
     assert group.reduced == [] and not gradients.complete
     with pytest.raises(AssertionError, match="still incomplete"):
         gradients.wait()
-    gradients.added(gradients.chunks_of([tied.parameter]))
+    gradients.note_added(gradients.chunks_of([tied.parameter]))
     assert len(group.reduced) == 1
     gradients.begin()
     gradients.all_passed()
@@ -239,7 +239,7 @@ def test_what_belongs_to_another_stage_is_sent_and_not_reduced():
     sent_away.parameter.grad += 3.0
     gradients.all_passed()
     assert sent == ["s"] and len(group.reduced) == 1
-    assert [one.name for one in gradients.owned()] == ["a"] and squared_norm(gradients) == 0.0
+    assert [one.name for one in gradients.owned_specs()] == ["a"] and squared_norm(gradients) == 0.0
 
 
 def test_one_replica_reduces_nothing():

@@ -53,12 +53,12 @@ def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none",
 def step(gradients, optimizer, values, *, factor=1.0, learning_rate=1e-2):
     """One update from these gradients, one tensor for each parameter."""
     gradients.begin(scatter=optimizer.scatters)
-    for spec, value in zip(gradients.owned(), values, strict=True):
+    for spec, value in zip(gradients.owned_specs(), values, strict=True):
         spec.parameter.grad.add_(value)
     gradients.all_passed()
     optimizer.prefetch()
     optimizer.begin(learning_rate)
-    for chunk in gradients.reduced():
+    for chunk in gradients.reduced_chunks():
         for _ in optimizer.update(chunk, factor):
             pass
     optimizer.finish()

@@ -122,7 +122,7 @@ def summed(world, *, accumulate, travel, scatter, in_flight, delays, sizes, chun
         expected[start:stop] = 3.0 * sum(range(1, world.size + 1))
     for one in gradients.chunks:
         start, stop = gradients.share_of(one)
-        assert torch.equal(gradients.of(one, start, stop).float(), expected[start:stop])
+        assert torch.equal(gradients.flat_slice(one, start, stop).float(), expected[start:stop])
     return True
 
 
@@ -192,8 +192,9 @@ def test_the_memory_of_chunks_that_are_alike_is_counted_once(monkeypatch):
     of_chunk, group = SimpleNamespace(sent_to_owner=False, group=None), MetaGroup("data", 2)
     chunks = [Chunk(start=start, stop=start + size, specs=[of_chunk], share=(start, start + size // 2), group=group,
                     counts=True) for start, size in [*((8 * number, 8) for number in range(100)), (800, 4)]]
-    counted, needs = [], Reductions._needs
-    monkeypatch.setattr(Reductions, "_needs", lambda self, chunk, scatter: counted.append(chunk.stop - chunk.start) or
+    counted, needs = [], Reductions._workspace_bytes
+    monkeypatch.setattr(Reductions, "_workspace_bytes", lambda self, chunk,
+                        scatter: counted.append(chunk.stop - chunk.start) or
                         needs(self, chunk, scatter))
     reductions = Reductions(chunks, dtype=torch.float32, reduce_dtype=torch.bfloat16, device=torch.device("cpu"),
                             in_flight=3)

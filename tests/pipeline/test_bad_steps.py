@@ -195,19 +195,19 @@ def test_the_usual_is_the_median_of_good_losses_and_survives():
     now = [0.0]
     steps = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
     for now[0] in at:
-        steps.by_loss()
+        steps.bad_loss()
         now[0] = 1e9  # of a later step, which may have run before the verdict is read
-        steps.good()
+        steps.note_good()
     now[0] = 5.9
-    assert steps.by_loss() is None
+    assert steps.bad_loss() is None
     again = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
-    assert again.by_loss() is None, "nothing is usual yet"
+    assert again.bad_loss() is None, "nothing is usual yet"
     again.load(steps.state())
     now[0] = 6.1
-    assert again.by_loss() == steps.by_loss() == \
+    assert again.bad_loss() == steps.bad_loss() == \
         "loss is 6.1, more than 2 times 3, the median of the last 20 good ones"
     now[0] = float("-inf")
-    assert steps.by_loss() == "loss is -inf"
+    assert steps.bad_loss() == "loss is -inf"
 
 
 def test_blocks_updated_in_the_backward_cannot_be_guarded():

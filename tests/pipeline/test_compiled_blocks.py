@@ -467,7 +467,7 @@ def test_a_block_that_is_examined_stays_as_it_was():
     block = nn.Sequential(nn.BatchNorm1d(4))
     norm, mean = block[0], block[0].running_mean
     norm.count = 1
-    with compiled._unchanged(block):
+    with compiled._restore_block(block):
         norm.count, block.extra = 2, 3
         norm.running_mean.add_(1.0)
         norm.running_var = torch.zeros(4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.block import carried, named
+from ranvier.block import as_named_tensors, from_named_tensors
 from ranvier.config.run import Memory, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
@@ -211,5 +211,5 @@ def test_a_microbatch_that_wants_a_gradient_is_refused(what):
 def test_names_of_a_state_are_its_own():
     x = torch.ones(2, 3)
     for state in (x, {"a": x, "b": x}, (x, None), {"|a": x}, {3: x, "b": [x, x.shape]}):
-        found = carried(named(state, "here"))
+        found = from_named_tensors(as_named_tensors(state, "here"))
         assert type(found) is type(state) and str(found) == str(state)

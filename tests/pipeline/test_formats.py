@@ -169,7 +169,7 @@ def test_a_buffer_under_several_names_stays_one(keep, expected):
     inner = Table(table)
     block = nn.ModuleDict({"one": nn.Sequential(inner), "two": nn.Sequential(inner), "other": Table(table)})
     model = replace(as_model({"a": block}, squared), keep_fp32=keep)
-    cast = BlockFormats.of(model, "a", block, HALF).cast(block, torch.device("cpu"))
+    cast = BlockFormats.from_block(model, "a", block, HALF).cast(block, torch.device("cpu"))
     assert block["one"][0].table is block["two"][0].table is block["other"].table
     assert block["other"].table.dtype is expected and cast == {"one.0.table": torch.float64}
 
@@ -180,7 +180,7 @@ def test_complex_tensors_stay_complex():
     for dtype, expected in ((HALF, torch.complex64), (torch.float32, torch.complex64),
                             (torch.float64, torch.complex128)):
         one = copy.deepcopy(block)
-        BlockFormats.of(as_model([one], squared), "0", one, dtype).cast(one, torch.device("cpu"))
+        BlockFormats.from_block(as_model([one], squared), "0", one, dtype).cast(one, torch.device("cpu"))
         assert one.waves.dtype is expected and one.weight.dtype is dtype
 
 
@@ -221,7 +221,7 @@ def test_what_a_model_of_transformers_keeps_in_fp32(dtype, kept):
     model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules = {"input_layernorm"}, ["mlp"]
     for cut in (from_transformers(model), as_model([model], squared)):
         found = {name for block, build in cut.blocks.items()
-                 for name in BlockFormats.of(cut, block, build(), dtype).kept if "inv_freq" not in name}
+                 for name in BlockFormats.from_block(cut, block, build(), dtype).kept if "inv_freq" not in name}
         assert {part for name in found for part in ("input_layernorm", "mlp") if f".{part}." in name} == kept
         assert all(any(f".{part}." in name for part in kept) for name in found)
 
@@ -240,7 +240,7 @@ def test_blocks_of_code_around_cuts_keep_them_too():
     blocks = blocks_of(Rotary(), ["last"])
     cut = as_model(blocks, squared)
     assert {f"{name}.{one}" for name, module in blocks.items()
-            for one in BlockFormats.of(cut, name, module, HALF).kept} == {"first.inv_freq"}
+            for one in BlockFormats.from_block(cut, name, module, HALF).kept} == {"first.inv_freq"}
 
 
 @pytest.mark.parametrize("cuts", [False, True])

@@ -26,9 +26,9 @@ from ranvier.schedule.computed_limits import (
     StageLoad,
     _Case,
     _outcome,
-    _rounded,
+    _round_loads,
     computed_limits,
-    predicted,
+    predict,
     simulated_microbatches,
 )
 from ranvier.schedule.limits import Conditions, Deferral, Limits, measured_conditions, rule_limits
@@ -60,7 +60,7 @@ def test_uneven_stages_have_more_in_flight():
     stages = [load(1.05, 1.05, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.95, graph=0.9, operands=0.9)]
     chosen = computed_limits(stages, MessageDriven(), memory=1.1)
     assert chosen.in_flight > 2
-    ruled, made = (predicted(stages, MessageDriven(), limits) for limits in (rule_limits([True] * 2), chosen))
+    ruled, made = (predict(stages, MessageDriven(), limits) for limits in (rule_limits([True] * 2), chosen))
     assert made.bubble_fraction < 0.6 * ruled.bubble_fraction < 0.6 * 0.07
     assert 1.0 == ruled.memory < made.memory <= 1.1
 
@@ -73,7 +73,7 @@ TRAINED = LOADS.filter(lambda one: one.trains)
 
 
 def case_of(stages, placement, num_microbatches):
-    return _Case(stages=_rounded(stages), policy=MessageDriven(), placement=placement,
+    return _Case(stages=_round_loads(stages), policy=MessageDriven(), placement=placement,
                  count=simulated_microbatches(placement.num_ranks, num_microbatches))
 
 
@@ -88,7 +88,7 @@ def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, nu
     made = _outcome(case, chosen)
     plain = _outcome(replace(case, policy=OneForwardOneBackward()), limits_of_1f1b(len(stages)))
     assert made.seconds <= plain.seconds * (1 + 1e-9)
-    assert max(made.needs(case, chosen)) <= memory * case.bytes_under_1f1b() * (1 + 1e-9)
+    assert max(made.rank_bytes(case, chosen)) <= memory * case.bytes_under_1f1b() * (1 + 1e-9)
 
 
 @examples(4)
@@ -109,7 +109,7 @@ def test_stages_that_store_unequally_are_slower_than_by_the_rule():
     flight as asked for nothing is within it."""
     placement = StagePlacement(num_ranks=2, per_rank=2)
     stages = [load(graph=2.0, fixed=0.0), load(fixed=2.0), load(fixed=2.0), load(fixed=0.0)]
-    within, three, rule = (predicted(stages, MessageDriven(), limits, placement) for limits in (
+    within, three, rule = (predict(stages, MessageDriven(), limits, placement) for limits in (
         *(computed_limits(stages, MessageDriven(), memory=1.0, placement=placement, in_flight=in_flight)
           for in_flight in (None, 3)), rule_limits([True] * 4, placement)))
     assert within.memory <= 1.0 < three.memory < rule.memory
@@ -170,7 +170,7 @@ def test_as_many_in_flight_as_stages_are_nearly_enough(pipe):
 
 def assert_more_memory_is_never_slower(stages, placement, num_microbatches, memories=MEMORIES):
     policy = MessageDriven()
-    steps = [round(predicted(stages, policy, computed_limits(
+    steps = [round(predict(stages, policy, computed_limits(
         stages, policy, memory=memory, placement=placement, num_microbatches=num_microbatches), placement,
         num_microbatches).step, 12) for memory in memories]
     assert steps == sorted(steps, reverse=True), f"{placement}, {num_microbatches}: {steps}"
@@ -208,7 +208,7 @@ def test_nothing_waits_where_that_is_slower(stages, num_microbatches, memory):
     conditions = Conditions(deferral=prices)
     found = computed_limits(loads, MessageDriven(), memory=memory, num_microbatches=num_microbatches,
                             conditions=conditions)
-    own, none = (predicted(loads, MessageDriven(), limits, None, num_microbatches, conditions).step
+    own, none = (predict(loads, MessageDriven(), limits, None, num_microbatches, conditions).step
                  for limits in (found, replace(found, deferred=(0,) * len(loads), last=None)))
     assert own <= 1.003 * none
 
@@ -248,7 +248,7 @@ def test_products_that_take_longer_later_wait_at_the_end_only():
     chosen = computed_limits(slower, MessageDriven(), **options)
     assert chosen.last is not None and chosen.last < 8 and max(chosen.deferred) <= chosen.last
     any_waits = replace(chosen, last=None, deferred=(8, 8))
-    last_wait, all_wait = (predicted(slower, MessageDriven(), limits, placement, 8) for limits in (chosen, any_waits))
+    last_wait, all_wait = (predict(slower, MessageDriven(), limits, placement, 8) for limits in (chosen, any_waits))
     assert last_wait.step < all_wait.step and last_wait.memory <= all_wait.memory
     assert all_wait.bubble_fraction == pytest.approx(
         1.0 - (1.0 / all_wait.step) * (1.0 + 0.1 / 3), abs=2e-3), "longer products are no bubble"
@@ -265,7 +265,7 @@ def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
     chosen = computed_limits(stages, policy, memory=1.1, placement=placement, num_microbatches=32)
     usual = Limits(in_flight=32, deferred=(0,) * 16, alternating=True) if placement.per_rank > 1 else rule_limits(
         [True] * 20)
-    found, other = (predicted(stages, policy, limits, placement, 32) for limits in (chosen, usual))
+    found, other = (predict(stages, policy, limits, placement, 32) for limits in (chosen, usual))
     assert found.memory <= 1.1 and found.step < (1 - gain) * other.step
 
 
@@ -275,7 +275,7 @@ def test_deep_pipelines_have_fewer_in_flight_where_a_stage_keeps_more(how):
     placement, policy = StagePlacement(num_ranks=16, per_rank=4, how=how), MessageDriven()
     stages = [replace(load(), graph=1.3), *[load()] * 63]
     chosen = computed_limits(stages, policy, memory=1.0, placement=placement, num_microbatches=32)
-    found, rule = (predicted(stages, policy, limits, placement, 32)
+    found, rule = (predict(stages, policy, limits, placement, 32)
                    for limits in (chosen, rule_limits([True] * 64, placement)))
     assert found.memory <= 1.0 and found.step < 0.96 * rule.step
 
@@ -322,7 +322,7 @@ def test_interleaved_stages_run_as_interleaved_1f1b_where_nothing_may_wait(pipe,
     quiet = Conditions(messages=0.0, variation=0.0)
     limits = computed_limits(stages, MessageDriven(), memory=1.0, placement=placement, num_microbatches=2 * pipe,
                              conditions=quiet)
-    made = predicted(stages, MessageDriven(), limits, placement, 2 * pipe, quiet)
+    made = predict(stages, MessageDriven(), limits, placement, 2 * pipe, quiet)
     assert limits.alternating and limits.in_flight == 2 * pipe and made.memory == pytest.approx(1.0)
     assert made.bubble_fraction == pytest.approx((pipe - 1) / (2 * pipe * per_rank + pipe - 1), rel=0.01)
     for other, limit in ((replace(placement, how="v-shape"), 2 * pipe), (placement, pipe)):

@@ -106,7 +106,7 @@ def test_ranks_update_what_the_layout_says(case):
     assert all(other == layout for _, _, other in found), "every rank has the same layout"
     owners = {one.name: torch.zeros(one.shape, dtype=torch.int64) for one in layout.parameters}
     for rank, (written, states, _) in enumerate(found):
-        updated, owned = layout.updated(rank), by_name(layout.owned(rank))
+        updated, owned = layout.updated_slices(rank), by_name(layout.owned_slices(rank))
         assert written == states == joined(updated)
         for name, slices in owned.items():
             owners[name] += marked(layout[name].shape, slices)

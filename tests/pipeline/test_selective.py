@@ -243,7 +243,7 @@ MODELS = {"llama": partial(llama, Transformer(family="llama", num_layers=2, hidd
 def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monkeypatch):
     """Kernel by kernel in the second runs of real ranks, and to the byte what lies between the runs."""
     ran, kept, place = {}, {}, threading.local()
-    replayed, recorded, run = KeptOutputs.replayed, KeptOutputs.recorded, Segment.run
+    replayed, recorded, run = KeptOutputs.replaying, KeptOutputs.recording, Segment.run
 
     @contextmanager
     def recording(outputs):
@@ -267,8 +267,8 @@ def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monk
         place.block = segment._blocks[0][0]
         return run(segment, compute, state)
 
-    monkeypatch.setattr(KeptOutputs, "recorded", recording)
-    monkeypatch.setattr(KeptOutputs, "replayed", replaying)
+    monkeypatch.setattr(KeptOutputs, "recording", recording)
+    monkeypatch.setattr(KeptOutputs, "replaying", replaying)
     monkeypatch.setattr(Segment, "run", running)
 
     def work(engine):

@@ -103,7 +103,7 @@ def test_any_measured_numbers(values, crowded):
     links = {"messages": dict(zip(map(str, measure._MESSAGES), times(*values[5:]), strict=True)),
              "collective": values[8]}
     try:
-        cluster = measure.formed(compute, links, 2, "cpu")
+        cluster = measure.make_cluster(compute, links, 2, "cpu")
     except RanvierError as error:
         assert error.code in ("measurement-not-a-cluster", "cluster-malformed"), error
         return

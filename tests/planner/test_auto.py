@@ -14,7 +14,7 @@ from ranvier.config.run import Batch, Launch, MeshSettings, Run, Transformer
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.mesh import Mesh
 from ranvier.planner import auto
-from ranvier.planner.auto import cluster_for, planned, with_plan
+from ranvier.planner.auto import cluster_for, plan_run, with_plan
 from ranvier.planner.problems import problems as problems_of
 from ranvier.planner.run_cost import run_cost
 from ranvier.planner.work import Work
@@ -31,7 +31,7 @@ def seconds(run):
 
 @pytest.mark.slow
 def test_the_fastest_of_all_that_is_open():
-    run = planned(OPEN, 4)
+    run = plan_run(OPEN, 4)
     assert isinstance(run, ResolvedRun) and run.mesh.size == 4 and run.mesh.stage_size == 1
     assert run == resolve(replace(OPEN, mesh=run.mesh, batch=run.batch))
     others = [replace(run, mesh=Mesh(data=4 // pipe, pipe=pipe), batch=replace(run.batch, microbatch_size=size))
@@ -45,7 +45,7 @@ def test_the_fastest_of_all_that_is_open():
     (MeshSettings(data="auto", row="auto", col=2, tile=(2, 1)), 4, (1, 1, 2, 2))])
 def test_what_is_given_stays(mesh, ranks, expected):
     run = replace(OPEN, mesh=mesh, batch=replace(OPEN.batch, microbatch_size=2))
-    found = planned(run, ranks)
+    found = plan_run(run, ranks)
     assert found.mesh.shape == expected and found.batch.microbatch_size == 2 and found.mesh.tile == mesh.tile
 
 

@@ -22,7 +22,7 @@ from ranvier.planner.run_cost import (
     least_run_seconds,
     run_cost,
     sample_step,
-    unlimited,
+    unlimited_limits,
 )
 from ranvier.planner.search import search
 from ranvier.planner.work import Work
@@ -93,7 +93,7 @@ def test_bounds_are_no_longer_than_what_they_bound(data):
     alone = resolve(run, Facts(mesh=Mesh(), microbatch_size=1))
     stages, sample = WORK.stages(run), sample_step(alone, WORK.blocks(alone))
     bound, recomputing = least_run_seconds(run, cluster, sample)
-    counted = run_cost(run, cluster, stages, exact=False, limits=unlimited(run)).seconds
+    counted = run_cost(run, cluster, stages, exact=False, limits=unlimited_limits(run)).seconds
     limited, simulated = (run_cost(run, cluster, stages, exact=exact) for exact in (False, True))
     assert 0 < bound <= counted * (1 + 1e-9) and counted <= simulated.seconds * 1.01, "of two short ones"
     assert limited.seconds <= simulated.seconds * 1.01
@@ -120,7 +120,7 @@ def test_sums_beside_the_backward_make_no_bound_longer(mesh, stages_per_rank):
     for bandwidth in (1e11, 1e9, 1e7):
         slow = replace(cluster, inside=replace(cluster.inside, bandwidth=bandwidth), chunk_seconds=0.0)
         stages = WORK.stages(run)
-        bound = run_cost(run, slow, stages, exact=False, limits=unlimited(run)).seconds
+        bound = run_cost(run, slow, stages, exact=False, limits=unlimited_limits(run)).seconds
         assert bound <= run_cost(run, slow, stages).seconds * (1 + 1e-9)
 
 

@@ -84,7 +84,7 @@ def allocated(run, rank):
         gradients.wait()
         optimizer.prefetch()
         optimizer.begin(1e-3)
-        for chunk in gradients.reduced():
+        for chunk in gradients.reduced_chunks():
             for _ in optimizer.update(chunk, 1.0):
                 pass
         optimizer.finish()

@@ -13,7 +13,7 @@ from ranvier.cost.cluster_files import load_cluster, write_cluster
 from ranvier.cost.device_overhead import ALLOCATOR_SHARE
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import first_that_fits, schedule_note, schedules
-from ranvier.planner.auto import closed
+from ranvier.planner.auto import resolve_with_least
 from ranvier.planner.candidates import predict
 from ranvier.planner.count import laid_out
 from ranvier.planner.work import Work
@@ -30,7 +30,7 @@ EVERY = [pytest.param(name, marks=() if name in ("gpt-tiny", "gpt2-small") else 
 
 def on_stages(name, *, per_rank=1):
     """A recipe or preset on its own mesh, or on four stages where it has one."""
-    run = closed(read.merge([read.load(name)[1]]).run)
+    run = resolve_with_least(read.merge([read.load(name)[1]]).run)
     mesh = run.mesh if run.mesh.pipe > 1 else run.mesh.resized(pipe=4)
     size = min(run.batch.microbatch_size, max(1, run.batch.global_size // mesh.data))
     return resolve(replace(run, mesh=mesh, batch=replace(run.batch, microbatch_size=size), pipeline=replace(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.cost.collectives import Placed, all_reduce_seconds, placed, received_seconds, tree_seconds
+from ranvier.cost.collectives import Placed, all_reduce_seconds, place_groups, received_seconds, tree_seconds
 from ranvier.cost.hardware import Cluster, Device, Host, Link, Rate
 from ranvier.cost.kernels import Access, Kernel, backward_of, weight_gradients_of
 from ranvier.mesh import Mesh
@@ -74,7 +74,7 @@ def test_sums_over_a_dim_reach_a_share_of_their_own():
     (Mesh(pipe=3), "data", 4, Placed(members=1, inside=1, together=0)),
 ], ids=str)
 def test_where_groups_lie(mesh, axis, per_node, found):
-    assert placed(mesh, axis, per_node) == found
+    assert place_groups(mesh, axis, per_node) == found
 
 
 def test_collectives():

@@ -18,9 +18,9 @@ from ranvier.cost.kernels import (
     Access,
     Kernel,
     backward_of,
-    fused,
-    in_float8,
+    fuse_chains,
     scaled,
+    to_float8,
     weight_gradients_of,
     whole_waves_flops,
     with_scores,
@@ -109,7 +109,7 @@ def test_a_norms_weight_has_its_gradient_from_a_pass_of_its_own():
         counts.append(count)
     assert [moved(weight_gradients_of(count.kernels, 4)) for count in counts] == [2 * 5 * 8 * 4, 0]
     outputs = {access.storage for access in counts[0].kernels[0].writes}
-    assert moved(weight_gradients_of(fused(counts[0].kernels, outputs), 4)) == 2 * 5 * 8 * 4
+    assert moved(weight_gradients_of(fuse_chains(counts[0].kernels, outputs), 4)) == 2 * 5 * 8 * 4
 
 
 def test_norms_and_gradients_of_biases_are_sums_over_a_dim():
@@ -121,7 +121,7 @@ def test_norms_and_gradients_of_biases_are_sums_over_a_dim():
         x.sum(-1)
     assert [kernel.is_reduction for kernel in count.kernels] == [True, False, True]
     assert [kernel.is_reduction for kernel in backward_of(count.kernels)] == [True, False, True]
-    (merged,) = fused(count.kernels, set())
+    (merged,) = fuse_chains(count.kernels, set())
     assert merged.is_reduction
     assert [kernel.is_reduction for kernel in weight_gradients_of([*count.kernels, PRODUCT], 4)] == [True, False, True]
 
@@ -185,18 +185,19 @@ def test_chains_are_one_pass_over_what_enters_and_leaves():
     kernels = [Kernel(kind="copy", reads=(a,), writes=(b,)), Kernel(kind="pointwise", reads=(b,), writes=(c,)),
                Kernel(kind="product", reads=(c, weight), writes=(d,)),
                Kernel(kind="pointwise", reads=(d, a), writes=(e,))]
-    first, product, last = fused(kernels, {14})
+    first, product, last = fuse_chains(kernels, {14})
     assert (first.kind, first.reads, first.writes) == ("pointwise", (a,), (c,))
     assert product == kernels[2] and (last.reads, last.writes) == ((d, a), (e,))
-    assert fused(kernels, ())[-1].writes == ()  # nothing reads it
+    assert fuse_chains(kernels, ())[-1].writes == ()  # nothing reads it
 
 
 def test_parts_of_a_storage_add_up_to_the_whole_at_most():
     third, whole = Access(1, 10, 30), Access(1, 30, 30)
-    one = fused([Kernel(kind="copy", reads=(third,), writes=(Access(2, 9, 9),)),
-                 Kernel(kind="copy", reads=(third, Access(2, 9, 9)), writes=(Access(3, 9, 9),))], {3})
+    one = fuse_chains([Kernel(kind="copy", reads=(third,), writes=(Access(2, 9, 9),)),
+                       Kernel(kind="copy", reads=(third, Access(2, 9, 9)), writes=(Access(3, 9, 9),))], {3})
     assert [kernel.reads for kernel in one] == [(third._replace(bytes=20),)]
-    more = fused([Kernel(kind="copy", reads=(each,), writes=(Access(4, 1, 1),)) for each in (whole, third, whole)], {4})
+    more = fuse_chains([Kernel(kind="copy", reads=(each,), writes=(Access(4, 1, 1),))
+                        for each in (whole, third, whole)], {4})
     assert [kernel.reads for kernel in more] == [(whole,)]
 
 
@@ -236,10 +237,10 @@ def test_microbatches_that_are_not_counted_are_near_to_what_they_would_be(col, m
 
 def test_float8_rounds_both_operands_of_layers_that_it_can_compute():
     layer = replace(PRODUCT, shape=(1, 7, 32, 16))
-    *rounding, product = in_float8([layer], 16, fuses=True)
+    *rounding, product = to_float8([layer], 16, fuses=True)
     assert product == replace(layer, float8=True) and moved(rounding) == 5 * (7 * 16 + 32 * 16) and len(rounding) == 4
-    assert in_float8([PRODUCT], 16, fuses=True) == (PRODUCT,)
-    assert moved(in_float8([layer], 16, fuses=False)[:-1]) == 33 * (7 * 16 + 32 * 16)
+    assert to_float8([PRODUCT], 16, fuses=True) == (PRODUCT,)
+    assert moved(to_float8([layer], 16, fuses=False)[:-1]) == 33 * (7 * 16 + 32 * 16)
 
 
 # ---------------------------------------------------------------------- counted

@@ -9,7 +9,7 @@ from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.kernels import whole_waves_flops
 from ranvier.launch.rank_processes import RanksFailed
 from ranvier.planner import measure
-from ranvier.planner.measure import _crowded, fit, line, seconds_of_a_flop
+from ranvier.planner.measure import _core_sharing_slowdown, fit, line, seconds_of_a_flop
 from ranvier.planner.microbenchmarks import Sizes, measured_device, tile_rate
 from ranvier.testing.ranks import run_processes
 from tests.errors import reports
@@ -84,10 +84,10 @@ def test_a_line_through_messages():
 def test_what_taking_turns_costs():
     alone = [{"blocks": 1.0, "collective": 1e-4}, {"blocks": 3.0, "collective": 3e-4}]
     crowded = [{"blocks": 5.0, "collective": 9e-4}] * 4
-    assert _crowded(alone, crowded) == pytest.approx({"crowded_share": 0.8, "turn_seconds": 5e-4})
-    assert _crowded([{"blocks": 0.5, "collective": None}], crowded) == pytest.approx(  # one core
+    assert _core_sharing_slowdown(alone, crowded) == pytest.approx({"crowded_share": 0.8, "turn_seconds": 5e-4})
+    assert _core_sharing_slowdown([{"blocks": 0.5, "collective": None}], crowded) == pytest.approx(  # one core
         {"crowded_share": 0.2, "turn_seconds": 0.0})
-    assert _crowded(crowded, alone) == {"crowded_share": 1.0, "turn_seconds": 0.0}
+    assert _core_sharing_slowdown(crowded, alone) == {"crowded_share": 1.0, "turn_seconds": 0.0}
 
 
 @pytest.mark.slow

@@ -411,7 +411,7 @@ def test_what_is_measured_orders_the_plan(monkeypatch):
     real = {id(found.run): factor * found.cost.seconds
             for found, factor in zip(plan.best, (9.0, 6.0, 5.0), strict=False)}
     monkeypatch.setattr(trial, "step_seconds", lambda run, folder: real[id(run)])
-    after = trial.measured(plan, 3)
+    after = trial.measure_plan(plan, 3)
     assert after.measured_over_predicted == pytest.approx(6.0)
     expected = [found.expected_seconds(after.measured_over_predicted) for found in after.best]
     assert expected == sorted(expected) and after.best[0] == replace(
@@ -429,7 +429,7 @@ def test_the_one_that_was_measured_stays_first(monkeypatch):
     plan = plan_for_four()
     plan = replace(plan, best=(plan.best[1], plan.best[0], *plan.best[2:]))
     monkeypatch.setattr(trial, "step_seconds", lambda run, folder: 1.0)
-    after = trial.measured(plan, 1)
+    after = trial.measure_plan(plan, 1)
     assert after.best[0].run == plan.best[0].run and after.best[0].measured_seconds == 1.0
     assert re.search(r"Next is .* \d+\.\d% faster by the prediction, but it was not measured\.", " ".join(
         report.explanation(after)))

@@ -234,7 +234,7 @@ def test_why_a_candidate_lost_adds_up():
     plan = search(replace(RUN, mesh=MeshSettings(data="auto", pipe="auto")), priced(), 8, ("mesh",))
     assert len(plan.best) > 2
     for found in plan.best[1:]:
-        text = page._lost(plan.best[0], found)
+        text = page._why_slower(plan.best[0], found)
         named = [float(part) for part in re.findall(r"([+-][\d.e-]+) s", text)]
         if len(named) < 3:
             assert sum(named) == pytest.approx(found.cost.seconds - plan.best[0].cost.seconds,

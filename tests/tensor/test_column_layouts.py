@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from ranvier.block import Model, carried, named
+from ranvier.block import Model, as_named_tensors, from_named_tensors
 from ranvier.config.run import Memory, TensorParallel, Transformer
 from ranvier.mesh import Mesh
 from ranvier.models import bert
@@ -241,7 +241,7 @@ def test_layouts_go_through_a_cache(packed):
                      loss=lambda y, t: (functional.cross_entropy(y, t, reduction="sum"), len(t)))
 
     def cached(samples, inputs, compute):
-        return carried(dict(named(compute(0, inputs, None), "the first block")))
+        return from_named_tensors(dict(as_named_tensors(compute(0, inputs, None), "the first block")))
 
     batch = [Microbatch(IDS, IDS[:, 0] % 3, torch.arange(2))]
     outcome = gradients_on(make, [batch], Mesh(col=2), also=lambda engine: engine.use_cache(cached, 1))

@@ -18,7 +18,7 @@ BETWEEN_NODES = Mesh(pipe=2, col=2)
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    monkeypatch.setattr(ColumnParts, "_pays", lambda parts, destination: True)
+    monkeypatch.setattr(ColumnParts, "_is_worthwhile", lambda parts, destination: True)
     monkeypatch.setattr(connections, "SMALLEST_IN_PARTS", 64)
 
 
@@ -45,7 +45,7 @@ def test_a_stage_receives_half_over_two_columns_and_the_other_half_from_its_colu
     found = []
     monkeypatch.setattr(connections, "SMALLEST_IN_PARTS", 64)
     for pays in (False, True):
-        monkeypatch.setattr(ColumnParts, "_pays", lambda parts, destination, pays=pays: pays)
+        monkeypatch.setattr(ColumnParts, "_is_worthwhile", lambda parts, destination, pays=pays: pays)
         counts = gradients_on(make, batches, BETWEEN_NODES, scheme="megatron", also=received).others
         found.append([(count()["pipe"], count()["col"]) for count in counts])
     for (whole, before), (half, after) in zip(*found, strict=True):
@@ -67,7 +67,7 @@ def test_what_is_small_or_split_or_no_activation_is_sent_whole(in_parts, scheme)
         if cut:
             assert torch.equal(sent.tensors[cut[0]], activation.flatten()[12 * mesh.col:12 * mesh.col + 12])
         assert connections.whole_names(sent.requires_grad) == {"x", "odd"}
-        whole = parts.gathered(sent.tensors)
+        whole = parts.gather(sent.tensors)
         assert list(whole) == list(state) and all(torch.equal(whole[name], state[name]) for name in state)
 
     on_tensor_mesh(1, 2, SCHEMES[scheme], work)

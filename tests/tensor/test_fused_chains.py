@@ -17,17 +17,17 @@ from ranvier.mesh import Mesh
 from ranvier.models import bert, gpt
 from ranvier.plan.cut import meta_mesh
 from ranvier.tensor import fused
-from ranvier.tensor.fused import Fused, using
+from ranvier.tensor.fused import Fused, use_calls
 from ranvier.tensor.split.layers import split_layers
 from tests.errors import raises
 from tests.tensor.split_parity import SCHEMES, SEED, assert_parity, random, samples_of, tiny_gpt, token_batches
 from tests.tensor.test_llama_gradients import assert_as_one_process, make
 
-NORM = {f"layers.norms.{name}" for name in ("_statistics", "_normalized", "_gradients", "_input_gradient")}
-DROPOUT = {"layers.dropout._dropped"}
-ROTARY = {"layers.rotary._turned", "layers.rotary._turned_back"}
-CAP = {"layers.elementwise._capped", "layers.elementwise._capped_gradient"}
-GATE = {"layers.elementwise._gated", "layers.elementwise._gated_gradients"}
+NORM = {f"layers.norms.{name}" for name in ("_statistics", "_normalize", "_gradients", "_input_gradient")}
+DROPOUT = {"layers.dropout._drop"}
+ROTARY = {"layers.rotary._rotate", "layers.rotary._turned_back"}
+CAP = {"layers.elementwise._cap", "layers.elementwise._capped_gradient"}
+GATE = {"layers.elementwise._gate", "layers.elementwise._gated_gradients"}
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def elementwise(block, scheme, calls):
     width = next(iter(block.modules())).norm.weight.numel()
     x = random(1, 8 // (mesh.num_cols if scheme == "sequence" else 1), width).requires_grad_()
     state = {"hidden": x, "mask": torch.ones(1, 8, dtype=torch.bool)} if isinstance(block, bert.MLP) else x
-    with keyed_random.scope(SEED, 1, samples_of(1), "block"), using(calls), Elementwise(calls) as forward:
+    with keyed_random.scope(SEED, 1, samples_of(1), "block"), use_calls(calls), Elementwise(calls) as forward:
         y = block(state)
     y = y["hidden"] if isinstance(y, dict) else y
     with Elementwise(calls) as backward:

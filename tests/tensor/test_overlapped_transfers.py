@@ -152,11 +152,11 @@ def test_sums_are_added_before_their_memory_is_used_again():
     for name in "abc":
         events.append(f"buffer {sums.next_buffer()}")
         sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
-        sums.after(lambda name=name: events.append(f"passed {name}"))
+        sums.call_after(lambda name=name: events.append(f"passed {name}"))
     assert events == ["buffer 1", "buffer 0", "wait a", "add a", "buffer 1"]  # "passed a" comes with the next one
     sums.finish()
     assert events[5:] == ["passed a", "wait b", "add b", "passed b", "wait c", "add c", "passed c"]
-    sums.after(lambda: events.append("at once"))
+    sums.call_after(lambda: events.append("at once"))
     assert events[-1] == "at once"
     sums.add(events.sum("d"), lambda _: events.append("add d"))
     sums.clear()
@@ -227,7 +227,8 @@ def test_a_second_pass_gathers_weights_together(weight_format):
         into, back = (split_layers(layer.to(dtype), mesh, "layer") for layer in (
             Linear(features, 24, stationary="output"), Linear(24, features, stationary="input")))
         if weight_format is not None:
-            into.weight = torch.nn.Parameter(QuantizedWeight.of(into.weight, weight_format), requires_grad=False)
+            into.weight = torch.nn.Parameter(QuantizedWeight.from_values(into.weight, weight_format),
+                                             requires_grad=False)
         x, uses, sizes, found = torch.randn(2, 4, features // mesh.num_cols, dtype=dtype), [], [], []
         gather = mesh.over_rows.all_gather
         mesh.over_rows.all_gather = lambda output, tensor: sizes.append(output.numel()) or gather(output, tensor)

@@ -20,7 +20,7 @@ from ranvier.comm.inprocess import InProcessWorld
 from ranvier.comm.message import Message, MessageKind
 from ranvier.config.run import Pipeline
 from ranvier.errors import ConfigError, TransportError
-from ranvier.testing.faults import faulty, flipped, parse
+from ranvier.testing.faults import faulty, flip_bit, parse
 from ranvier.testing.ranks import RanksFailed, run_processes, run_ranks
 from ranvier.train.memory import is_out_of_memory
 from ranvier.world import World
@@ -198,14 +198,14 @@ def test_flipping_changes_one_bit_of_a_copy(dtype):
     before = [bits(tensor) for tensor in sent.tensors.values()]
     found = set()
     for bit in range(8 * sent.payload_bytes):
-        after = [bits(tensor) for tensor in flipped(sent, bit).tensors.values()]
+        after = [bits(tensor) for tensor in flip_bit(sent, bit).tensors.values()]
         assert [bits(tensor) for tensor in sent.tensors.values()] == before
         changed = [(name, place) for name, (old, new) in enumerate(zip(before, after, strict=True))
                    for place in range(len(old)) if old[place] != new[place]]
         assert len(changed) == 1
         found.update(changed)
     assert len(found) == 8 * sent.payload_bytes
-    assert torch.equal(flipped(sent, 8 * sent.payload_bytes).tensors["a"], flipped(sent, 0).tensors["a"])
+    assert torch.equal(flip_bit(sent, 8 * sent.payload_bytes).tensors["a"], flip_bit(sent, 0).tensors["a"])
 
 
 def bits(tensor):

@@ -21,30 +21,30 @@ WORDS = ["good", "fine", "great", "bad", "poor", "awful", "day", "film", "book",
 
 
 def seen(best, *values):
-    return [best.saw(step, {best.metric: value}) for step, value in enumerate(values, start=1)]
+    return [best.add(step, {best.metric: value}) for step, value in enumerate(values, start=1)]
 
 
 def test_the_best_by_mode_of_the_metric():
     loss, accuracy = BestEvaluation("eval_loss"), BestEvaluation("eval_accuracy")
     assert seen(loss, 3.0, math.nan, 2.5, 2.5, 2.9) == [True, False, True, False, False]
     assert seen(accuracy, 0.3, math.nan, 0.5, 0.5, 0.4) == [True, False, True, False, False]
-    assert (loss.value, loss.step, accuracy.value, accuracy.step) == (2.5, 3, 0.5, 3) and not loss.stops
+    assert (loss.value, loss.step, accuracy.value, accuracy.step) == (2.5, 3, 0.5, 3) and not loss.should_stop
 
 
 def test_patience_counts_evaluations_without_enough_improvement():
     best = BestEvaluation("eval_loss", patience=2, delta=0.1)
-    assert seen(best, 3.0, 2.95) == [True, True] and not best.stops  # better, but not by more than the delta
+    assert seen(best, 3.0, 2.95) == [True, True] and not best.should_stop  # better, but not by more than the delta
     resumed = BestEvaluation("eval_loss", patience=2, delta=0.1)
     resumed.load(json.loads(json.dumps(best.state())))
-    assert seen(resumed, 2.92) == [True] and resumed.stops
+    assert seen(resumed, 2.92) == [True] and resumed.should_stop
     assert resumed.reason == ("early stopping: eval_loss has not improved by more than 0.1 in 2 evaluations; the best "
                               "is 2.92, after step 1")
-    assert seen(best, 2.8) == [True] and not best.stops
+    assert seen(best, 2.8) == [True] and not best.should_stop
     worse = BestEvaluation("eval_accuracy", patience=1)
     worse.load(best.state())
-    assert worse.value is None and seen(worse, math.nan) == [False] and worse.stops
+    assert worse.value is None and seen(worse, math.nan) == [False] and worse.should_stop
     with raises("unknown-metric", "eval_loss"):
-        worse.saw(1, {"eval_loss": 1.0})
+        worse.add(1, {"eval_loss": 1.0})
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.hf.pretrained import PretrainedConfig
 from ranvier.checkpoint.manifest import Saved, step_folder
 from ranvier.cli.main import run_command
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 def classes_run(folder, run_dir, model, *, rows="rows.jsonl", **changed):
     run = run_of(folder, run_dir, **{"model": Transformer(pretrained=str(model), sequence=32)} | changed)
     data = Data(task="classification", train=str(folder / rows), eval=str(folder / rows), cache_dir=folder / "cache")
-    return settled(replace(run, data=data))
+    return resolve_pretrained(replace(run, data=data))
 
 
 def logits_of(folder):
@@ -248,5 +248,5 @@ def test_what_gives_no_text_one_class_is_refused(folder, tmp_path, base):
             table_sentences(open_file(path, str(path)), Columns())
     run = classes_run(folder, tmp_path, base)
     with raises("no-classifier-in-hugging-face", where="data.task", value="classification"):
-        settled(replace(run, model=Transformer(family="llama", num_layers=2, hidden=16, heads=2, vocab=300,
-                                               residual_multiplier=0.5)))
+        resolve_pretrained(replace(run, model=Transformer(family="llama", num_layers=2, hidden=16, heads=2, vocab=300,
+                                                          residual_multiplier=0.5)))

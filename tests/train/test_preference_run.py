@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.checkpoint.manifest import Saved, checkpoints
 from ranvier.cli.main import run_command
 from ranvier.config.run import Batch, Checkpoint, Data, Lora, Preference, Run, Train, Transformer
@@ -117,10 +117,10 @@ def test_adapters_have_the_base_as_reference(folder, tmp_path):
         vocab_size=300, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
         intermediate_size=24, max_position_embeddings=96, initializer_range=0.2)).double().save_pretrained(base)
     settings = {"model": Transformer(pretrained=str(base), sequence=96), "lora": Lora(rank=2, alpha=64.0)}
-    first = settled(run_of(folder, tmp_path / "first", **settings))
+    first = resolve_pretrained(run_of(folder, tmp_path / "first", **settings))
     trained(first)
     assert run_command(["export", str(first.run_dir), str(tmp_path / "adapters"), "--adapters"]) == 0
-    second = settled(run_of(folder, tmp_path / "second", **settings | {
+    second = resolve_pretrained(run_of(folder, tmp_path / "second", **settings | {
         "lora": replace(first.lora, adapters=tmp_path / "adapters")}))
     trained(second)
     assert reference_of(second)["sets"] == reference_of(first)["sets"]

@@ -21,21 +21,21 @@ def test_a_run_takes_all_samples_once_whatever_its_batches(changes):
     progress, step, samples = Progress.begin(RUN), 0, 0
     for steps, size in (*changes, (10**6, 8)):
         for _ in range(steps):
-            if not progress.left(step):
+            if not progress.steps_left(step):
                 break
             step, samples = step + 1, samples + progress.size
             assert progress.samples(step) == samples
         progress = progress.with_size(step, size)
-        assert Progress.begin(RUN).restored(json.loads(json.dumps(progress.state()))) == progress
-    assert progress.left(step) == 0 and 0 <= samples - RUN.samples_of(30) < 40
+        assert Progress.begin(RUN).restore(json.loads(json.dumps(progress.state()))) == progress
+    assert progress.steps_left(step) == 0 and 0 <= samples - RUN.samples_of(30) < 40
 
 
 def test_a_run_evaluates_and_saves_at_its_times_and_at_its_end():
     progress = Progress.begin(RUN)
     assert [step for step in range(1, 31) if progress.evaluates(step)] == [7, 14, 21, 28, 30]
-    assert [step for step in range(1, 31) if progress.saves(step)] == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert [step for step in range(1, 31) if progress.is_save_due(step)] == [4, 8, 12, 16, 20, 24, 28, 30]
     never = Progress.begin(replace(RUN, train=replace(RUN.train, eval_every=0), checkpoint=Checkpoint(every=0)))
-    assert [step for step in range(1, 31) if never.evaluates(step) or never.saves(step)] == [30]
+    assert [step for step in range(1, 31) if never.evaluates(step) or never.is_save_due(step)] == [30]
 
 
 @pytest.mark.parametrize(("global_batch", "factor"), [("keep", 1.0), ("scale", 3.0)])
@@ -50,4 +50,4 @@ def test_learning_rates_stay_at_their_place_in_the_data(global_batch, factor):
 def test_another_global_batch_that_is_asked_for_counts_from_the_start():
     progress = Progress.begin(RUN).with_size(6, 24)
     other = Progress.begin(replace(RUN, batch=replace(RUN.batch, global_size=16)))
-    assert other.restored(progress.state()) == other and other.restored({}) == other
+    assert other.restore(progress.state()) == other and other.restore({}) == other

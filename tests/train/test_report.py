@@ -18,7 +18,7 @@ from ranvier.mesh import Mesh
 from ranvier.pictures import timelines
 from ranvier.pictures.report_page import step_timeline
 from ranvier.pictures.timeline_picture import _bar_text, timeline_picture
-from ranvier.pictures.timelines import RankTimeline, gather_timelines, joined, representative_step, shares, within
+from ranvier.pictures.timelines import RankTimeline, gather_timelines, join_spans, representative_step, shares, within
 from ranvier.schedule.spans import Span, StepWindow, Timeline, covering
 from ranvier.system.memory_tracker import peak_memory_bytes
 from ranvier.testing.ranks import run_ranks
@@ -104,7 +104,7 @@ def test_the_meter_keeps_the_first_step_and_the_latest():
         meter = Meter(Timeline(), world.backend.group("train", [range(1)]), CPU)
         for number in range(1, 11):
             meter.step(number, FixedResult(), 1e-3)
-            kept = [step.step for step in meter.kept]
+            kept = [step.step for step in meter.kept_steps]
             assert kept == sorted({1, *range(max(1, number - TIMELINE_STEPS + 1), number + 1)})
         meter.resume()
         assert meter.step(11, FixedResult(), 1e-3).event(1.0, PeakRate(1.0, None)).step_seconds < 0.5
@@ -250,7 +250,7 @@ def test_peaks_are_plausible():
 def test_the_products_of_one_weight_gradient_are_one_bar():
     step = step_of(1, 100, ("weight", "W0", 0, 1), ("weight", "W0", 1, 2), ("weight", "W1", 2, 3), ("wait", "B1", 3, 4),
                    ("weight", "W1", 4, 5), ("weight", "W1", 15, 16))
-    bars = [(span.label, span.start_ns // MS, span.stop_ns // MS) for span in joined(step.spans, gap_ns=MS)]
+    bars = [(span.label, span.start_ns // MS, span.stop_ns // MS) for span in join_spans(step.spans, gap_ns=MS)]
     assert bars == [("W0", 0, 2), ("W1", 2, 3), ("B1", 3, 4), ("W1", 4, 5), ("W1", 15, 16)]
 
 
@@ -285,7 +285,7 @@ def test_what_the_meter_keeps_covers_its_steps():
         for number in (1, 2, 3):
             timeline.add("forward", "F0", number, time.monotonic_ns())
             meter.step(number, FixedResult(), 1e-3)
-        return meter.kept
+        return meter.kept_steps
 
     for step in run_ranks(rank, 1)[0]:
         assert sum(span.stop_ns - span.start_ns for span in step.spans) == step.stop_ns - step.start_ns

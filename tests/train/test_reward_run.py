@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 
-from ranvier.checkpoint.hf.from_pretrained import settled
+from ranvier.checkpoint.hf.from_pretrained import resolve_pretrained
 from ranvier.cli.main import run_command
 from ranvier.config.run import Data, Lora, Train, Transformer
 from ranvier.data.preference import REWARD
@@ -109,7 +109,7 @@ def assert_scores(summary, rewards):
 
 
 def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, base, tmp_path, capsys):
-    run = settled(reward_run(folder, tmp_path / "run", mesh=Mesh(pipe=2), model=Transformer(
+    run = resolve_pretrained(reward_run(folder, tmp_path / "run", mesh=Mesh(pipe=2), model=Transformer(
         pretrained=str(base), sequence=96)))
     summary, found = trained(run)
     assert "head.score.weight" in found and "head.projection.weight" not in found
@@ -124,7 +124,7 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
         found, = json.loads(capsys.readouterr().out)["results"].values()
         assert_scores({"eval_count": found["pairs"]} | {f"eval_{name}": found[name] for name in found}, rewards)
 
-    again = settled(reward_run(folder, tmp_path / "again", mesh=Mesh(col=2), model=Transformer(
+    again = resolve_pretrained(reward_run(folder, tmp_path / "again", mesh=Mesh(col=2), model=Transformer(
         pretrained=str(out), sequence=96), train=Train(steps=1, learning_rate=1e-30, sample_tokens=0)))
     rows = str(folder / "margins.jsonl")
     summary, _ = trained(replace(again, data=replace(again.data, train=rows, eval=rows)))
@@ -138,7 +138,7 @@ def test_a_reward_model_from_a_language_model_to_transformers_and_back(folder, b
 
 def test_adapters_of_a_reward_model_are_those_of_peft(folder, base, tmp_path):
     peft = pytest.importorskip("peft")
-    run = settled(reward_run(folder, tmp_path / "run", lora=Lora(rank=2, alpha=64.0), model=Transformer(
+    run = resolve_pretrained(reward_run(folder, tmp_path / "run", lora=Lora(rank=2, alpha=64.0), model=Transformer(
         pretrained=str(base), sequence=96)))
     summary, _ = trained(run)
     adapters, out = tmp_path / "adapters", tmp_path / "exported"
@@ -157,4 +157,4 @@ def test_models_without_a_classifier_in_transformers_are_refused(folder, tmp_pat
     run = reward_run(folder, tmp_path, model=Transformer(
         num_layers=2, hidden=16, heads=2, vocab=300, sequence=96, residual_multiplier=0.5))
     with raises("no-classifier-in-hugging-face", where="data.task"):
-        settled(run)
+        resolve_pretrained(run)

@@ -219,7 +219,7 @@ def test_a_full_disk_when_tensorboard_closes(tmp_path, monkeypatch):
     """What its library has kept for later reaches the disk only now."""
     tracker = TensorBoard(tmp_path)
     file = tracker._writer.file_writer.event_writer._ev_writer
-    monkeypatch.setattr(file, "flush", tracker._guarded(no_space))
+    monkeypatch.setattr(file, "flush", tracker._guard(no_space))
     with raises("log-not-writable"):
         tracker.close()
 

@@ -186,13 +186,13 @@ class TrainedSource:
         kinds = saved.manifest.tensors
         parameters, masters = kinds.get("parameter", {}), kinds.get("master", {})
         if min(_PARAMETERS_OF_LAYER, self.form.per_layer) * self.config.num_layers > len(parameters):
-            raise _of_another_model("export-too-few-parameters", saved,
-                                    f"has too few parameters for {self.config.num_layers} layers", len(parameters))
+            raise _other_model_error("export-too-few-parameters", saved,
+                                     f"has too few parameters for {self.config.num_layers} layers", len(parameters))
         self.places = self.form.places(self.config, self.head)
         adapters = {name for name in parameters if is_adapter(name)}
         for name in sorted(self.places.keys() ^ (parameters.keys() - adapters)):
-            raise _of_another_model("export-parameters-differ", saved,
-                                    f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
+            raise _other_model_error("export-parameters-differ", saved,
+                                     f"{'lacks the' if name in self.places else 'has a'} parameter {name}")
         averages = averages_in(saved) if ema else {}
         self._kind = {name: EMA if name in averages else "master" if name in masters else "parameter"
                       for name in self.places}
@@ -200,10 +200,10 @@ class TrainedSource:
         for name, kind in self._kind.items():
             tensor = saved.tensor(kind, name)
             if tensor.shape != (wanted := self.places[name].shape):
-                raise _of_another_model("export-parameter-shape", saved,
-                                        f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
+                raise _other_model_error("export-parameter-shape", saved,
+                                         f"has a {kind} {name} of another shape than {wanted}", tensor.shape)
             if getattr(torch, tensor.dtype) not in STORED:
-                raise _of_another_model("export-number-format", saved, f"has a {kind} {name} in {tensor.dtype}")
+                raise _other_model_error("export-number-format", saved, f"has a {kind} {name} in {tensor.dtype}")
             formats.add(getattr(torch, tensor.dtype))
         self.adapters = self._adapters(adapters, masters, averages) if adapters else None
         """Adapters of the checkpoint, which `exact` and `value` merge into the weights."""
@@ -237,13 +237,13 @@ class TrainedSource:
         known = modules_of(self.config, self.head)
         if not lora.rank or not targets <= known.keys() or names != {
                 f"{target}.lora.{kind}" for target in targets for kind in kinds}:
-            raise _of_another_model("export-adapters-undescribed", self.saved,
-                                    "has adapters that its settings do not describe", min(names))
+            raise _other_model_error("export-adapters-undescribed", self.saved,
+                                     "has adapters that its settings do not describe", min(names))
         for target in targets:
             rank = self.saved.tensor("parameter", f"{target}.lora.A").shape[0]
             if rank != lora.rank:
-                raise _of_another_model("export-adapter-rank", self.saved,
-                                        f"has adapters of another rank than {lora.rank}", rank)
+                raise _other_model_error("export-adapter-rank", self.saved,
+                                         f"has adapters of another rank than {lora.rank}", rank)
         return Adapters(config=self.config, head=self.head, lora=lora, names=frozenset(targets),
                         read=lambda name: self.saved.read(
                             EMA if name in averages else "master" if name in masters else "parameter", name))
@@ -276,8 +276,8 @@ def run_of(saved: Saved) -> Run:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, ("about", "run", *(first["loc"] or ("model",)))))
-        raise _of_another_model("export-model-unknown", saved,
-                                f"does not say which model it is of: {place}: {first['msg']}") from error
+        raise _other_model_error("export-model-unknown", saved,
+                                 f"does not say which model it is of: {place}: {first['msg']}") from error
     return found
 
 
@@ -287,11 +287,11 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     found = run_of(saved)
     for setting, name in (("model.family", found.model.family), ("data.task", found.data.task)):
         if is_object_name(name):  # importing it would run code that a checkpoint names, and no user
-            raise _of_another_model("export-of-own-model", saved,
-                                    f"is of a {setting} outside of Ranvier, which has no form there", name)
+            raise _other_model_error("export-of-own-model", saved,
+                                     f"is of a {setting} outside of Ranvier, which has no form there", name)
     for problem in families.problems(replace(found, lora=Lora())):
-        raise _of_another_model("export-model-impossible", saved,
-                                f"is of no possible model: {problem.where} {problem.what}", problem.value)
+        raise _other_model_error("export-model-impossible", saved,
+                                 f"is of no possible model: {problem.where} {problem.what}", problem.value)
     config = families.config_of(found)
     parameters = saved.manifest.tensors.get("parameter", {})
     shape = next((parameters[name].shape for name in hf.CLASSIFIERS if name in parameters), ())
@@ -302,7 +302,7 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     return config, families.head_of(found), found.data.tokenizer
 
 
-def _of_another_model(code: str, saved: Saved, what: str, value: object = None) -> CheckpointError:
+def _other_model_error(code: str, saved: Saved, what: str, value: object = None) -> CheckpointError:
     return CheckpointError(what, code=code, where=f"checkpoint {saved.folder}", value=value,
                            remedy="Only checkpoints of `ranvier train`, whose models are of a shipped family, can be "
                                   "exported.")
@@ -339,7 +339,7 @@ def _report(tell: Progress, source: TrainedSource, files: list[str], tokenizer: 
     if config.family != "vit":
         tell(f"tokenizer: {tokenizer}" if tokenizer else
              "without a tokenizer: no tokenizer.json is there; name the run's folder, or one with `--tokenizer`")
-    logits.tell(comparison, tell)
+    logits.report(comparison, tell)
     if source.rounds:
         inputs = logits.inputs_of(config)
         exact, rounded = (logits.logits(config, read, inputs, source.head) for read in (source.exact, source.value))

@@ -82,7 +82,7 @@ def with_model(run: Run, pretrained: PretrainedConfig) -> Run:
     return found
 
 
-def settled(run: Run) -> Run:
+def resolve_pretrained(run: Run) -> Run:
     """The run with the sizes of its pretrained model, and the settings of its adapters. Of a model on the hub
     config.json is fetched, of a known model nothing; a folder needs no weights (`missing_weights`). RanvierError if
     there is no such model, or a setting of the run differs."""

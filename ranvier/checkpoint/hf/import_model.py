@@ -42,11 +42,11 @@ from ranvier.config import read
 from ranvier.config.effects import warnings
 from ranvier.config.resolve import resolve
 from ranvier.config.run import Data, Transformer
-from ranvier.data.cache import Progress, one_writer, published
+from ranvier.data.cache import Progress, one_writer, publish_file
 from ranvier.data.class_numbers import named_labels_in
 from ranvier.data.tokenizer import GPT2_VOCAB
 from ranvier.errors import CheckpointError, DataError, RanvierError
-from ranvier.layout import whole
+from ranvier.layout import whole_box
 from ranvier.models.families import family_named
 from ranvier.precision import DTYPES, is_half, wide
 from ranvier.system.machine import available_memory_bytes
@@ -132,7 +132,7 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
     for (kind, name), slot in slots.items():
         found.setdefault(kind, {})[name] = SavedTensor(
             dtype=str(slot.dtype).removeprefix("torch."), shape=slot.shape,
-            pieces=((place[slot.name], slot.name, whole(slot.shape)),))
+            pieces=((place[slot.name], slot.name, whole_box(slot.shape)),))
     files.publish(temporary, step_folder(folder / "checkpoint", 0), Manifest(
         step=0, optimizer_steps=0, loss_scale=None, frozen=(), files=tuple(written), tensors=found,
         about={**about, "versions": {"ranvier": __version__, "torch": metadata.version("torch")}}))
@@ -184,7 +184,7 @@ def _report(tell: Progress, source: Pretrained, slots: dict[tuple[str, str], Slo
             "training takes GPT-2's" if _is_gpt2(source) else f"put its tokenizer.json at {tokenizer} before training"))
     if source.head == "tokens":
         tell(f"run.toml trains on {Data.corpus}: name other text with --data.corpus")
-    logits.tell(comparison, tell)
+    logits.report(comparison, tell)
 
 
 # --- logits against transformers and PEFT -----------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def check_source(source: Pretrained, cache: Path, tell: Progress, adapters: Path
     about it. CheckpointError where they differ, and for a folder with adapters that are not those of the run."""
     if adapters is None or adapters.expanduser().resolve() != source.folder.resolve():
         _check_without_adapters(source.folder)
-    _once(source, None, cache, tell, lambda: compare_source(source))
+    _compare_once(source, None, cache, tell, lambda: compare_source(source))
 
 
 def _check_without_adapters(folder: Path) -> None:
@@ -237,7 +237,7 @@ def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Tra
     if base is None:
         tell(f"adapters {adapters.folder}: not compared with PEFT, since model.pretrained names no base model")
     else:
-        _once(base, adapters, cache, tell, lambda: compare_adapters(base, adapters, config, head))
+        _compare_once(base, adapters, cache, tell, lambda: compare_adapters(base, adapters, config, head))
 
 
 def check_equal(comparison: logits.Comparison, folder: Path) -> None:
@@ -256,12 +256,12 @@ def compare_source(source: Pretrained) -> logits.Comparison | str:
     except ImportError:
         return "transformers is not installed"
     part = _part(source)
-    return part if isinstance(part, str) else _compared(
+    return part if isinstance(part, str) else _compare(
         transformers, part, partial(value_of, part), f"transformers {transformers.__version__}", "it")
 
 
-def _compared(transformers: Any, part: Pretrained, read: logits.Read, peer: str, what: str,
-              change: Callable[[Any], Any] = lambda model: model) -> logits.Comparison | str:
+def _compare(transformers: Any, part: Pretrained, read: logits.Read, peer: str, what: str,
+             change: Callable[[Any], Any] = lambda model: model) -> logits.Comparison | str:
     """The comparison of our parameters with transformers' model of `part`, which `change` changes; or why there is
     none. what: `peer` loads."""
     try:
@@ -269,7 +269,7 @@ def _compared(transformers: Any, part: Pretrained, read: logits.Read, peer: str,
     except RanvierError:  # of a folder
         raise
     except Exception as error:  # whatever the packages raise for settings of another version
-        return f"{peer} does not load {what} ({logits.in_one_line(error)})"
+        return f"{peer} does not load {what} ({logits.first_line(error)})"
     ours = logits.logits(part.config, read, logits.inputs_of(part.config), part.head)
     if not any(torch.isfinite(one).all() for one in (ours, theirs)):  # the error for the parameters says more
         return "logits are NaN or infinite on both sides"
@@ -292,8 +292,8 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
     if not inside:
         return f"the first {part.config.num_layers} layers, which fit into memory, have no adapters"
     merged = adapters_of(adapters, config, head, part.read).merged
-    return _compared(transformers, part, lambda name: merged(name, value_of(part, name)), f"peft {peft.__version__}",
-                     "them", lambda model: _peft_model(peft, model, adapters, inside))
+    return _compare(transformers, part, lambda name: merged(name, value_of(part, name)), f"peft {peft.__version__}",
+                    "them", lambda model: _peft_model(peft, model, adapters, inside))
 
 
 def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
@@ -339,8 +339,8 @@ def _part(source: Pretrained) -> Pretrained | str:
 # --- once ------------------------------------------------------------------------------------------------------------
 
 
-def _once(source: Pretrained, adapters: AdapterFolder | None, cache: Path, tell: Progress,
-          compare: Callable[[], logits.Comparison | str]) -> None:
+def _compare_once(source: Pretrained, adapters: AdapterFolder | None, cache: Path, tell: Progress,
+                  compare: Callable[[], logits.Comparison | str]) -> None:
     """Compare unless the cache says that it was done; one process does it, and the others wait for it."""
     folder = source.folder if adapters is None else adapters.folder
     path = cache / "compared" / _key([source.folder, *([adapters.folder] if adapters else [])])
@@ -361,7 +361,7 @@ def _once(source: Pretrained, adapters: AdapterFolder | None, cache: Path, tell:
         check_equal(comparison, folder)
         tell(str(comparison))
         if writable:
-            with published(path) as file:
+            with publish_file(path) as file:
                 file.write(f"{comparison}\n".encode())
 
 

@@ -112,7 +112,8 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapp
     hidden = config.hidden
     found = {"embedding.token.weight": hf.same("model.embed_tokens.weight", config.vocab, hidden)}
     for layer in range(config.num_layers):
-        found |= {f"layer{layer}.{name}": place for name, place in _of_layer(config, f"model.layers.{layer}").items()}
+        found |= {f"layer{layer}.{name}": place for name,
+                  place in _layer_mappings(config, f"model.layers.{layer}").items()}
     found["head.norm.weight"] = hf.same("model.norm.weight", hidden)
     if head != "tokens":
         found["head.score.weight"] = hf.same("score.weight", num_scores(config, head), hidden)
@@ -121,7 +122,7 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapp
     return found
 
 
-def _of_layer(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
+def _layer_mappings(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
     hidden, width, inner = config.hidden, head_dim(config), inner_width(config)
     queries, keys = config.heads * width, kv_heads(config) * width
     attention, mlp = f"{there}.self_attn", f"{there}.mlp"
@@ -231,7 +232,8 @@ def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, lis
 def _bias(document: Mapping[str, object]) -> str:
     attention, mlp = bool(document.get("attention_bias")), bool(document.get("mlp_bias"))
     if mlp and not attention:
-        raise _wrong("llama-mlp-bias", "mlp_bias", True, "is set without attention_bias, which no model here has")
+        raise _config_error("llama-mlp-bias", "mlp_bias", True,
+                            "is set without attention_bias, which no model here has")
     return "all" if mlp else "attention" if attention else "none"
 
 
@@ -241,7 +243,7 @@ def _factors(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         for key in _MULTIPLIERS:
             value = document[key]
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e9:
-                raise _wrong("granite-multiplier", key, value, "must be a positive number")
+                raise _config_error("granite-multiplier", key, value, "must be a positive number")
         attention, embedding = float(f"{document['attention_multiplier']}"), document["embedding_multiplier"]
         return {"query_pre_attn_scalar": attention ** -2, "embedding_scale": "one" if embedding == 1 else embedding,
                 "residual_multiplier": document["residual_multiplier"], "logits_scaling": document["logits_scaling"]}
@@ -268,15 +270,16 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
                     if kind.model_type == "gemma3_text" else every}
         first = document.get("max_window_layers", 28)
         if not isinstance(first, int):
-            raise _wrong("llama-max-window-layers", "max_window_layers", first, "must be a number of layers")
+            raise _config_error("llama-max-window-layers", "max_window_layers", first, "must be a number of layers")
         nope = _nope(kind, document).get("nope_layers", ())
         windows = nope if kind.model_type == "smollm3" else range(first, layers)
         kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(layers)]
     has_both = kind.model_type in (*_SWITCHED, *_FULL_EVERY)  # others read layer_types nowhere
     allowed = (["full_attention"] if has_both or not is_on else []) + (["sliding_attention"] if is_on else [])
     if not isinstance(kinds, list) or len(kinds) != layers or any(one not in allowed for one in kinds):
-        raise _wrong("llama-layer-types", "layer_types", kinds, f"must be {' or '.join(allowed)} for each of the "
-                     f"{layers} layers, as other keys say")
+        raise _config_error("llama-layer-types", "layer_types", kinds,
+                            f"must be {' or '.join(allowed)} for each of the "
+                            f"{layers} layers, as other keys say")
     full = [layer for layer, one in enumerate(kinds) if one == "full_attention"]
     if len(full) == layers:
         return {}
@@ -294,7 +297,8 @@ def _nope(kind: _Kind, document: Mapping[str, object]) -> dict[str, list[int]]:
     if turned is None and isinstance(every, int) and every > 0:
         turned = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(turned, list) or len(turned) < layers or any(one not in (0, 1) for one in turned):
-        raise _wrong("llama-rope-layers", "no_rope_layers", turned, f"must be 0 or 1 for each of the {layers} layers")
+        raise _config_error("llama-rope-layers", "no_rope_layers", turned,
+                            f"must be 0 or 1 for each of the {layers} layers")
     return {"nope_layers": [layer for layer in range(layers) if not turned[layer]]}
 
 
@@ -316,13 +320,13 @@ def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     rope = document.get("rope_parameters") or {}
     local: object = {"rope_theta": document.get("rope_local_base_freq", document.get("rope_theta"))}
     if rope and not (isinstance(rope, dict) and "full_attention" in rope):
-        raise _wrong("rope-of-kinds", "rope_parameters", rope, "must have those of full_attention")
+        raise _config_error("rope-of-kinds", "rope_parameters", rope, "must have those of full_attention")
     if isinstance(rope, dict) and "full_attention" in rope:  # transformers 5
         local = rope.get("sliding_attention") or local
         document = {**document, "rope_parameters": rope["full_attention"]}
     of_window = _rope({"rope_parameters": local})
     if of_window.get("rope_scaling") != "none":
-        raise _wrong("rope-of-window", "sliding_attention", local, "must not be scaled")
+        raise _config_error("rope-of-window", "sliding_attention", local, "must not be scaled")
     found = _rope(document)
     is_same = found["rope_scaling"] == "none" and found["rope_base"] == of_window["rope_base"]
     return found if is_same else {**found, "window_rope_base": of_window["rope_base"]}
@@ -332,25 +336,27 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     """Rotary embeddings, under the keys of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     old, new = document.get("rope_scaling") or {}, document.get("rope_parameters") or {}
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        raise _wrong("rope-scaling-not-object", "rope_scaling", old or new, "must be an object")
+        raise _config_error("rope-scaling-not-object", "rope_scaling", old or new, "must be an object")
     rope = new or old
     if old and new and _rope({**document, "rope_scaling": None}) != _rope({**document, "rope_parameters": None}):
-        raise _wrong("rope-twice", "rope_scaling", old, "is another rotary embedding than that of rope_parameters, and "
-                     "versions of transformers take one or the other")
+        raise _config_error("rope-twice", "rope_scaling", old,
+                            "is another rotary embedding than that of rope_parameters, and "
+                            "versions of transformers take one or the other")
     found: dict[str, object] = {"rope_base": rope.get("rope_theta", document.get("rope_theta", 10000.0))}
     named = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(named, str) or named not in _ROPE_TYPES or any(isinstance(one, dict) for one in rope.values()):
-        raise _wrong("rope-type", "rope_type", named, f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
+        raise _config_error("rope-type", "rope_type", named,
+                            f"must be {', '.join(_ROPE_TYPES)}, the same in all layers")
     for key, value in rope.items():
         known = key in ("rope_type", "type", "rope_theta", *_ROPE_READ[named])
         if not known and value is not None and value not in _ROPE_NEUTRAL.get(key, ()):
-            raise _wrong("rope-setting-not-supported", key, value,
-                         f"of the rotary scaling {named} changes what is computed, and is not supported")
+            raise _config_error("rope-setting-not-supported", key, value,
+                                f"of the rotary scaling {named} changes what is computed, and is not supported")
     scaling = found["rope_scaling"] = _ROPE_TYPES[named]
     if scaling == "none":
         return found
     if rope.get("factor") is None:
-        raise _wrong("rope-factor-missing", "factor", None, f"of the rotary scaling {named} is missing")
+        raise _config_error("rope-factor-missing", "factor", None, f"of the rotary scaling {named} is missing")
     found["rope_factor"] = rope["factor"]
     if scaling == "dynamic":  # whatever original_max_position_embeddings says
         found["rope_positions"] = document.get("max_position_embeddings")
@@ -365,7 +371,7 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _wrong(code: str, key: str, value: object, what: str) -> ModelError:
+def _config_error(code: str, key: str, value: object, what: str) -> ModelError:
     return hf.wrong_key(code, key, what, value, hf.OTHER_MODEL)
 
 
@@ -398,7 +404,7 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
         **_written_scores(config, head)}
     if "query_pre_attn_scalar" in kind.defaults:
-        document |= {"query_pre_attn_scalar": _whole(config.query_pre_attn_scalar or head_dim(config)),
+        document |= {"query_pre_attn_scalar": _int_if_whole(config.query_pre_attn_scalar or head_dim(config)),
                      "attn_logit_softcapping": config.attention_softcap or None,
                      "final_logit_softcapping": config.logit_softcap or None}
     if kind.model_type == "granite":
@@ -428,7 +434,7 @@ def _written_scores(config: Transformer, head: str) -> dict[str, object]:
     return {} if head == "tokens" else {**hf.numbered_labels(num_scores(config, head)), "pad_token_id": None}
 
 
-def _whole(value: float) -> float:
+def _int_if_whole(value: float) -> float:
     """An int where it is one: transformers takes no other number."""
     return int(value) if value == int(value) else value
 

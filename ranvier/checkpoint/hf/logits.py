@@ -78,7 +78,7 @@ def inputs_of(config: Transformer) -> State:
             "types": (place >= length // 2).long()}
 
 
-def in_words(config: Transformer) -> str:
+def describe_inputs(config: Transformer) -> str:
     """The inputs in words."""
     if config.family == "vit":
         return "2 images"
@@ -124,8 +124,8 @@ def comparison_of(config: Transformer, head: str, ours: Tensor, theirs: Tensor, 
         is_token = inputs["mask"].bool()
         ours, theirs = ours[is_token], theirs[is_token]
     scale = ours.std(-1).square().mean() if head == "tokens" else ours.square().mean()
-    return Comparison(largest=float((ours - theirs).abs().max()), scale=float(scale.sqrt()), what=in_words(config),
-                      peer=peer, note=note)
+    return Comparison(largest=float((ours - theirs).abs().max()), scale=float(scale.sqrt()),
+                      what=describe_inputs(config), peer=peer, note=note)
 
 
 def check(comparison: Comparison, where: Path) -> None:
@@ -136,7 +136,7 @@ def check(comparison: Comparison, where: Path) -> None:
                               remedy="Please report this, with the model's settings.")
 
 
-def tell(comparison: Comparison, line: Callable[[str], None]) -> None:
+def report(comparison: Comparison, line: Callable[[str], None]) -> None:
     """Report the peer and the result to `line`."""
     if comparison.note:
         line(f"{comparison.note}: compared with {comparison.peer}")
@@ -161,7 +161,7 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
             return source_logits(transformers, source, head, read), peer, None
         except Exception as error:  # whatever transformers raises for settings of another version
             return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
-                f"{peer} does not load the model ({in_one_line(error)})")
+                f"{peer} does not load the model ({first_line(error)})")
     with quiet(transformers), torch.no_grad():
         kind = getattr(transformers, form_of(config).class_of[head])
         found = _forward(kind.from_pretrained(folder, local_files_only=True).float().eval(), inputs, head)
@@ -178,14 +178,14 @@ def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
     """The logits of transformers' model of a folder; missing parts of a head are ours. change: gives another model in
     its place, such as one with adapters. Draws none of this process's random numbers."""
     with quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
-        model = change(_built(transformers, source, head, read).float().eval()).eval()
+        model = change(_build_peer(transformers, source, head, read).float().eval()).eval()
         found = _forward(model, inputs_of(source.config), head)
     if source.form.write is None and source.form.any_head:  # features of the first token
         found = functional.linear(found, read("head.classifier.weight").float(), read("head.classifier.bias").float())
     return found
 
 
-def _built(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
+def _build_peer(transformers: Any, source: Pretrained, head: str, read: Read) -> Any:
     """The model of transformers with the settings and tensors of a folder; missing parts of a head are ours."""
     kind = getattr(transformers, source.form.class_of[head])
     tensors = source.state_dict()
@@ -222,6 +222,6 @@ def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
     return logits(found.config, lambda ours: read(ours) if ours in found.missing else found.read(ours), inputs, head)
 
 
-def in_one_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """An error of another package."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

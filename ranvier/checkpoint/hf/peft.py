@@ -80,29 +80,29 @@ class Module:
 
     def rows(self, weight: Tensor) -> Tensor:
         """The module's rows of our weight."""
-        return self._in_units(weight)[:, self.part[0]].flatten(0, 1) if self.part else weight
+        return self._split_units(weight)[:, self.part[0]].flatten(0, 1) if self.part else weight
 
     def with_rows(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Our weight with other rows of the module."""
         if not self.part:
             return rows
-        found = self._in_units(weight).clone()
+        found = self._split_units(weight).clone()
         found[:, self.part[0]] = rows.unflatten(0, (self.units, -1))
         return found.flatten(0, 2)
 
-    def _in_units(self, weight: Tensor) -> Tensor:
+    def _split_units(self, weight: Tensor) -> Tensor:
         assert self.part
         found: Tensor = weight.unflatten(0, (self.units, self.part[1], -1))
         return found
 
-    def there(self, kind: str, tensor: Tensor, transposes: bool) -> Tensor:
+    def to_peft(self, kind: str, tensor: Tensor, transposes: bool) -> Tensor:
         """A parameter of an adapter, in the order of rows there."""
         if kind == "A" or not transposes:
             return tensor.contiguous()
         return self.place.part(tensor)[0].t().contiguous()
 
-    def here(self, kind: str, tensor: Tensor, transposes: bool) -> Tensor:
-        """The inverse of `there`."""
+    def from_peft(self, kind: str, tensor: Tensor, transposes: bool) -> Tensor:
+        """The inverse of `to_peft`."""
         if kind == "A" or not transposes:
             return tensor
         return self.place.join([tensor.t()])
@@ -149,10 +149,10 @@ class Adapters:
         for module in _modules_of(self.config, self.head, self.names):
             if module.weight == name:
                 wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-                weight = module.with_rows(wide, self._merged(module, module.rows(wide)))
+                weight = module.with_rows(wide, self._merge_rows(module, module.rows(wide)))
         return weight
 
-    def _merged(self, module: Module, rows: Tensor) -> Tensor:
+    def _merge_rows(self, module: Module, rows: Tensor) -> Tensor:
         a, b = (self.value(module, kind).to(rows.dtype) for kind in ("A", "B"))
         found: Tensor = rows + self.lora.scale * b.mm(a)
         if self.lora.method == "lora":
@@ -190,7 +190,7 @@ def write(folder: Path, adapters: Adapters, weight: Read, *, dtype: torch.dtype,
                 wide = torch.promote_types(torch.promote_types(value.dtype, rows.dtype), torch.float32)
                 value = value.to(wide) + torch.linalg.vector_norm(rows, dim=1, dtype=wide)
             tensors[f"{_PREFIX}{module.name}.{there}"] = hf.finite(
-                module.there(kind, value.to(dtype), transposes), f"{module.target}.lora.{kind}", folder)
+                module.to_peft(kind, value.to(dtype), transposes), f"{module.target}.lora.{kind}", folder)
     places = form_of(config).places(config, adapters.head)
     saved = set()
     for name in trained:
@@ -242,13 +242,13 @@ class AdapterFolder:
             allowed = NEUTRAL.get(key, ())
             if value is not None and key not in READ and allowed is not _ANY and not any(
                     type(value) is type(one) and value == one for one in allowed):
-                raise self._wrong("adapter-setting-not-supported", f"has {key} that is not supported", value)
+                raise self._error("adapter-setting-not-supported", f"has {key} that is not supported", value)
         rank, alpha, dropout = (document.get(key, default) for key, default in (
             ("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)))
         if not _is_number(rank) or int(rank) != rank or rank < 1 or not _is_number(alpha) or alpha <= 0:
-            raise self._wrong("adapter-rank", "has r or lora_alpha that is no positive number", f"{rank}, {alpha}")
+            raise self._error("adapter-rank", "has r or lora_alpha that is no positive number", f"{rank}, {alpha}")
         if not _is_number(dropout) or not 0 <= dropout < 1:
-            raise self._wrong("adapter-dropout", "has lora_dropout that is no probability", dropout)
+            raise self._error("adapter-dropout", "has lora_dropout that is no probability", dropout)
         self.rank, self.dropout = int(rank), float(dropout)
         self.alpha = float(alpha) * (self.rank ** 0.5 if document.get("use_rslora") else 1.0)
         self.method: Literal["lora", "dora"] = "dora" if document.get("use_dora") else "lora"
@@ -257,17 +257,17 @@ class AdapterFolder:
             with safe_open(str(member(folder, TENSORS)), framework="pt") as file:
                 self._found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise self._wrong("adapter-file-unreadable",
+            raise self._error("adapter-file-unreadable",
                               f"has no {TENSORS} that can be read: {str(error).partition(chr(10))[0]}") from error
 
     def _document(self) -> dict[str, Any]:
         try:
             document = read_json(member(self.folder, CONFIG), _CONFIG_BYTES)
         except (OSError, ValueError) as error:
-            raise self._wrong("adapter-file-unreadable",
+            raise self._error("adapter-file-unreadable",
                               f"has no {CONFIG} that can be read: {str(error).partition(chr(10))[0]}") from error
         if not isinstance(document, dict):
-            raise self._wrong("adapter-config-not-object", f"has a {CONFIG} that is no object")
+            raise self._error("adapter-config-not-object", f"has a {CONFIG} that is no object")
         return document
 
     def places(self, config: Transformer, head: str) -> tuple[dict[str, tuple[Module, str, str]], dict[str, str]]:
@@ -286,21 +286,21 @@ class AdapterFolder:
                 others[heads[inner]] = name
                 continue
             if module is None or ending is None:
-                raise self._wrong("adapter-of-unknown-layer", "has a tensor that is of no linear layer of the model",
+                raise self._error("adapter-of-unknown-layer", "has a tensor that is of no linear layer of the model",
                                   name)
             features, width = module.place.shape
             features //= module.part[1] if module.part else 1
             wanted = {"A": (self.rank, width), "B": (features, self.rank)}.get(_KINDS[ending], (features,))
             if shape != wanted:
-                raise self._wrong("adapter-tensor-shape", f"has {name} of another shape than {wanted}", shape)
+                raise self._error("adapter-tensor-shape", f"has {name} of another shape than {wanted}", shape)
             found[f"{module.target}.lora.{_KINDS[ending]}"] = module, _KINDS[ending], name
         kinds = {"A", "B"} | ({"magnitude_change"} if self.method == "dora" else set())
         for target in {module.target for module, _, _ in found.values()}:
             for kind in sorted(kinds):
                 if f"{target}.lora.{kind}" not in found:
-                    raise self._wrong("adapter-tensor-missing", f"lacks the {kind} of {target}")
+                    raise self._error("adapter-tensor-missing", f"lacks the {kind} of {target}")
         if not found:
-            raise self._wrong("folder-without-adapters", "has no adapters")
+            raise self._error("folder-without-adapters", "has no adapters")
         return found, others
 
     def targets(self, config: Transformer, head: str) -> tuple[str, ...]:
@@ -322,7 +322,7 @@ class AdapterFolder:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def _wrong(self, code: str, what: str, value: object = None) -> CheckpointError:
+    def _error(self, code: str, what: str, value: object = None) -> CheckpointError:
         return CheckpointError(what, code=code, where=f"adapters {self.folder}", value=value,
                                remedy="Name a folder of LoRA or DoRA adapters that PEFT has saved for this model.")
 
@@ -356,7 +356,8 @@ def with_adapter_settings(run: Run) -> Run:
 def _value(folder: AdapterFolder, module: Module, kind: str, there: str, transposes: bool,
            norms: Callable[[Module], Tensor]) -> Tensor:
     """Our parameter of an adapter, from its tensor `there`. norms: of the rows of a module's weight."""
-    tensor = hf.finite(module.here(kind, folder.read(there), transposes), f"{module.target}.lora.{kind}", folder.folder)
+    tensor = hf.finite(module.from_peft(kind, folder.read(there), transposes), f"{module.target}.lora.{kind}",
+                       folder.folder)
     return tensor if kind != "magnitude_change" else tensor - norms(module).cpu().to(tensor.dtype)
 
 

@@ -81,9 +81,9 @@ class Pretrained(PretrainedConfig):
         self._tensors = _open(folder)
         heads = self._tensors.heads()
         if self.form.per_layer * self.config.num_layers > len(heads):
-            raise self._wrong("pretrained-too-few-tensors",
+            raise self._error("pretrained-too-few-tensors",
                               f"has too few tensors for {self.form.layers_key} {self.config.num_layers}", len(heads))
-        is_other = any(name.endswith(_OTHER_CLASSIFIERS) for name in _named(self.document))
+        is_other = any(name.endswith(_OTHER_CLASSIFIERS) for name in _class_names(self.document))
         others = ("head.classifier.",) if is_other else ()
         self.places = {ours: place for ours, place in self.form.places(self.config, self.head).items()
                        if not ours.startswith(others)
@@ -154,13 +154,13 @@ class Pretrained(PretrainedConfig):
             for there, wanted in zip(place.names, place.shapes, strict=True):
                 name = self._called[there]
                 if name not in heads:
-                    raise self._wrong("pretrained-tensor-missing", f"has no tensor {name}")
+                    raise self._error("pretrained-tensor-missing", f"has no tensor {name}")
                 dtype, shape = heads[name]
                 if shape != wanted:
-                    raise self._wrong("pretrained-tensor-shape",
+                    raise self._error("pretrained-tensor-shape",
                                       f"has a tensor {name} of another shape than config.json's {wanted}", shape)
                 if dtype not in STORED:
-                    raise self._wrong("pretrained-number-format",
+                    raise self._error("pretrained-number-format",
                                       f"has a tensor {name} in a number format that parameters do not have", str(dtype))
         tied = [("lm_head.weight", owner) for owner in self.form.tied(self.config).values()]
         known = {*self._called.values(), *(end for end, _ in tied)}
@@ -168,7 +168,7 @@ class Pretrained(PretrainedConfig):
         self.left_out = tuple(name for name in more if self.form.any_head and self._is_of_a_head(name, heads))
         if len(more) > len(self.left_out):
             name = next(name for name in more if name not in self.left_out)
-            raise self._wrong("pretrained-unknown-tensors",
+            raise self._error("pretrained-unknown-tensors",
                               f"has {len(more) - len(self.left_out)} tensors that {self.form.title} does not have, "
                               f"{name} among them")
         for end, owner in tied:
@@ -190,15 +190,15 @@ class Pretrained(PretrainedConfig):
         if heads[end] != heads[owner] or not all(
                 torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
                 for start in range(0, self.config.vocab, rows) for part in [slice(start, start + rows)]):
-            raise self._wrong("pretrained-head-untied",
+            raise self._error("pretrained-head-untied",
                               f"has a head ({end}) that is not its token embedding ({owner}), and config.json does not "
                               "say so: tie_word_embeddings is not false")
 
-    def _wrong(self, code: str, what: str, value: object = None) -> CheckpointError:
-        return _wrong(code, self.folder, what, value)
+    def _error(self, code: str, what: str, value: object = None) -> CheckpointError:
+        return _folder_error(code, self.folder, what, value)
 
 
-def _named(document: Mapping[str, object]) -> list[str]:
+def _class_names(document: Mapping[str, object]) -> list[str]:
     """The classes of transformers that config.json names."""
     named = document.get("architectures")
     return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
@@ -206,7 +206,7 @@ def _named(document: Mapping[str, object]) -> list[str]:
 
 def _head(form: hf.Form, document: Mapping[str, object]) -> str:
     """The head that config.json names, or the form's first."""
-    named = _named(document)
+    named = _class_names(document)
     found = [head for head, kind in form.class_of.items() if kind in named] or [next(iter(form.class_of))]
     if len(found) > 1:  # a decoder's "classes" and "score" are one class there
         return found[hf.num_labels(document) == 1]
@@ -228,7 +228,7 @@ def _old(name: str) -> str:
     return name
 
 
-def _wrong(code: str, folder: Path, what: str, value: object = None) -> CheckpointError:
+def _folder_error(code: str, folder: Path, what: str, value: object = None) -> CheckpointError:
     return CheckpointError(what, code=code, where=f"model {folder}", value=value,
                            remedy="Name a folder with a whole model, as save_pretrained writes it.")
 
@@ -239,10 +239,10 @@ def own_file(folder: Path, name: str) -> Path:
     try:
         return member(folder, name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _wrong("pretrained-file-missing", folder, f"has no file {name}") from error
+        raise _folder_error("pretrained-file-missing", folder, f"has no file {name}") from error
     except OSError as error:
-        raise _wrong("pretrained-file-unreadable", folder,
-                     f"has a file {name} that cannot be read: {error.strerror or error}") from error
+        raise _folder_error("pretrained-file-unreadable", folder,
+                            f"has a file {name} that cannot be read: {error.strerror or error}") from error
 
 
 def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
@@ -250,15 +250,16 @@ def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
     try:
         document = read_json(path, most_bytes)
     except (OSError, ValueError) as error:
-        raise _wrong("pretrained-config-unreadable", folder, f"has a {name} that cannot be read: {error}") from error
+        raise _folder_error("pretrained-config-unreadable", folder,
+                            f"has a {name} that cannot be read: {error}") from error
     if not isinstance(document, dict):
-        raise _wrong("pretrained-config-not-object", folder, f"has a {name} that is not a JSON object")
+        raise _folder_error("pretrained-config-not-object", folder, f"has a {name} that is not a JSON object")
     return document
 
 
 def without_weights(folder: Path) -> CheckpointError:
     """The error for a folder without a file of tensors, where a run is to start from them."""
-    return _wrong("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}")
+    return _folder_error("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}")
 
 
 # --- files of tensors ------------------------------------------------------------------------------------------------
@@ -271,13 +272,14 @@ def _open(folder: Path) -> Tensors:
     if _is_there(folder / "model.safetensors.index.json"):
         placed = _json(folder, "model.safetensors.index.json", _INDEX_BYTES).get("weight_map")
         if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
-            raise _wrong("pretrained-index-without-map", folder,
-                         "has a model.safetensors.index.json without a weight_map of file names")
+            raise _folder_error("pretrained-index-without-map", folder,
+                                "has a model.safetensors.index.json without a weight_map of file names")
         files = sorted(set(placed.values()))
         for name in files:
             if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, flags=re.ASCII):
-                raise _wrong("pretrained-index-names-other-files", folder,
-                             "has a model.safetensors.index.json that names something else than a file beside it", name)
+                raise _folder_error("pretrained-index-names-other-files", folder,
+                                    "has a model.safetensors.index.json that names something else than a file beside "
+                                    "it", name)
         return _Safetensors(folder, files, placed)
     if _is_there(folder / "pytorch_model.bin"):
         return _TorchFile(folder)
@@ -305,12 +307,12 @@ class _Safetensors:
         if placed is not None and placed != self._file_of:
             name = next(name for name in sorted({*placed, *self._file_of})
                         if placed.get(name) != self._file_of.get(name))
-            raise _wrong("pretrained-index-wrong", folder,
-                         f"has a model.safetensors.index.json that is wrong about {name}")
+            raise _folder_error("pretrained-index-wrong", folder,
+                                f"has a model.safetensors.index.json that is wrong about {name}")
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        return _wrong("pretrained-file-damaged", self._folder,
-                      f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
+        return _folder_error("pretrained-file-damaged", self._folder,
+                             f"has a damaged file {file}: {str(error).partition(chr(10))[0]}")
 
     def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:
         found = {}
@@ -340,15 +342,18 @@ class _TorchFile:
                 warnings.simplefilter("ignore")  # about old forms of pickles
                 found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
         except Exception as error:  # a stranger's pickle raises what it likes
-            raise _wrong("pickle-unreadable", folder, "has a pytorch_model.bin that is not a plain dict of tensors: "
+            raise _folder_error("pickle-unreadable", folder,
+                                "has a pytorch_model.bin that is not a plain dict of tensors: "
                                  f"{str(error).partition(chr(10))[0]}") from error
         if not isinstance(found, dict) or not all(
                 isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout is torch.strided
                 and tensor.device.type == "cpu" for name, tensor in found.items()):
-            raise _wrong("pickle-not-tensors", folder, "has a pytorch_model.bin that is not a plain dict of tensors")
+            raise _folder_error("pickle-not-tensors", folder,
+                                "has a pytorch_model.bin that is not a plain dict of tensors")
         claimed = sum(tensor.nbytes for name, tensor in found.items() if name not in _SHARED)
         if claimed > path.stat().st_size:
-            raise _wrong("pickle-claims-more", folder, "has a pytorch_model.bin that claims more numbers than it has")
+            raise _folder_error("pickle-claims-more", folder,
+                                "has a pytorch_model.bin that claims more numbers than it has")
         self._found: dict[str, Tensor] = {name: tensor.detach() for name, tensor in found.items()}
 
     def heads(self) -> dict[str, tuple[torch.dtype | str, tuple[int, ...]]]:

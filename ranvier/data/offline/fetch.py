@@ -35,7 +35,7 @@ class Package:
     project: str | None = None
 
     @property
-    def by_hand(self) -> str:
+    def manual_instructions(self) -> str:
         """Instructions for fetching the file without the command."""
         if self.project is None:
             return f"Fetch it elsewhere ({shlex.join(self.command)})"
@@ -73,7 +73,7 @@ def fetch(package: Package, cache: Path, progress: Progress, command: Command = 
         if path.exists():
             check(package, path)
             return path
-        by_hand = f"{package.by_hand} and put it into {path.parent}."
+        by_hand = f"{package.manual_instructions} and put it into {path.parent}."
         progress(f"fetching {package.filename}")
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             try:

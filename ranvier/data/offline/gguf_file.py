@@ -72,12 +72,12 @@ class _File:
     def architecture(self) -> str:
         return str(self.values.get("general.architecture"))
 
-    def own(self) -> dict[str, Any]:
+    def architecture_keys(self) -> dict[str, Any]:
         """The keys of its architecture, without that prefix."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
 
-    def wrong(self, code: str, what: str, value: object = None, remedy: str = _REMEDY) -> DataError:
+    def error(self, code: str, what: str, value: object = None, remedy: str = _REMEDY) -> DataError:
         return DataError(what, code=code, where=str(self.path), value=value, remedy=remedy)
 
 
@@ -113,10 +113,10 @@ def _open(path: Path) -> _File:
         raise DataError("is not a GGUF file, or is damaged", code="gguf-damaged", where=str(path),
                         value=f"{type(error).__name__}: {error}", remedy="Fetch it again.") from error
     if file.values.get("split.count", 1) not in (0, 1):
-        raise file.wrong("gguf-of-several-files", "is one of several files of a model", file.values["split.count"],
+        raise file.error("gguf-of-several-files", "is one of several files of a model", file.values["split.count"],
                          "Merge them (llama-gguf-split --merge), and name the whole file.")
     if file.architecture not in _ARCHITECTURES:
-        raise file.wrong("gguf-architecture",
+        raise file.error("gguf-architecture",
                          f"has an architecture that is not read from GGUF: {', '.join(_ARCHITECTURES)} are",
                          file.architecture)
     return file
@@ -141,29 +141,29 @@ def _reader(gguf: Any, path: Path) -> Any:
 
 def _config(file: _File) -> dict[str, Any]:
     """The content of config.json."""
-    own = file.own()
+    own = file.architecture_keys()
     for key, value in own.items():
         known = _READ | _WITHOUT_EFFECT | (set(_CAPS) if file.architecture == "gemma2" else set())
         if key not in known and value not in ((True,) if key == "attention.causal" else (0, False)):
-            raise file.wrong("gguf-setting-not-supported",
+            raise file.error("gguf-setting-not-supported",
                              f"has a setting {file.architecture}.{key} that is not supported", str(value)[:80])
     for key in ("attention.head_count", "block_count", "embedding_length", "feed_forward_length", "context_length",
                 "attention.layer_norm_rms_epsilon"):
         if isinstance(own.get(key), bool) or not isinstance(own.get(key), (int, float)) or not own[key] > 0:
-            raise file.wrong("gguf-size-missing",
+            raise file.error("gguf-size-missing",
                              f"has no positive number {file.architecture}.{key}, the same in all layers", own.get(key))
     heads, hidden = own["attention.head_count"], own["embedding_length"]
     width = own.get("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, width) != width:
-            raise file.wrong("gguf-head-width",
+            raise file.error("gguf-head-width",
                              f"has another {file.architecture}.{key} than the width {width} of a head", own[key])
     kv_heads = own.get("attention.head_count_kv", heads)
     if not isinstance(kv_heads, int) or not 0 < kv_heads <= heads:
-        raise file.wrong("gguf-kv-heads",
+        raise file.error("gguf-kv-heads",
                          f"has no number {file.architecture}.attention.head_count_kv that fits {heads} heads", kv_heads)
     if "token_embd.weight" not in file.tensors or len(file.tensors["token_embd.weight"].shape) != 2:
-        raise file.wrong("gguf-without-embedding", "has no matrix token_embd.weight")
+        raise file.error("gguf-without-embedding", "has no matrix token_embd.weight")
     window = own.get("attention.sliding_window")
     model_type = "mistral" if file.architecture == "llama" and window else file.architecture
     config = {
@@ -176,7 +176,7 @@ def _config(file: _File) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
     if window and model_type not in ("mistral", "gemma2"):
-        raise file.wrong("gguf-sliding-window", "has a sliding window, which is not supported with this architecture",
+        raise file.error("gguf-sliding-window", "has a sliding window, which is not supported with this architecture",
                          window)
     if model_type in _GEMMA:
         config |= _gemma(file, own, width)
@@ -203,12 +203,12 @@ def _rope(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object] 
     kind = own.get("rope.scaling.type", "none")
     if _FREQUENCIES in file.tensors:
         if kind != "none":
-            raise file.wrong("gguf-two-rope-scalings", f"has two kinds of rotary scaling: {kind}, and {_FREQUENCIES}")
+            raise file.error("gguf-two-rope-scalings", f"has two kinds of rotary scaling: {kind}, and {_FREQUENCIES}")
         return _llama3(file, np.asarray(file.tensors[_FREQUENCIES].data, np.float64), own, width)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise file.wrong("gguf-rope-scaling", "has a rotary scaling that is not supported", kind)
+        raise file.error("gguf-rope-scaling", "has a rotary scaling that is not supported", kind)
     found: dict[str, object] = {"rope_type": kind, "factor": _shortest(own.get("rope.scaling.factor", 1.0))}
     if kind == "yarn":
         found["original_max_position_embeddings"] = own.get("rope.scaling.original_context_length",
@@ -222,7 +222,7 @@ def _llama3(file: _File, divisors: np.ndarray, own: Mapping[str, Any], width: in
     frequencies = own.get("rope.freq_base", 10000.0) ** -(np.arange(0, width, 2) / width)
     smooth = np.clip((positions * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
     if divisors.shape != smooth.shape or not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-        raise file.wrong("gguf-rope-frequencies", f"has a rotary scaling ({_FREQUENCIES}) that is not Llama 3's")
+        raise file.error("gguf-rope-frequencies", f"has a rotary scaling ({_FREQUENCIES}) that is not Llama 3's")
     return {"rope_type": "llama3", "factor": _shortest(factor), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": positions}
 
@@ -243,7 +243,7 @@ def _names(file: _File) -> dict[str, str]:
         elif outside and outside[1] in _OUTSIDE:
             found[name] = f"{_OUTSIDE[outside[1]]}.weight"
         else:
-            raise file.wrong("gguf-unknown-tensor",
+            raise file.error("gguf-unknown-tensor",
                              f"has a tensor that {file.architecture} does not have, or that is not supported", name)
     return found
 
@@ -260,11 +260,11 @@ def _slots(file: _File, names: Mapping[str, str]) -> list[Slot]:
 def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors of these names, as transformers has them."""
     for name in names:
-        value = _dequantised(file, name)
+        value = _dequantize(file, name)
         if file.architecture == "llama" and (found := re.search(r"attn_([qk])\.", name)):
             heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
             if len(value) % (2 * heads):
-                raise file.wrong("gguf-rotary-rows", f"has a tensor {name} whose rows are not pairs of {heads} heads",
+                raise file.error("gguf-rotary-rows", f"has a tensor {name} whose rows are not pairs of {heads} heads",
                                  len(value))
             # Rows of queries or keys as transformers rotates them, the first half of a head with its second; in
             # GGUF's order each row is beside the one with which it is rotated.
@@ -274,7 +274,7 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any]) ->
         yield value
 
 
-def _dequantised(file: _File, name: str) -> Tensor:
+def _dequantize(file: _File, name: str) -> Tensor:
     from gguf.quants import dequantize
 
     tensor = file.tensors[name]
@@ -284,10 +284,10 @@ def _dequantised(file: _File, name: str) -> Tensor:
     try:
         value = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32))
     except ValueError as error:
-        raise file.wrong("gguf-tensor-damaged", f"has a tensor {name} that is damaged", str(error),
+        raise file.error("gguf-tensor-damaged", f"has a tensor {name} that is damaged", str(error),
                          "Fetch it again.") from error
     except NotImplementedError as error:
-        raise file.wrong("gguf-quantisation",
+        raise file.error("gguf-quantisation",
                          f"has a tensor {name} in a quantisation that the package `gguf` cannot undo", kind,
                          "Take the model in another one, such as Q8_0 or F16.") from error
     return value.bfloat16() if kind == "BF16" else value

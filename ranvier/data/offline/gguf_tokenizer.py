@@ -43,7 +43,7 @@ def write_tokenizer(values: Values, folder: Path, where: str, *, max_length: int
     """
     tokens = values.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or len(set(tokens)) < len(tokens):
-        raise _wrong("gguf-without-tokenizer", where, "has no tokenizer, or one with a token twice")
+        raise _error("gguf-without-tokenizer", where, "has no tokenizer, or one with a token twice")
     named = {name: _number(values, key, len(tokens)) for name, key in _ENDS.items()}
     try:
         inner = _tokenizer(values, tokens, where)
@@ -51,7 +51,7 @@ def write_tokenizer(values: Values, folder: Path, where: str, *, max_length: int
     except DataError:
         raise
     except Exception as error:  # the library raises plain Exception, and its kinds of panic
-        raise _wrong("gguf-tokenizer-unreadable", where, "has a tokenizer that cannot be read",
+        raise _error("gguf-tokenizer-unreadable", where, "has a tokenizer that cannot be read",
                      f"{type(error).__name__}: {error}") from error
     inner.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length,
@@ -79,7 +79,7 @@ def _tokenizer(values: Values, tokens: Sequence[str], where: str) -> tokenizers.
             return _byte_level(values, tokens, where)
         case "llama":
             return _sentence_piece(values, tokens, where)
-    raise _wrong("gguf-tokenizer-kind", where,
+    raise _error("gguf-tokenizer-kind", where,
                  "has a tokenizer that is not supported: gpt2 (byte-level BPE) and llama (SentencePiece) are",
                  values.get("tokenizer.ggml.model"))
 
@@ -87,7 +87,7 @@ def _tokenizer(values: Values, tokens: Sequence[str], where: str) -> tokenizers.
 def _byte_level(values: Values, tokens: Sequence[str], where: str) -> tokenizers.Tokenizer:
     pre = values.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
-        raise _wrong("gguf-tokenizer-splits", where,
+        raise _error("gguf-tokenizer-splits", where,
                      f"has a tokenizer that splits words in a way that is not known: {', '.join(_SPLITS)} are", pre)
     merges = [tuple(merge.split(" ")) for merge in values.get("tokenizer.ggml.merges", ())]
     inner = tokenizers.Tokenizer(models.BPE(_numbers(tokens), merges, ignore_merges=pre in _WHOLE_WORDS))
@@ -111,11 +111,11 @@ def _sentence_piece(values: Values, tokens: Sequence[str], where: str) -> tokeni
     kinds, scores = values.get("tokenizer.ggml.token_type"), values.get("tokenizer.ggml.scores")
     unknown = _number(values, "unknown_token_id", len(tokens))
     if values.get("general.architecture") not in ("llama", "gemma", "gemma2") or unknown is None:
-        raise _wrong("gguf-sentencepiece-of-other-model", where,
+        raise _error("gguf-sentencepiece-of-other-model", where,
                      "has a SentencePiece tokenizer that is neither Llama's nor Gemma's",
                      values.get("general.architecture"))
     if not isinstance(kinds, list) or not isinstance(scores, list) or not len(kinds) == len(scores) == len(tokens):
-        raise _wrong("gguf-tokenizer-without-scores", where,
+        raise _error("gguf-tokenizer-without-scores", where,
                      "has a tokenizer without a kind and a score for each token")
     inner = tokenizers.Tokenizer(models.BPE(
         _numbers(tokens), _merges(tokens, kinds, scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
@@ -162,5 +162,5 @@ def _numbers(tokens: Sequence[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
-def _wrong(code: str, where: str, what: str, value: object = None) -> DataError:
+def _error(code: str, where: str, what: str, value: object = None) -> DataError:
     return DataError(what, code=code, where=where, value=value, remedy=_REMEDY)

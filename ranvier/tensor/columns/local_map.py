@@ -39,7 +39,7 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
     values = plain(x)
 
     def own(one: Any) -> Any:
-        return _own(one, layout, x) if isinstance(one, Tensor) else one
+        return _own_shard(one, layout, x) if isinstance(one, Tensor) else one
 
     y = function(values, *[own(one) if isinstance(one, Tensor) else mapped(own, one) for one in others])
     if isinstance(y, ColumnTensor):
@@ -58,7 +58,7 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
     return mark(y, layout.moved(layout.dim, size))
 
 
-def _own(one: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
+def _own_shard(one: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
     """A tensor beside x, which has `layout`, as `function` gets it."""
     own = layout_of_tensor(one)
     if own is None:
@@ -85,16 +85,16 @@ _T = TypeVar("_T")
 def gather_whole(tree: _T) -> _T:
     """`tree`, a tensor or a tree of them, as plain tensors without graph. What columns have shards of is gathered, so
     all columns call this in the same order."""
-    found: _T = mapped(lambda leaf: _whole(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    found: _T = mapped(lambda leaf: _gather_if_sharded(leaf) if isinstance(leaf, Tensor) else leaf, tree)
     return found
 
 
-def _whole(x: Tensor) -> Tensor:
+def _gather_if_sharded(x: Tensor) -> Tensor:
     layout, own = layout_of_tensor(x), plain(x).detach()
-    return own if layout is None or layout.dim is None else _gathered(own, layout)
+    return own if layout is None or layout.dim is None else _gather(own, layout)
 
 
-def _gathered(own: Tensor, layout: ColumnLayout) -> Tensor:
+def _gather(own: Tensor, layout: ColumnLayout) -> Tensor:
     """All columns' shards. They differ by one at most; an all-gather needs equal ones, so they are padded."""
     mesh, dim = layout.mesh, layout.sharded_dim
     sizes = [stop - start for start, stop in (part(layout.size, mesh.num_cols, column)

@@ -44,7 +44,7 @@ class ColumnTensor(Tensor):
     @staticmethod
     def __new__(cls: type[ColumnTensor], local: Tensor, columns: ColumnLayout) -> ColumnTensor:
         sizes: Sequence[int] = local.shape
-        if columns.dim is not None:  # `columns.whole`, without its calls
+        if columns.dim is not None:  # `columns.whole_sizes`, without its calls
             sizes = list(sizes)
             sizes[columns.dim] = columns.size
         # It always asks for a gradient, so that `Function.apply` gives a graph to whatever it returns.
@@ -98,7 +98,7 @@ def mark_all(result: _T, layout: ColumnLayout, changed: object = None) -> _T:
     found: object = result
     if isinstance(result, Tensor):
         if isinstance(changed, ColumnTensor) and result is changed.local:
-            if list(changed.size()) != (list(result.shape) if layout.dim is None else layout.whole(result.shape)):
+            if list(changed.size()) != (list(result.shape) if layout.dim is None else layout.whole_sizes(result.shape)):
                 refuse("changes the sizes of a tensor in place", layouts_text([changed]),
                        "Use the form that returns a new tensor.")
             return changed  # type: ignore[return-value]

@@ -35,7 +35,7 @@ _KEEP_IN_FRONT = ("A view is a shard of the whole view where the sharded dim is 
                   "with, or divided into, and the columns divide the new size: unflatten(-1, (heads, width)).")
 
 
-def _sharded(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
+def _sharded_operand(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
     x = args[0]
     layout = sharded_layout(x)
     if layout is None:
@@ -44,13 +44,14 @@ def _sharded(func: Func, args: Args) -> tuple[Tensor, ColumnLayout]:
 
 
 def _refuse_view(func: Func, args: Args, x: Tensor, what: str = "") -> NoReturn:
-    refuse_call(func, [x], what or (f"with {', '.join(map(_shown, args[1:]))}" if args[1:] else ""), _KEEP_IN_FRONT)
+    refuse_call(func, [x], what or (f"with {', '.join(map(_describe_argument, args[1:]))}" if args[1:] else ""),
+                _KEEP_IN_FRONT)
 
 
-def _shown(argument: object) -> str:
+def _describe_argument(argument: object) -> str:
     """An argument in a message: of tensors, whose values may fill a page, the sizes."""
     if isinstance(argument, (tuple, list)):
-        shown = ", ".join(map(_shown, argument))
+        shown = ", ".join(map(_describe_argument, argument))
         return f"({shown})" if isinstance(argument, tuple) else f"[{shown}]"
     return f"a tensor of {list(argument.size())}" if isinstance(argument, Tensor) else str(argument)
 
@@ -60,7 +61,7 @@ def _shown(argument: object) -> str:
 
 def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """view, reshape, view_as, reshape_as, flatten, unflatten: the same elements in dims of other sizes."""
-    x, layout = _sharded(func, args)
+    x, layout = _sharded_operand(func, args)
     dim, shape, name = layout.sharded_dim, list(x.size()), func.__name__
     if name == "flatten":
         start = argument(args, kwargs, 1, "start_dim", default=0) % x.dim()
@@ -96,7 +97,7 @@ def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 def expanded(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """expand, expand_as, broadcast_to: the sharded dim keeps its size. Sizes are aligned to the right."""
-    x, layout = _sharded(func, args)
+    x, layout = _sharded_operand(func, args)
     other = argument(args, kwargs, 1, "other", "size", "shape")
     sizes = list(other.size()) if isinstance(other, Tensor) else sizes_or_dims(args, 1, kwargs, "size", "shape")
     place = layout.sharded_dim + len(sizes) - x.dim()
@@ -107,7 +108,7 @@ def expanded(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 def repeat_interleaved(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """repeat_interleave(count, dim): copies of an element are neighbours, so shards stay shards."""
-    x, layout = _sharded(func, args)
+    x, layout = _sharded_operand(func, args)
     count, along = argument(args, kwargs, 1, "repeats"), argument(args, kwargs, 2, "dim")
     if along is None or not isinstance(count, int):
         refuse_call(func, [x], "with another count for each element, or over all dims")
@@ -120,7 +121,7 @@ def repeat_interleaved(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """squeeze(dims): those whose whole size is 1."""
-    x, layout = _sharded(func, args)
+    x, layout = _sharded_operand(func, args)
     dims = argument(args, kwargs, 1, "dim")
     dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
     removed = [one % x.dim() for one in dims if x.size(one) == 1]
@@ -132,7 +133,7 @@ def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 def placed(func: Func, args: Args, kwargs: Kwargs, place: Place) -> Any:
     """A function that leaves the sharded dim as it is, at the place that `place` says."""
-    x, layout = _sharded(func, args)
+    x, layout = _sharded_operand(func, args)
     found = place(x, layout.sharded_dim, args, kwargs)
     if found is None:
         _refuse_view(func, args, x)

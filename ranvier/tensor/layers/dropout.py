@@ -61,7 +61,7 @@ class SplitDropout(SplitLayer):
             start[place], full[place] = self.mesh.col * sizes[place], self.mesh.num_cols * sizes[place]
         fused = current()
         if x.is_meta:  # without values, one pass, whose backward computes the mask again
-            return fused(_passed, x, onto)
+            return fused(_add_undropped, x, onto)
         if fused.compiles:
             keys = keyed_random.next_sample_keys(x.shape[0], x.device)
             return _Dropped.apply(x, onto, (keys, self._probability, tuple(start), tuple(full)), fused)
@@ -75,22 +75,22 @@ class _Dropped(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, onto: Tensor | None, masked: tuple[Any, ...], fused: Fused) -> Tensor:
         ctx.masked, ctx.fused = masked, fused
-        return fused(_dropped, x, onto, *masked)
+        return fused(_drop, x, onto, *masked)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         wants_input, wants_onto = ctx.needs_input_grad[:2]
-        dx = ctx.fused(_dropped, dy, None, *ctx.masked) if wants_input else None
+        dx = ctx.fused(_drop, dy, None, *ctx.masked) if wants_input else None
         return dx, dy if wants_onto else None, None, None
 
 
-def _dropped(x: Tensor, onto: Tensor | None, keys: Tensor, probability: float, start: tuple[int, ...],
-             full_shape: tuple[int, ...]) -> Tensor:
+def _drop(x: Tensor, onto: Tensor | None, keys: Tensor, probability: float, start: tuple[int, ...],
+          full_shape: tuple[int, ...]) -> Tensor:
     y = keyed_random.dropped(x, keys, probability, start, full_shape)
     return y if onto is None else onto + y
 
 
-def _passed(x: Tensor, onto: Tensor | None) -> Tensor:
+def _add_undropped(x: Tensor, onto: Tensor | None) -> Tensor:
     y = 2.0 * x
     return y if onto is None else onto + y

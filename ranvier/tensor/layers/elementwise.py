@@ -26,13 +26,13 @@ def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tenso
     """activation(gate) * up, of two tensors with one shape and layout. The backward computes the activation again
     instead of keeping it."""
     if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
-        return _activated(gate, activation) * up
+        return _activate(gate, activation) * up
     if layout_of_tensor(gate) != layout_of_tensor(up):
-        return _activated(gate, activation) * up
+        return _activate(gate, activation) * up
     return local_map(_Gated.apply, gate, up, activation, current())
 
 
-def _activated(gate: Tensor, activation: Activation) -> Tensor:
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return functional.silu(gate)
     return functional.gelu(gate, approximate="tanh" if activation == "gelu-tanh" else "none")
@@ -43,7 +43,7 @@ class _Gated(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, fused: Fused) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.fused = activation, fused
-        return fused(_gated, gate, up, activation)
+        return fused(_gate, gate, up, activation)
 
     @staticmethod
     @once_differentiable
@@ -52,8 +52,8 @@ class _Gated(Function):
         return *ctx.fused(_gated_gradients, dy, gate, up, ctx.activation), None, None
 
 
-def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    return _activated(gate, activation).mul_(up)
+def _gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return _activate(gate, activation).mul_(up)
 
 
 def _gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def _gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: Activatio
     else:
         d_gate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh" if activation == "gelu-tanh"
                                               else "none")
-    return d_gate, _activated(gate, activation).mul_(dy)
+    return d_gate, _activate(gate, activation).mul_(dy)
 
 
 def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
@@ -105,7 +105,7 @@ class _Capped(Function):
     def forward(ctx: Any, x: Tensor, cap: float, fused: Fused) -> Tensor:
         ctx.save_for_backward(x)
         ctx.cap, ctx.fused = cap, fused
-        return fused(_capped, x, cap)
+        return fused(_cap, x, cap)
 
     @staticmethod
     @once_differentiable
@@ -114,7 +114,7 @@ class _Capped(Function):
         return ctx.fused(_capped_gradient, dy, x, ctx.cap), None, None
 
 
-def _capped(x: Tensor, cap: float) -> Tensor:
+def _cap(x: Tensor, cap: float) -> Tensor:
     return (x / cap).tanh() * cap
 
 

@@ -20,7 +20,7 @@ from ranvier.precision import wide
 from ranvier.tensor import splittable
 from ranvier.tensor.activations import Panel
 from ranvier.tensor.autograd import Function
-from ranvier.tensor.mesh import TensorMesh, transposed
+from ranvier.tensor.mesh import TensorMesh, transpose_shards
 from ranvier.tensor.split.stationary import scatter
 from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 
@@ -180,7 +180,7 @@ class HiddenEmbedding(SplitLayer):
         if self.mesh.activations.name != "sequence" or self.mesh.num_cols == 1:
             return x
         self.mesh.activations.own_dims(ids.shape)  # refuses a sequence that the columns cannot share
-        return transposed(x, 1, 2, self.mesh)
+        return transpose_shards(x, 1, 2, self.mesh)
 
     def _own_features(self, ids: Tensor) -> Tensor:
         """[B, S, H/c]."""

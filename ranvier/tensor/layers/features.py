@@ -19,7 +19,7 @@ from ranvier.config.run import TensorParallel
 from ranvier.errors import ModelError
 from ranvier.layout import Split
 from ranvier.tensor.boundaries import sharded_dim
-from ranvier.tensor.mesh import TensorMesh, transposed
+from ranvier.tensor.mesh import TensorMesh, transpose_shards
 from ranvier.tensor.splittable import Constraint, Layer, SplitLayer, feature_split
 
 Over = Literal["stream", "inner", "heads"]
@@ -169,8 +169,8 @@ class SplitStreamConv1d(SplitLayer):
         own = x.shape[-1] // self.mesh.num_cols
         features = slice(self.mesh.col * own, (self.mesh.col + 1) * own)
         bias = None if self.bias is None else self.bias[features]
-        y = depthwise(transposed(x, 2, 1, self.mesh), self.weight[features], bias, causal=self._causal)
-        return transposed(y, 1, 2, self.mesh)
+        y = depthwise(transpose_shards(x, 2, 1, self.mesh), self.weight[features], bias, causal=self._causal)
+        return transpose_shards(y, 1, 2, self.mesh)
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:

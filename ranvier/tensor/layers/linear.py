@@ -21,7 +21,7 @@ from ranvier.tensor import splittable
 from ranvier.tensor.activations import layout_of
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import PaddedLinear
-from ranvier.tensor.mesh import TensorMesh, exchanged, gathered
+from ranvier.tensor.mesh import TensorMesh, exchange, gather_sequence
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.products import Product
 from ranvier.tensor.split.stationary import InputStationary, OutputStationary
@@ -175,7 +175,7 @@ class SplitClassifierHead(SplitLayer):
                 x = x if token is None else x[:, token]
         dtype, total = x.dtype, self.mesh.sum_dtype(x.dtype)
         own = functional.linear(x.to(total), self.weight.to(total))
-        scores = exchanged(own, self.mesh, "features", "none")
+        scores = exchange(own, self.mesh, "features", "none")
         return (scores if self.bias is None else scores + self.bias).to(dtype)
 
 
@@ -210,7 +210,7 @@ class _TokensOfColumns(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
         ctx.mesh, ctx.length = mesh, x.shape[1]
-        return gathered(x, mesh).data  # no view, which a block could not change in place
+        return gather_sequence(x, mesh).data  # no view, which a block could not change in place
 
     @staticmethod
     @once_differentiable

@@ -139,14 +139,14 @@ class SplitLinearGroup(SplitLinear):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """One for each output."""
-        return self._of_outputs("weight")
+        return self._parameters_of("weight")
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...]:
         """One for each output, or none."""
-        return self._of_outputs("bias")
+        return self._parameters_of("bias")
 
-    def _of_outputs(self, kind: str) -> tuple[nn.Parameter, ...]:
+    def _parameters_of(self, kind: str) -> tuple[nn.Parameter, ...]:
         found = (self.get_submodule(name)._parameters.get(kind) for name in self._owned)
         return tuple(one for one in found if one is not None)
 
@@ -190,10 +190,10 @@ class SplitLinearGroup(SplitLinear):
         """This column's part of each output [B, S, F_j], in order."""
         y = super().forward(x)
         outputs = y.split([own.rows.stop - own.rows.start for own in self._owned.values()], dim=-1)
-        return tuple(_in_order(self._adapted(name, one, x), own.order)
+        return tuple(_reorder_units(self._add_adapter(name, one, x), own.order)
                      for (name, own), one in zip(self._owned.items(), outputs, strict=True))
 
-    def _adapted(self, name: str, y: Tensor, x: Tensor) -> Tensor:
+    def _add_adapter(self, name: str, y: Tensor, x: Tensor) -> Tensor:
         """One output with its adapter's, where it has one (`ranvier.tensor.adapters`)."""
         output = self.get_submodule(name)
         adapter = output._modules.get("lora")
@@ -203,7 +203,7 @@ class SplitLinearGroup(SplitLinear):
         return adapted
 
 
-def _in_order(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
+def _reorder_units(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
     """y [..., units x width] with its units in this order, in which one may come several times."""
     if order is None:
         return y

@@ -96,7 +96,7 @@ class _NormOverColumns(Function):
         mine = fused(_statistics, x, centred)
         all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
         mesh.over_cols.all_gather(all_of_row, mine).wait()
-        y, mean, rstd = fused(_normalized, x, all_of_row, weight, bias, epsilon, offset)
+        y, mean, rstd = fused(_normalize, x, all_of_row, weight, bias, epsilon, offset)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
@@ -131,8 +131,8 @@ def _statistics(x: Tensor, centred: bool) -> Tensor:
     return torch.stack([mean, variance])
 
 
-def _normalized(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float,
-                offset: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalize(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float,
+               offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
     means, variances = all_of_row.unbind(1)
     mean = means.mean(0)  # which is saved, so it is no view of both

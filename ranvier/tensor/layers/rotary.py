@@ -123,7 +123,7 @@ class Rotary:
         length = x.shape[-2]
         places = torch.arange(length, device=x.device) if positions is None else positions.unsqueeze(1)
         angles = places.to(torch.float64).unsqueeze(-1) * self.frequencies(length, x.device)
-        return _turned(x, *((part * self.scale).to(x.dtype) for part in (angles.cos(), angles.sin())))
+        return _rotate(x, *((part * self.scale).to(x.dtype) for part in (angles.cos(), angles.sin())))
 
 
 @lru_cache(maxsize=32)
@@ -145,7 +145,7 @@ class _Rotated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, fused: Fused) -> Tensor:
         ctx.tables, ctx.fused = (cosine, sine), fused
-        return fused(_turned, x, cosine, sine)
+        return fused(_rotate, x, cosine, sine)
 
     @staticmethod
     @once_differentiable
@@ -153,10 +153,10 @@ class _Rotated(Function):
         return ctx.fused(_turned_back, dy, *ctx.tables), None, None, None
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cosine - b * sine, a * sine + b * cosine], dim=-1)
 
 
 def _turned_back(dy: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    return _turned(dy, cosine, -sine)
+    return _rotate(dy, cosine, -sine)

@@ -145,11 +145,11 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
                 shown = name.replace("_compiled_call_impl", "compile()")
                 if name == "forward" and not isinstance(value, types.MethodType):
                     _refuse(f"{named}.{shown}", module)
-                found = _Rebinding(done, parameters, f"{named}.{shown}", module).of(value)
+                found = _Rebinding(done, parameters, f"{named}.{shown}", module).rebind(value)
                 if not check_only:
                     copied.__dict__[name] = found
         for name, buffer in module._buffers.items():
-            _Rebinding(done, parameters, f"{named}.{name}", module).of(buffer)
+            _Rebinding(done, parameters, f"{named}.{name}", module).rebind(buffer)
         for name in _HOOKS:
             for hook in list((copied.__dict__.get(name) or {}).values()):
                 _Rebinding(done, parameters, f"{named}.{name.strip('_')}", module).check(hook)
@@ -162,9 +162,9 @@ class _Parameters:
         self._found = {id(one) for one in whole.parameters()}
         self._trained = ByMemory((None, one) for one in whole.parameters() if one.requires_grad)
 
-    def have(self, value: Tensor) -> bool:
+    def contain(self, value: Tensor) -> bool:
         """Whether it is one of them, or has values of one that trains in its memory."""
-        return id(value) in self._found or bool(self._trained.over(value))
+        return id(value) in self._found or bool(self._trained.overlapping(value))
 
 
 class _Rebinding:
@@ -175,27 +175,27 @@ class _Rebinding:
         self._done, self._parameters, self._where, self._module = done, parameters, where, module
         self._memo: dict[int, Any] = {}
 
-    def of(self, value: Any) -> Any:
+    def rebind(self, value: Any) -> Any:
         """`value` with copies in place of the whole model's modules: itself where it has none."""
         if isinstance(value, nn.Module):
             return self._done.get(value, value)
         if isinstance(value, Tensor):
-            if self._parameters.have(value):
+            if self._parameters.contain(value):
                 raise ModelError("keeps a parameter of a layer, or its memory, of which each rank has a part",
                                  code="layer-parameter-kept", where=self._where, value=type(self._module).__name__,
                                  remedy="Call the layer. A penalty on weights is optim.weight_decay.")
             return value
         if isinstance(value, types.MethodType):
-            owner = self.of(value.__self__)
+            owner = self.rebind(value.__self__)
             if owner is value.__self__ and isinstance(owner, nn.Module):
                 self._refuse()  # of a module that is none of the block's
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if type(value) in (list, tuple, dict):
             return self._container(value)
         if type(value) is weakref.ref and (target := value()) is not None:
-            return value if self.of(target) is target else weakref.ref(self.of(target))
+            return value if self.rebind(target) is target else weakref.ref(self.rebind(target))
         if type(value) is functools.partial:
-            call, args, named = self.of(value.func), self.of(value.args), self.of(value.keywords)
+            call, args, named = self.rebind(value.func), self.rebind(value.args), self.rebind(value.keywords)
             changed = call is not value.func or args is not value.args or named is not value.keywords
             return functools.partial(call, *args, **named) if changed else value
         self.check(value)
@@ -207,7 +207,7 @@ class _Rebinding:
             return
         self._memo[id(value)] = value
         for one in _inside(value):
-            if self.of(one) is not one:
+            if self.rebind(one) is not one:
                 self._refuse()
 
     def _container(self, value: Any) -> Any:
@@ -215,7 +215,7 @@ class _Rebinding:
             return self._memo[id(value)]
         self._memo[id(value)] = value  # of one that holds itself
         before = list(value.values()) if isinstance(value, dict) else value
-        parts = [self.of(one) for one in before]
+        parts = [self.rebind(one) for one in before]
         if not all(map(operator.is_, parts, before)):
             self._memo[id(value)] = dict(zip(value, parts, strict=True)) if isinstance(value, dict) \
                 else type(value)(parts)

@@ -87,7 +87,7 @@ class SplitLinear(SplitLayer):
         return rows * sum(weight.numel() * weight.element_size() for weight in self.weights)
 
     @property
-    def uses(self) -> list[WeightUse]:
+    def weight_uses(self) -> list[WeightUse]:
         """The weight, where each pass gathers it."""
         return [WeightUse(self, False)] if self._gathers_weight and not self._keeps_weight else []
 
@@ -248,12 +248,12 @@ class SplitLinear(SplitLayer):
             gradients = None  # a hook sees gradients that go through autograd only
         weight = None
         if wants_input:
-            weight = self._column_weight() if slabs is None else self._resumed(slabs)
+            weight = self._column_weight() if slabs is None else self._take_started(slabs)
         if wants_weight and gradients is not None and gradients.defers and self.may_wait:
             assert x is not None  # saved: only layers that are recomputed save panels, and those never wait
             return self._defer(gradients, dy, like, x, weight), None
-        gathered = [self._resumed(panel) for panel in panels] or None
-        into = self._into(dy.dtype) if gradients is not None else None
+        gathered = [self._take_started(panel) for panel in panels] or None
+        into = self._accumulation_target(dy.dtype) if gradients is not None else None
         # The only product of a batch has nothing to be added up with.
         summed = gradients is None or not self._adds_up or (
             gradients.last and self._unreduced is None and not self._waiting)
@@ -268,7 +268,7 @@ class SplitLinear(SplitLayer):
         self._take(dw, summed)
         return dx, None
 
-    def _resumed(self, saved: Tensor) -> Arriving:
+    def _take_started(self, saved: Tensor) -> Arriving:
         """A tensor that `save` started to gather in a recomputation, which may have ended before it arrived."""
         return self._coming.pop(_storage(saved), None) or Arriving(saved)
 
@@ -283,10 +283,10 @@ class SplitLinear(SplitLayer):
         else:
             operands = [x, dy.new_empty(()).expand(dy.shape), *(one.wait() for one in gathered)]
         gradients.add([one for one in self.weights if one.requires_grad], operands,
-                      partial(self._deferred, gathered is not None))
+                      partial(self._compute_deferred, gathered is not None))
         return dx
 
-    def _into(self, dtype: torch.dtype) -> Tensor | None:
+    def _accumulation_target(self, dtype: torch.dtype) -> Tensor | None:
         """The gradient to which dW of operands of `dtype` is added in one product: on one row dW needs no sum over
         ranks."""
         if self.mesh.num_rows > 1 or not self._has_one_weight:
@@ -309,14 +309,14 @@ class SplitLinear(SplitLayer):
             if weight.requires_grad:
                 _add_gradient(weight, share)
 
-    def _deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
+    def _compute_deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
         self.begins("deferred weight gradient")
         gathered = [Arriving(one) for one in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
-        _, dw = self._product.gradients(dy, x, None, self.weight_shape, gathered=gathered, into=self._into(x.dtype),
-                                        summed=summed)
+        _, dw = self._product.gradients(dy, x, None, self.weight_shape, gathered=gathered,
+                                        into=self._accumulation_target(x.dtype), summed=summed)
         if dw is not None:
             self._take(dw, summed)
         self._sum_over_rows()

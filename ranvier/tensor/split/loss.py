@@ -119,7 +119,7 @@ def next_token_loss(logits_BSV: Tensor, targets: object) -> tuple[Tensor, Tensor
 
 def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
     if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BSV.shape[:-1]):
-        raise _unfit(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
+        raise _shape_error(logits_BSV, targets, "Give int64 targets of shape [batch, sequence].")
     return targets.long()
 
 
@@ -143,7 +143,7 @@ class ClassLoss(nn.Module):
     def forward(self, logits_BC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
         """logits [B, C], targets [B] int64."""
         if not isinstance(targets, Tensor) or not _are_numbers(targets, logits_BC.shape[:1]):
-            raise _unfit(logits_BC, targets, "Give int64 targets of shape [batch].")
+            raise _shape_error(logits_BC, targets, "Give int64 targets of shape [batch].")
         targets_B = targets.long()
         return _cross_entropies(logits_BC, targets_B).sum(), _num_counted(targets_B)
 
@@ -188,7 +188,7 @@ class SpanLoss(nn.Module):
         """logits [B, S, 2], targets {"start": [B], "end": [B]} int64."""
         if not isinstance(targets, dict) or set(targets) != {"start", "end"} or any(
                 not _are_numbers(targets[end], logits_BS2.shape[:1]) for end in targets):
-            raise _unfit(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
+            raise _shape_error(logits_BS2, targets, "Give a dict of int64 targets 'start' and 'end' of shape [batch].")
         numbers = [targets[end].long() for end in ("start", "end")]
         counted_B = (numbers[0] != IGNORED) & (numbers[1] != IGNORED)
         ends_B = [_cross_entropies(logits_BS, numbers_B.where(counted_B, IGNORED))
@@ -202,7 +202,7 @@ def _cross_entropies(logits_BC: Tensor, targets_B: Tensor) -> Tensor:
     return functional.cross_entropy(wide, targets_B, ignore_index=IGNORED, reduction="none")
 
 
-def _unfit(logits: Tensor, targets: object, remedy: str) -> ModelError:
+def _shape_error(logits: Tensor, targets: object, remedy: str) -> ModelError:
     shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()} if isinstance(targets, dict) else (
         f"{tuple(targets.shape)}, {str(targets.dtype).removeprefix('torch.')}" if isinstance(targets, Tensor) else
         type(targets).__name__)

@@ -107,7 +107,7 @@ def _panel_buffer(mesh: TensorMesh, number: int, like: Tensor, name: str, shape:
     return mesh.workspace.take(f"{name} {number}", shape, like)
 
 
-def _after(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) -> Iterator[tuple[Panel, Tensor]]:
+def _after_arrival(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) -> Iterator[tuple[Panel, Tensor]]:
     """`panels`, of which the first (or the end, where there is none) comes after something else has arrived."""
     for panel in panels:
         if arriving is not None:
@@ -167,7 +167,7 @@ class OutputStationary(Product):
     def forward(self, x: Tensor, weight: Arriving, bias: Tensor | None, gathered: Gathered | None) -> Tensor:
         shape = self.out_shape(x, weight.tensor.shape[2 if self.transposes_weight else 1])
         y, matrix = x.new_empty(prod(shape[:-1]), shape[-1]), None
-        for panel, tokens in _after(weight, _panels_of(self._mesh, x, gathered)):
+        for panel, tokens in _after_arrival(weight, _panels_of(self._mesh, x, gathered)):
             matrix = _column_matrix(weight.tensor) if matrix is None else matrix  # here now
             multiply_rows(self._mesh.activations.rows(y, x, panel), tokens.unsqueeze(0), matrix, bias)
         return y.view(shape)
@@ -235,7 +235,7 @@ class InputStationary(Product):
         mesh, dy, tokens_x, whole = self._mesh, dy if gathered is not None else dy.contiguous(), flat(x), None
         dx = None if weight is None else tokens_x if reuse else dy.new_empty(tokens_x.shape)
         dw, total, begin = (None, None, True) if shape is None else _gradient_buffers(mesh, shape, dy, into)
-        for panel, tokens in _after(weight, _panels_of(mesh, dy, gathered)):
+        for panel, tokens in _after_arrival(weight, _panels_of(mesh, dy, gathered)):
             # dW first: with `reuse` dx overwrites x.
             if dw is not None:
                 rows = mesh.activations.rows(tokens_x, dy, panel).flatten(0, 1)

@@ -104,8 +104,8 @@ def _down_column(mesh: TensorMesh, b: Tensor, panel: _Panel, flip: bool) -> tupl
                       b)
 
 
-def _ahead(panels: list[_Panel], *starts: Callable[[_Panel], tuple[Tensor, Work | None]]
-           ) -> Iterator[tuple[_Panel, list[Tensor]]]:
+def _prefetch(panels: list[_Panel], *starts: Callable[[_Panel], tuple[Tensor, Work | None]]
+              ) -> Iterator[tuple[_Panel, list[Tensor]]]:
     """Each panel with the tensors that `starts` broadcast for it, while those of the next panel travel."""
     coming = [start(panels[0]) for start in starts]
     for panel in panels:
@@ -118,8 +118,8 @@ def _ahead(panels: list[_Panel], *starts: Callable[[_Panel], tuple[Tensor, Work 
         yield panel, [tensor for tensor, _ in here]
 
 
-def _into(mesh: TensorMesh, fill: Iterator[tuple[_Panel, Tensor]], roots: Literal["row", "col"],
-          keep: Callable[[_Panel, Tensor], None]) -> None:
+def _reduce_panels(mesh: TensorMesh, fill: Iterator[tuple[_Panel, Tensor]], roots: Literal["row", "col"],
+                   keep: Callable[[_Panel, Tensor], None]) -> None:
     """Compute each panel's partial result in the workspace, and reduce it to its root while the next is computed.
 
     roots: the axis along which the root of a panel is found. keep: called with (panel, sum) on the root.
@@ -149,7 +149,7 @@ def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: 
     total = c
     if len(panels) > 1 and wide(a.dtype) is not a.dtype:
         total = mesh.workspace.take("c", c.shape, a.new_empty((), dtype=wide(a.dtype)))
-    for panel, (left, right) in _ahead(panels, lambda p: _along_row(mesh, a, p),
+    for panel, (left, right) in _prefetch(panels, lambda p: _along_row(mesh, a, p),
                                         lambda p: _down_column(mesh, b, p, flip)):
         multiply(total, left, right.t(), adds=panel.number > 0, bias=bias if total is c else None)
     if total is c:
@@ -165,7 +165,7 @@ def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: 
     like = a.new_empty((), dtype=mesh.sum_dtype(a.dtype) if mesh.num_cols > 1 else a.dtype)
 
     def fill() -> Iterator[tuple[_Panel, Tensor]]:
-        for panel, (right,) in _ahead(_panels(mesh, width), lambda p: _down_column(mesh, b, p, flip)):
+        for panel, (right,) in _prefetch(_panels(mesh, width), lambda p: _down_column(mesh, b, p, flip)):
             partial = mesh.workspace.take(f"c {panel.number % 2}", (len(a), panel.width), like)
             multiply(partial, a, right)
             yield panel, partial
@@ -173,7 +173,7 @@ def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: 
     def keep(panel: _Panel, total: Tensor) -> None:
         c[:, panel.in_col].copy_(total)
 
-    _into(mesh, fill(), "col", keep)
+    _reduce_panels(mesh, fill(), "col", keep)
     return c
 
 
@@ -185,7 +185,7 @@ def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Te
     c = a.new_empty(shape, dtype=wide(a.dtype))
 
     def fill() -> Iterator[tuple[_Panel, Tensor]]:
-        for panel, (left,) in _ahead(_panels(mesh, width), lambda p: _along_row(mesh, a, p)):
+        for panel, (left,) in _prefetch(_panels(mesh, width), lambda p: _along_row(mesh, a, p)):
             size = (b.shape[1], panel.width) if flip else (panel.width, b.shape[1])
             partial = mesh.workspace.take(f"c {panel.number % 2}", size, c)
             multiply(partial, *((b.t(), left) if flip else (left.t(), b)))
@@ -194,7 +194,7 @@ def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Te
     def keep(panel: _Panel, total: Tensor) -> None:
         (c[:, panel.in_row] if flip else c[panel.in_row]).copy_(total)
 
-    _into(mesh, fill(), "row", keep)
+    _reduce_panels(mesh, fill(), "row", keep)
     return c.t() if flip else c
 
 
