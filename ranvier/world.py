@@ -177,7 +177,7 @@ def _as_plain_values(value: object, where: str) -> object:
     try:
         json.dumps(value)
         if (key := next(filter(lambda key: not isinstance(key, str), _keys(value)), None)) is not None:
-            raise TypeError(f"the key {key!r} of a dict is no text")
+            raise TypeError(f"the key {key!r} of a dict is not a text")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"takes numbers, texts, lists and dicts, as JSON has them: {error}", code="value-not-json",
                           where=where, value=type(value).__name__,

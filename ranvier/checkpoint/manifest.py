@@ -186,7 +186,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     names = [file.name for file in manifest.files]
     for name in names:
         if not _PART.fullmatch(name):
-            yield f"{name!r} is no name of a file of pieces"
+            yield f"{name!r} is not a name of a file of pieces"
     if len(set(names)) < len(names):
         yield "a file is there twice"
     places: set[tuple[int, str]] = set()

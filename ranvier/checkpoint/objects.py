@@ -105,7 +105,7 @@ def _read(saved: Saved, keys: Sequence[str]) -> list[Tensor]:
 
 
 def _encode(value: object, tensors: list[Tensor], where: str) -> object:
-    """A state as JSON; tensors are numbered. Everything that is no plain value is a list that begins with its kind."""
+    """A state as JSON; tensors are numbered. What is not a plain value is a list that begins with its kind."""
     kind = type(value).__name__
     if value is None or type(value) in (bool, int, float, str):
         return value

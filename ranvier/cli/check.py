@@ -101,7 +101,7 @@ def this_machine(run: ResolvedRun, memory: Sequence[RankMemory]) -> MachineMemor
 
 
 def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterator[ConfigError]:
-    """Ranks may run elsewhere, so this is no problem of the configuration."""
+    """Ranks may run elsewhere, so this is not a problem of the configuration."""
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
         yield ConfigError(f"would be too small for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "

@@ -53,7 +53,7 @@ class MessageKind(IntEnum):
 class Message:
     """One message.
 
-    tensors: name -> tensor of any shape and dtype; the single tensor of a carried state that is no dict has the name
+    tensors: name -> tensor of any shape and dtype; the single tensor of a carried state that is not a dict has the name
         "".
     requires_grad: names of tensors whose gradient the sender expects back.
     source: the sender's rank, filled in by the transport on arrival.
@@ -164,7 +164,7 @@ def _view(wire: Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]) ->
     """A tensor in the memory of `wire`, from byte `start` on, with a version count of its own."""
     place = wire.storage_offset() + start
     if place % dtype.itemsize:
-        raise ValueError(f"byte {place} of the buffer is no place for a tensor of {dtype}")
+        raise ValueError(f"byte {place} of the buffer is not a place for a tensor of {dtype}")
     return torch.empty(0, dtype=dtype, device=wire.device).set_(
         wire.untyped_storage(), place // dtype.itemsize, shape, ())
 

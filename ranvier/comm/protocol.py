@@ -113,7 +113,7 @@ class Group(Protocol):
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
         """Write shard `index` of the sum of all members' `tensor` [.., size * n, ..] to `output` [.., n, ..], which
-        is no part of `tensor`.
+        is not a part of `tensor`.
 
         buffer: memory of `tensor`'s size and dtype to work in, where `buffer_bytes` is not 0 or `dim` is not the first;
             None allocates it.

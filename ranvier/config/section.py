@@ -26,7 +26,7 @@ Section = TypeVar("Section")
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[Section]) -> type[Section]:
     """Make a class a frozen, keyword-only dataclass that checks its fields. A value that does not fit, and a name that
-    is no field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
+    is not a field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
     made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
     made.__init__ = _check_values(made.__init__)

@@ -91,7 +91,7 @@ TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
 
 
 def form_of(data: Data) -> TaskForm:
-    """The facts about the task of a run. ConfigError where data.task names an object that is no task."""
+    """The facts about the task of a run. ConfigError where data.task names an object that is not a task."""
     if not is_object_name(data.task):
         return SHIPPED[data.task]
     found = load_object(data.task, "data.task", TASK_ATTRIBUTES, data.options)

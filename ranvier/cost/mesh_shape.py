@@ -38,8 +38,9 @@ def _fault(ranks: int, batch: int, sequence: int, hidden: int, heads: int, schem
     if hidden % ranks:
         return f"does not divide the hidden size {hidden}"
     if not scheme.startswith("megatron"):
-        return (f"is no product of rows, which divide the {batch} sequences of a microbatch, and columns, which divide "
-                f"the {heads} heads{f' and the sequence length {sequence}' if scheme.endswith('sequence') else ''}")
+        return (f"is not a product of rows, which divide the {batch} sequences of a microbatch, and columns, "
+                f"which divide the {heads} heads"
+                f"{f' and the sequence length {sequence}' if scheme.endswith('sequence') else ''}")
     if heads % ranks:
         return f"does not divide the {heads} heads"
     return f"does not divide the sequence length {sequence}"

@@ -279,7 +279,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     told: set[str] = set()  # a corpus is read again for its tokens once it has a tokenizer
 
     def read(max_bytes: int) -> Iterator[Document]:
-        unreadable: dict[str, Exception] = {file: OSError("is no file") for file in names if file not in stats}
+        unreadable: dict[str, Exception] = {file: OSError("is not a file") for file in names if file not in stats}
         for file in stats:
             with readable_file(root / file, "corpus", "rows of UTF-8 text, in files that can be read"):
                 if not version and is_rows(root / file, column):

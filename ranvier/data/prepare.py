@@ -58,7 +58,7 @@ def warnings(run: Run) -> list[RanvierError]:
 
 
 def hub_names(run: Run) -> list[tuple[str, str]]:
-    """(setting, name) of each corpus and table that is no file here, and would be read from the Hugging Face hub."""
+    """(setting, name) of each corpus and table that is not a file here, and would be read from the Hugging Face hub."""
     data, is_text = run.data, run.data.task == "lm"
     if data.task not in ("lm", "chat", "preference", "reward", "classification"):
         return []  # others read none

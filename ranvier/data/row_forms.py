@@ -148,7 +148,7 @@ def _alpaca(row: Row) -> Conversation | None:
     messages, more = _system(row), row.values.get("input")
     history = row.values.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise row.error("not-an-alpaca-history", "has a `history` that is no list of questions and answers", history,
+        raise row.error("not-an-alpaca-history", "has a `history` that is not a list of questions and answers", history,
                         'Give for example [["...", "..."]].')
     for question, answer in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

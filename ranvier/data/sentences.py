@@ -92,7 +92,7 @@ def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> 
     label = row.values[columns.label]
     if class_names is not None and isinstance(label, int):
         if not 0 <= label < len(class_names):  # -1 stands for a label that is not published
-            raise DataError(f"has a label that is no number of its {len(class_names)} classes",
+            raise DataError(f"has a label that is not a number of its {len(class_names)} classes",
                             code="label-not-in-classes", where=row.place, value=label,
                             remedy="Leave such rows out (dataset.filter of Hugging Face's datasets), or name "
                                    "another split.")

@@ -140,8 +140,8 @@ class Source:
 
 
 def sources_of(data: Data, alone: str) -> list[Source]:
-    """Sources of the run's data: its mixture, or `alone`. DataError for a weight that is no positive number, and where
-    only some sources have one."""
+    """Sources of the run's data: its mixture, or `alone`. DataError for a weight that is not a positive number, and
+    where only some sources have one."""
     if not data.mixture:
         return [Source(name=alone)]
     found = [_source(entry) for entry in data.mixture]

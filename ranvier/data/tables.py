@@ -223,7 +223,7 @@ def holds_lines(path: Path) -> bool:
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
     """The objects of a file of JSON lines; empty lines are left out. DataError, with the number of the line, for one
-    that is no object; UnicodeDecodeError when the file is not UTF-8."""
+    that is not an object; UnicodeDecodeError when the file is not UTF-8."""
     remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
     with _text(path, "\n") as file:
         for number, line in enumerate(file, start=1):
@@ -417,7 +417,7 @@ def text_of(row: Row, column: str, setting: str) -> str:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]
     if not isinstance(text, str):
-        raise row.error("column-not-text", f"has a column `{column}` that is no text", text,
+        raise row.error("column-not-text", f"has a column `{column}` that is not a text", text,
                         f"Correct that row, or set --{setting} to a column of text.")
     if not is_unicode(text):
         raise DataError("has half of a surrogate pair, which is not a character", code="text-half-surrogate",

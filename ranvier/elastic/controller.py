@@ -371,7 +371,8 @@ class Controller:
         """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""
         sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
         if len(sizes) < len(asked):
-            return "is no mesh: give --data and --pipe, and --row and --col if they change, whole numbers of at least 1"
+            return ("is not a mesh: give --data and --pipe, and --row and --col if they change, as whole numbers of at "
+                    "least 1")
         if prod(sizes) > facts.num_ranks:
             started = facts.num_ranks == self.run.mesh.size
             return f"needs {prod(sizes)} ranks, and the run {'was started with' if started else 'has'} " \

@@ -80,7 +80,7 @@ class Ledger:
         """Whether to go from mesh `old` to `new` (in words) after `step` steps.
 
         seconds_before: a step's, as measured; model_before, model_after: what the model predicts for both meshes. Where
-        one of them is no positive finite number there is nothing to go by, and the answer is no.
+        one of them is not a positive finite number there is nothing to go by, and the answer is no.
         """
         cost = self.expected_cost(moved_bytes)
         known = all(isfinite(seconds) and seconds > 0 for seconds in (seconds_before, model_before, model_after))

@@ -6,7 +6,7 @@ from functools import cache
 from typing import cast
 
 from ranvier.block import still_frozen, untrained_layers
-from ranvier.config.named_object import missing_attribute, make_object
+from ranvier.config.named_object import make_object, missing_attribute
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.rules import manual_depth
 from ranvier.config.run import Elastic
@@ -22,7 +22,7 @@ POLICY_METHODS = ("frozen_layers()",)
 def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy | None = None,
                   eval_samples: int = 0) -> Controller:
     """The controller of a run, as it was started. policy: decides instead of the one that the run names. eval_samples:
-    held-out samples, for a policy that compares the layers' outputs. ConfigError for an object that is no policy."""
+    held-out samples, for a policy that compares the layers' outputs. ConfigError for an object that is not a policy."""
     if policy is not None and (missing := missing_attribute(policy, POLICY_METHODS)) is not None:
         raise ConfigError(f"has no {missing}", code="freezing-object-incomplete", where="train(freezing=...)",
                           value=type(policy).__name__, remedy="Give it what docs/extending.md describes.")
@@ -37,7 +37,7 @@ def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy 
 
 def policy_of(elastic: Elastic) -> FreezePolicy:
     """A new policy, which `elastic.freeze` names. ConfigError for manual entries that cannot be read, and for a user's
-    object that is no policy."""
+    object that is not a policy."""
     match elastic.freeze:
         case "none" | "untrained":
             return NoFreezing()

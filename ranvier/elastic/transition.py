@@ -294,7 +294,7 @@ _LENGTH_BYTES = 8
 
 
 def with_states_of_neighbour(held: Held, group: Group) -> Held:
-    """Send what of `held` is no parameter or buffer to the next member of `group`, the first after the last; `held`
+    """Send what of `held` is not a parameter or buffer to the next member of `group`, the first after the last; `held`
     with that of the member before. Collective. `held` itself in a group of one."""
     size, index = len(group.ranks), group.index
     if size == 1:

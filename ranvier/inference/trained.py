@@ -256,7 +256,7 @@ class LanguageModel:
 def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> LanguageModel:
     """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
     folder in Hugging Face's format, a GGUF file, or a model's name. ema: the moving average of a checkpoint's
-    parameters in their place. CheckpointError, ModelError or DataError where there is none, or it is no decoder."""
+    parameters in their place. CheckpointError, ModelError or DataError where there is none, or it is not a decoder."""
     path = local_path(path, tell)
     if (path / "config.json").is_file():
         if ema:
@@ -350,7 +350,7 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
 def _scores(run: ResolvedRun, found: Evaluated) -> dict[str, float]:
     """The numbers of one evaluation by name; of language models their perplexity."""
     targets = form_of(run.data).targets
-    perplexity = math.inf if found.loss > 709 else math.exp(found.loss)  # of more the exponential is no number
+    perplexity = math.inf if found.loss > 709 else math.exp(found.loss)  # of more the exponential is not a number
     return {"loss": found.loss, **({"perplexity": perplexity} if families.head_of(run) == "tokens" else {}),
             **{name.removeprefix("eval_"): score for name, score in found.scores.items() if name != "eval_count"},
             targets: found.scores.get("eval_count", found.weight)}

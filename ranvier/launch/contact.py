@@ -85,7 +85,7 @@ def read_contact(run_dir: Path) -> JoinPoint:
 
 def connect(contact: JoinPoint) -> TCPStore:
     """A connection to the store, whose blocking calls have the same limit as those of the run's own supervisor.
-    LaunchError where nobody listens, or it is no store."""
+    LaunchError where nobody listens, or it is not a store."""
     where = f"store of the run at {contact.address}:{contact.port}"
     try:
         socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()

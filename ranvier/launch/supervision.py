@@ -202,7 +202,8 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
         end = _RankEnd(record["rank"], record["code"])
     if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
-    lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))  # a stopped mpiexec is no rank
+    # A stopped mpiexec is not a rank.
+    lost = int(end.code <= 0 and not (end.rank is None and end.code == -signal.SIGSTOP))
     if record is not None and record["reported"] and end.code == record["code"] and end.code > 0:
         return Outcome(code=end.code, num_lost=record["num_lost"], retryable=record["retryable"])
     print_stderr(end.describe(read_mesh(store, mesh)))

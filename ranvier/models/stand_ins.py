@@ -30,7 +30,7 @@ class Elsewhere(nn.Module):
 
     def __init__(self, module: nn.Module, name: str, *, shares: bool) -> None:
         super().__init__()
-        self._module, self._name, self._shares = (module,), name, shares  # in a tuple: it is no part of this one
+        self._module, self._name, self._shares = (module,), name, shares  # in a tuple: it is not a part of this one
         self.knows = False
         """Whether everything has been read that blocks read for the sample."""
 

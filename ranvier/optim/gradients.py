@@ -435,7 +435,7 @@ class Gradients:
 
     def _is_at(self, grad: Tensor, address: int, spec: GradientSpec) -> bool:
         """Whether the elements of a gradient, which is real, lie from `address` on, in the order of `_view` and as they
-        are: it is no view such as `grad.t()`, or one with the negative bit, which begin there, too."""
+        are: it is not a view such as `grad.t()`, or one with the negative bit, which begin there, too."""
         return (grad.layout is torch.strided and grad.data_ptr() == address
                 and grad.stride() == self._strides[spec.name] and not grad.is_neg()) or not grad.numel()
 

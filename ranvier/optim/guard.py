@@ -2,7 +2,7 @@
 
 A step is bad when its loss or the norm of its gradients is not finite, or when its loss is far above the usual.
 Whoever looks before it updates (stop, skip and rollback) updates nothing from a bad step. An overflow in fp16 is no bad
-step but the loss scale's business, unless the loss itself is no number: a smaller scale would not change that.
+step but the loss scale's business, unless the loss itself is not a number: a smaller scale would not change that.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class MasterCopies:
 
 
 def _versions(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is no version."""
+    """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is not a version."""
     return (parameter._version, parameter.data_ptr()), (master._version, master.data_ptr())
 
 

@@ -64,7 +64,7 @@ class TensorRule(Protocol):
 
     def applies_to(self, name: str, shape: tuple[int, ...], *, in_layer: bool) -> bool:
         """Whether it updates this parameter; AdamW updates the others. in_layer: whether its block belongs to a layer
-        of the model, and is no embedding or head."""
+        of the model, and is not an embedding or head."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...] | None]:
         """The states of a parameter of this shape, and their shapes. None stands for the parameter's own, which is

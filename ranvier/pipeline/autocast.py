@@ -31,7 +31,8 @@ def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: 
         return
     where = "Engine(autocast=...)"
     if autocast is not torch.bfloat16:
-        what = "needs the loss scaling of dtype=torch.float16" if autocast is torch.float16 else "is no half precision"
+        what = ("needs the loss scaling of dtype=torch.float16" if autocast is torch.float16
+                else "is not a half-precision format")
         raise ConfigError(what, code="autocast-format", where=where, value=autocast,
                           remedy="Give torch.bfloat16, or dtype=torch.float16.")
     if dtype is not torch.float32:

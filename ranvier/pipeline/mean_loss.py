@@ -51,7 +51,7 @@ def _divides(name: str, node: Node, weight: float) -> bool:
 
 
 def _is_fraction(name: str, node: Node) -> bool:
-    """Whether it multiplies by a constant below 1, which is no count."""
+    """Whether it multiplies by a constant below 1, which is not a count."""
     factor = _number(node) if name.startswith("MulBackward") else None
     return factor is not None and 0 < factor < 1
 

@@ -277,7 +277,7 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
     if dtype is None:
         dtype = torch.float32 if autocast or float8 else _format_of(modules, world)
     if dtype not in DTYPES.values():
-        raise ConfigError("is no number format to train in", code="dtype-not-trained", where="Engine(dtype=...)",
+        raise ConfigError("is not a number format to train in", code="dtype-not-trained", where="Engine(dtype=...)",
                           value=dtype, remedy="Give torch.float32, torch.bfloat16, torch.float16 or torch.float64.")
     check_autocast(autocast, dtype=dtype, float8=float8)
     names, in_evaluation = names_in_whole(model), bool(modules) and not some_train(modules)

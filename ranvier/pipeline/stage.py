@@ -595,4 +595,4 @@ def _note_state(error: BaseException, state: State) -> None:
                        "takes tensors put one with the line: def forward(self, state): return self.module(**state)")
     elif (hint := wrapping_hint(state)) is not None:
         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has returned. If that "
-                       f"is no block of yours: {hint}")
+                       f"is not a block of yours: {hint}")

@@ -278,7 +278,7 @@ def _hint(state: State) -> str:
 
 def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, bool]:
     """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
-    computes is no weight's, and has gradients of two operands whatever is frozen."""
+    computes is not a weight's, and has gradients of two operands whatever is frozen."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
     total, flops = sum(weight.numel() for weight in weights), count.flops
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)

@@ -109,7 +109,7 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
                                  value=type(parameter).__name__,
                                  remedy="Run the modules on a sample, model(sample), before the engine gets them.")
             if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
-                raise ModelError("is no plain tensor, of which ranks could hold parts", code="wrapped-parameter",
+                raise ModelError("is not a plain tensor, of which ranks could hold parts", code="wrapped-parameter",
                                  where=f"parameter {full}",
                                  value=f"{type(parameter.data).__name__}, {parameter.layout}",
                                  remedy="Give the modules from before fully_shard, parallelize_module or a library's "

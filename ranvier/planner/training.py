@@ -38,7 +38,7 @@ def dollars_of(text: str) -> float:
     """A sum of dollars: 2M, 500k, 1250.50. ConfigError for what is none."""
     value = _number(text)
     if not 0 < value <= _MOST_TOKENS:
-        raise ConfigError("is no sum of dollars", code="malformed-budget", where="--budget", value=text,
+        raise ConfigError("is not a sum of dollars", code="malformed-budget", where="--budget", value=text,
                           remedy="Give one, such as 2M, 500k or 1250.")
     return value
 

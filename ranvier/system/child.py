@@ -44,7 +44,7 @@ def calling(module: str, function: str, *arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's variables for a child that is no rank, and `more`. Ranvier is found as in this process."""
+    """This process's variables for a child that is not a rank, and `more`. Ranvier is found as in this process."""
     found = {name: value for name, value in os.environ.items() if name != _PRIVATE} | more
     return found | package_path(found)
 

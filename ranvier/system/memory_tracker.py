@@ -189,7 +189,7 @@ def give_back(device: torch.device) -> None:
 
 
 def forget_trials(device: torch.device) -> None:
-    """What was only measured on a device is no memory of the run: it is given back, and peaks count from here."""
+    """What was only measured on a device does not belong to the run: it is given back, and peaks count from here."""
     give_back(device)
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)

@@ -138,8 +138,8 @@ def _parse(parser: Callable[[Any], Any], content: bytes | str) -> Any:
 
 
 def member(folder: Path, name: str) -> Path:
-    """The path of the regular file `name` of `folder`. OSError when it is missing, is no regular file, or is a link to
-    elsewhere: links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    """The path of the regular file `name` of `folder`. OSError when it is missing, is not a regular file, or is a link
+    to elsewhere: links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
     path = folder / name
     try:
         if path.is_symlink():

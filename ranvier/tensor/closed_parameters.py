@@ -23,7 +23,7 @@ _Parameter = nn.Parameter | None
 class ClosedParameters(MutableMapping[str, _Parameter]):
     """Replaces `_parameters` of a split layer and its parts: each read while code of a block runs is checked.
 
-    It is no dict, because `dict.__getitem__`, `dict(...)` and `{**...}` of one read past its methods.
+    It is not a dict, because `dict.__getitem__`, `dict(...)` and `{**...}` of one read past its methods.
     """
 
     def __init__(self, parameters: Mapping[str, _Parameter], mesh: TensorMesh) -> None:

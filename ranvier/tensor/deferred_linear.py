@@ -119,7 +119,7 @@ class _DeferrableLinear(Function):
             w, b = w.to(autocast), None if b is None else b.to(autocast)  # type: ignore[assignment]
         if layer.pads_rows and x.is_cuda:
             return padded_rows_product(x, w)
-        return functional.linear(x, w, b).detach()  # users may change what is no view in place
+        return functional.linear(x, w, b).detach()  # users may change what is not a view in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -354,7 +354,7 @@ class _RowLookup(Function):
     def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int, gradients: WeightGradients) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.weight, ctx.padding, ctx.gradients = weight, padding, gradients
-        return functional.embedding(ids, weight).detach()  # users may change what is no view in place
+        return functional.embedding(ids, weight).detach()  # users may change what is not a view in place
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:

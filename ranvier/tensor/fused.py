@@ -1,6 +1,6 @@
 """Chains of elementwise operations of layers, each compiled into as few kernels as torch.compile makes of it.
 
-A block on several rows or columns is no graph: its layers wait for collectives, and its own code computes on tensors
+A block on several rows or columns is not a graph: its layers wait for collectives, and its own code computes on tensors
 that carry their layout (`ranvier.tensor.columns`), which torch's tracer cannot follow. So a layer
 names its chains, which are functions of plain tensors without a graph of their own: forward and backward of a norm
 between its collectives, of rotary embeddings, of a gated activation, of dropout with the residual sum.

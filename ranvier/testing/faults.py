@@ -296,7 +296,7 @@ class _FaultyTransport:
 
 
 class _FaultyGroup:
-    """A `protocol.Group`; what is no collective is that of the inner one."""
+    """A `protocol.Group`; what is not a collective is that of the inner one."""
 
     def __init__(self, inner: Group, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan

@@ -342,7 +342,7 @@ def _own_part(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
     if layout is None or layout.dim is None or whole.shape[layout.sharded_dim] != layout.size:
-        return whole  # what local_map has returned is no shard of it: its shape or its values will differ
+        return whole  # what local_map has returned is not a shard of it: its shape or its values will differ
     return _shard(whole, layout)
 
 

@@ -111,7 +111,7 @@ def survive(session: Session, error: TransportError) -> None:
     if survival is None:
         raise error
     while True:
-        # 1. An engine without a rank is no engine any more.
+        # 1. An engine without a rank is not an engine any more.
         if isinstance(old := session.place, Active):
             session.place = Idle(saving=old.saving)
             old.saving.checkpoints.close(_LAST_WRITE_SECONDS)

@@ -4,7 +4,7 @@
     events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
 
 The run looks between two steps. Which mesh ranks that join lead to says `ranvier.train.joining`. Whoever may write to
-the folder may put anything there: what is no plain file of the run's own user is refused without being read.
+the folder may put anything there: what is not a plain file of the run's own user is refused without being read.
 """
 
 from __future__ import annotations

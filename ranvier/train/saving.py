@@ -267,8 +267,8 @@ class Saving:
     def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
              best: BestEvaluation | None = None) -> float | None:
         """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
-        its loss is no number: what comes of it is not kept. result: the step's, None where that was told as good. best:
-        the best evaluation so far, whose checkpoint stays."""
+        its loss is not a number: what comes of it is not kept. result: the step's, None where that was told as good.
+        best: the best evaluation so far, whose checkpoint stays."""
         if result is not None and result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step

@@ -77,7 +77,7 @@ def take_step(session: Session, step: int) -> None:
         if saves and is_late and not considers:
             session.save()
         session.publish()
-        active.meter.resume()  # an evaluation is no part of a step
+        active.meter.resume()  # an evaluation is not a part of a step
     elif stall is not None or survival is not None:
         session.publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
     if survival is not None:

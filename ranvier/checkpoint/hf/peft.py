@@ -246,9 +246,9 @@ class AdapterFolder:
         rank, alpha, dropout = (document.get(key, default) for key, default in (
             ("r", 8), ("lora_alpha", 8), ("lora_dropout", 0.0)))
         if not _is_number(rank) or int(rank) != rank or rank < 1 or not _is_number(alpha) or alpha <= 0:
-            raise self._error("adapter-rank", "has r or lora_alpha that is no positive number", f"{rank}, {alpha}")
+            raise self._error("adapter-rank", "has r or lora_alpha that is not a positive number", f"{rank}, {alpha}")
         if not _is_number(dropout) or not 0 <= dropout < 1:
-            raise self._error("adapter-dropout", "has lora_dropout that is no probability", dropout)
+            raise self._error("adapter-dropout", "has lora_dropout that is not a probability", dropout)
         self.rank, self.dropout = int(rank), float(dropout)
         self.alpha = float(alpha) * (self.rank ** 0.5 if document.get("use_rslora") else 1.0)
         self.method: Literal["lora", "dora"] = "dora" if document.get("use_dora") else "lora"
@@ -267,7 +267,7 @@ class AdapterFolder:
             raise self._error("adapter-file-unreadable",
                               f"has no {CONFIG} that can be read: {str(error).partition(chr(10))[0]}") from error
         if not isinstance(document, dict):
-            raise self._error("adapter-config-not-object", f"has a {CONFIG} that is no object")
+            raise self._error("adapter-config-not-object", f"has a {CONFIG} that is not an object")
         return document
 
     def places(self, config: Transformer, head: str) -> tuple[dict[str, tuple[Module, str, str]], dict[str, str]]:

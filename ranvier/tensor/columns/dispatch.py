@@ -7,7 +7,7 @@ tensors. `dispatch` sees each torch function that is called with a `ColumnTensor
     pointwise                 operands with one layout pass; replicated ones are converted (`columns.layout`)
     views, permutations       the sharded dim is followed
     along dims, norms         pass where the sharded dim is not among those dims
-    products                  pass where the sharded dim is no dim that is summed over
+    products                  pass where the sharded dim is not a dim that is summed over
     everything else           with a sharded operand a ModelError that names function, module, line and layout
 
 Where no operand is sharded, every column computes the same, and all functions pass but those that draw random numbers.

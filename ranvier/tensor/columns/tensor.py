@@ -165,7 +165,7 @@ def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `call` of each leaf, as `tree_map` has it, whose registry of containers costs more than the products
-    of a small layer: it is asked only about what is no plain container, tensor, number or the like."""
+    of a small layer: it is asked only about what is not a plain container, tensor, number or the like."""
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(call, one) for one in tree])
@@ -186,7 +186,7 @@ def layout_of_tensor(x: Tensor) -> ColumnLayout | None:
 
 
 def sharded_layout(x: Any) -> ColumnLayout | None:
-    """The layout of a sharded tensor; None for a replicated or a plain one, and for what is no tensor."""
+    """The layout of a sharded tensor; None for a replicated or a plain one, and for what is not a tensor."""
     return x.columns if isinstance(x, ColumnTensor) and x.columns.dim is not None else None
 
 

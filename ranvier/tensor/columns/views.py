@@ -30,7 +30,7 @@ from ranvier.tensor.columns.tensor import (
 )
 
 Place = Callable[[Tensor, int, Args, Kwargs], int | None]
-"""(x, its sharded dim, the call's arguments) -> that dim's place in the result; None where the result is no shard."""
+"""(x, its sharded dim, the call's arguments) -> that dim's place in the result; None if the result is not a shard."""
 _KEEP_IN_FRONT = ("A view is a shard of the whole view where the sharded dim is in front of the dims that it is merged "
                   "with, or divided into, and the columns divide the new size: unflatten(-1, (heads, width)).")
 

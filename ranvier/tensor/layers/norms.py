@@ -135,7 +135,7 @@ def _normalize(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tenso
                offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
     means, variances = all_of_row.unbind(1)
-    mean = means.mean(0)  # which is saved, so it is no view of both
+    mean = means.mean(0)  # which is saved, so it is not a view of both
     variance = variances.mean(0) + (means - mean).square_().mean(0)
     rstd = variance.add_(epsilon).rsqrt_()
     y = (x.to(mean.dtype) - mean).mul_(rstd)
