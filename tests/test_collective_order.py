@@ -49,9 +49,9 @@ _CALL = "calls a wait that is in a scenario"
 _TOOL = "a tool of tests, with waits of its own"
 OTHER = {
     ("comm/collectives.py", "self.wait()"): "the work is done",
-    ("comm/nccl_transport.py", "started(dist.isend(first, group_dst=destination, group=channel)).wait()"):
+    ("comm/nccl_transport.py", "require_work(dist.isend(first, group_dst=destination, group=channel)).wait()"):
         "communicators are built before the first step",
-    ("comm/nccl_transport.py", "started(dist.irecv(first, group_src=source, group=channel)).wait()"):
+    ("comm/nccl_transport.py", "require_work(dist.irecv(first, group_src=source, group=channel)).wait()"):
         "communicators are built before the first step",
     ("elastic/transition.py",
      "group.all_to_all(found, own, [sizes[before] if other == before else 0 for other in range(size)],"):

@@ -740,7 +740,7 @@ def twice(document):
 
 def outside(document):
     document["files"][0]["name"] = "../part-00000.safetensors"
-    return "'../part-00000.safetensors' is no name of a file of pieces"
+    return "'../part-00000.safetensors' is not a name of a file of pieces"
 
 
 def huge(document):

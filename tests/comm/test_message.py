@@ -59,7 +59,7 @@ def test_round_trip(sent):
 def test_a_buffer_that_begins_at_an_odd_place_is_refused():
     """Its tensors would be read from bytes beside theirs."""
     encoded = encode(Message(MessageKind.FORWARD, 0, 0, {"x": torch.ones(3)}))
-    with pytest.raises(ValueError, match="no place for a tensor"):
+    with pytest.raises(ValueError, match="not a place for a tensor"):
         decode(torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:], 0)
 
 

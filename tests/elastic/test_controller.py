@@ -141,7 +141,7 @@ class Course:
             assert len(change.boundaries) == there.mesh.pipe - 1
             assert [0, *change.boundaries, len(NAMES)] == sorted({0, *change.boundaries, len(NAMES)})
         self.state = self.call(
-            "entered", change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=1000,
+            "after_change", change, step=self.step, old=self.run.mesh, new=there.mesh, moved_bytes=1000,
             seconds=self.draw(st.floats(0.0, 5.0)), remaining_steps=facts.remaining_steps)
         assert not self.state.recent and self.state.trial is None and self.state.kept == 0
         self.run, self.frozen = there, change.frozen

@@ -213,7 +213,7 @@ def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(senten
     assert sorted(answers) == sorted(asked) and all(len(texts) == 1 for texts in answers.values())
     assert "it was made before the run began" in answers[asked[0]][0] and "the run ends" in answers[asked[-1]][0]
     assert "needs 6 ranks, and the run was started with 4" in answers[asked[2]][0]
-    assert [("is no mesh" in text, "is the mesh that the run has" in text) for text in unreadable] == [
+    assert [("is not a mesh" in text, "is the mesh that the run has" in text) for text in unreadable] == [
         (True, False), (False, False), (False, True)]
     assert "cannot be read: is not a regular file" in unreadable[1]
     assert not list(run.run_dir.glob("*resize*"))

@@ -42,7 +42,7 @@ def test_once_per_pipeline_length_whatever_is_frozen_later():
 
 def test_a_search_that_a_new_depth_interrupts_begins_again():
     """Steps of different depths are not compared."""
-    profile = MicrobatchProfile().with_measurement(4, 1, 0, 4, 3.0).measured(4, 1, 0, 8, 2.0)
+    profile = MicrobatchProfile().with_measurement(4, 1, 0, 4, 3.0).with_measurement(4, 1, 0, 8, 2.0)
     profile, tried = search(profile, {4: 1.0, 8: 1.5, 12: 1.6}, frozen=3)
     assert tried == [4, 8, 12] and profile.best(4, 1, 3, (4, 8, 12)) == 4
 
@@ -55,12 +55,15 @@ def test_the_latest_finished_search_counts():
 
 
 def test_the_least_of_several_measurements():
-    profile = MicrobatchProfile().with_measurement(2, 1, 0, 4, 3.0).measured(2, 1, 0, 4, 1.0).measured(2, 1, 0, 4, 2.0)
+    profile = MicrobatchProfile()
+    for seconds in (3.0, 1.0, 2.0):
+        profile = profile.with_measurement(2, 1, 0, 4, seconds)
     assert profile.trials == (Trial(pipe=2, data=1, frozen=0, microbatches=4, seconds=1.0),)
 
 
 def test_times_that_are_none_are_left_out():
-    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, nan).measured(2, 1, 0, 4, inf) == MicrobatchProfile()
+    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, nan).with_measurement(2, 1, 0, 4,
+                                                                                  inf) == MicrobatchProfile()
 
 
 def test_other_candidates_are_searched_too():
@@ -86,7 +89,7 @@ def test_it_survives_json_and_ends(measurements):
 
 
 def test_what_is_found_is_of_a_finished_search_alone():
-    profile = MicrobatchProfile().with_measurement(4, 1, 0, 8, 1.0).measured(4, 1, 0, 4, 2.0)
+    profile = MicrobatchProfile().with_measurement(4, 1, 0, 8, 1.0).with_measurement(4, 1, 0, 4, 2.0)
     assert profile.best_count(4, 1, (4, 8, 12)) is None and profile.best_count(4, 1, (4, 8)) == 8
     assert profile.best_count(2, 1, (4, 8)) is None and profile.best_count(4, 2, (4, 8)) is None
 

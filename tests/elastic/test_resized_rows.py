@@ -72,7 +72,7 @@ def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences,
 
     run_all(run, trackers=[Asks(run, {1: dict(data=1, pipe=1, col=3)})])
     refused = [line["text"] for line in events(run, "resize-refused")]
-    assert "mesh.col: does not divide model.heads 2 (got 3)" in refused[0] and "is no mesh" in refused[1]
+    assert "mesh.col: does not divide model.heads 2 (got 3)" in refused[0] and "is not a mesh" in refused[1]
     assert not transitions(run)
 
 

@@ -71,7 +71,7 @@ def test_each_parameter_counts_its_own_updates(offload, dtype):
         gradients.all_passed()
         optimizer.prefetch()
         optimizer.begin(1e-2)
-        for chunk in gradients.reduced():
+        for chunk in gradients.reduced_chunks():
             list(optimizer.update(chunk, 1.0))
         torch_s.step()
         for mine, other in zip(ours, theirs, strict=True):
@@ -88,7 +88,7 @@ def test_a_step_that_the_device_skips_is_no_missed_one():
         gradients.all_passed()
         optimizer.prefetch()
         optimizer.begin(1e-2, skip=torch.tensor(float(skips)), undecided=lambda skips=skips: not skips)
-        for chunk in gradients.reduced():
+        for chunk in gradients.reduced_chunks():
             list(optimizer.update(chunk, 1.0))
     assert optimizer.steps == 2 and optimizer.missed_updates == {"1": 2}
 

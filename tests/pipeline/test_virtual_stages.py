@@ -129,11 +129,11 @@ def test_training_goes_on_from_a_checkpoint_on_other_stages(tmp_path, options):
             return anywhere.train(engine, 3)
         return work
 
-    whole = anywhere.for_cols(Mesh(), lambda engine: anywhere.train(engine, 6), dtype=torch.float64, **options)[0]
+    whole = anywhere.on(Mesh(), lambda engine: anywhere.train(engine, 6), dtype=torch.float64, **options)[0]
     for before, after in ((2, 1), (1, 2)):
         mesh = Mesh(pipe=2, data=2)
-        losses = anywhere.for_cols(mesh, first, dtype=torch.float64, pipeline=several(before), **options)[0]
-        losses += anywhere.for_cols(mesh, second(before), dtype=torch.float64, pipeline=several(after), **options)[0]
+        losses = anywhere.on(mesh, first, dtype=torch.float64, pipeline=several(before), **options)[0]
+        losses += anywhere.on(mesh, second(before), dtype=torch.float64, pipeline=several(after), **options)[0]
         assert losses == pytest.approx(whole, abs=1e-12)
 
 

@@ -60,7 +60,7 @@ def test_the_best_of_all_legal_shapes(ranks, batch, sequence, width, heads, sche
 
 @pytest.mark.parametrize(("ranks", "scheme", "sizes", "what", "nearest"), [
     (7, "stationary", {}, "does not divide the hidden size 64", 8),
-    (16, "stationary", {"batch": 3}, "is no product of rows, which divide the 3 sequences of a microbatch, and "
+    (16, "stationary", {"batch": 3}, "is not a product of rows, which divide the 3 sequences of a microbatch, and "
                                      "columns, which divide the 8 heads", 8),
     (16, "megatron", {}, "does not divide the 8 heads", 8),
     (8, "megatron-sequence", {"sequence": 12}, "does not divide the sequence length 12", 4)])
