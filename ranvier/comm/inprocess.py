@@ -181,7 +181,7 @@ class InProcessTransport(EdgesOfRank):
         with self._inbox.condition:
             messages = list(self._inbox.arrived)
             self._inbox.arrived.clear()
-        return [_arrived(message) for message in messages]
+        return [_copy_to_receiver(message) for message in messages]
 
     def wait(self, timeout_seconds: float) -> Message | None:
         """See `protocol.Transport`."""
@@ -195,7 +195,7 @@ class InProcessTransport(EdgesOfRank):
                 self._world.check(self.purpose)
                 inbox.condition.wait(left)
             message = inbox.arrived.popleft()
-        return _arrived(message)
+        return _copy_to_receiver(message)
 
     def _check(self) -> None:
         self.check_open()
@@ -214,7 +214,7 @@ class InProcessTransport(EdgesOfRank):
         self.closed = True
 
 
-def _arrived(message: Message) -> Message:
+def _copy_to_receiver(message: Message) -> Message:
     """The message in memory of the receiver's own, where its tracker of memory counts it and not the sender's."""
     message.tensors = {name: tensor.clone() for name, tensor in message.tensors.items()}
     return message

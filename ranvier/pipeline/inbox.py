@@ -67,7 +67,9 @@ class Inbox:
         """
         self._call, self._step, self._count, self._on_arrival = call, step, num_microbatches, on_arrival
         early, self._early, self._next = self._early, [], {}
-        for message in early:
+        for message in early:  # which an evaluation under torch.inference_mode may have received
+            message.tensors = {name: tensor.clone() if tensor.is_inference() else tensor
+                               for name, tensor in message.tensors.items()}
             self._sort(message)
 
     def _receive(self, message: Message) -> None:

@@ -62,8 +62,8 @@ def test_the_least_of_several_measurements():
 
 
 def test_times_that_are_none_are_left_out():
-    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, nan).with_measurement(2, 1, 0, 4,
-                                                                                  inf) == MicrobatchProfile()
+    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, nan) == MicrobatchProfile()
+    assert MicrobatchProfile().with_measurement(2, 1, 0, 4, inf) == MicrobatchProfile()
 
 
 def test_other_candidates_are_searched_too():

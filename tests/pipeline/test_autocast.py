@@ -1,5 +1,7 @@
 """An engine under autocast computes what a loop in plain PyTorch under torch.autocast does."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -311,9 +313,16 @@ def test_a_default_device_around_a_call_is_refused_before_it_begins():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_around_a_call_are_refused_where_it_trains(mode):
-    """An evaluation needs none, and those that follow find nothing of it."""
+    """An evaluation needs none, and those that follow find nothing of it: the last stage, which takes longer, receives
+    in it what the first one trains on next."""
+    class Late(nn.Linear):
+        def forward(self, x):
+            if not self.training:
+                time.sleep(0.05)
+            return super().forward(x)
+
     def rank(world):
-        engine = Engine([nn.Linear(4, 4), nn.Linear(4, 4)], world, mesh=Mesh(pipe=2), loss=squared, optim=Optim())
+        engine = Engine([nn.Linear(4, 4), Late(4, 4)], world, mesh=Mesh(pipe=2), loss=squared, optim=Optim())
         batch = [(torch.ones(2, 4), torch.zeros(2, 4))] * 2
         losses = []
         for call in (engine.train_batch, engine.forward_backward):
