@@ -224,10 +224,10 @@ def test_shares_cut_through_parameters():
     """Replicas share what all of them update evenly. Shards are shares of chunks, here elements 20..40 and 76..92 of a
     buffer of 108 that begins with b3.w."""
     one = layout(Mesh(data=3), (), sharded=False)
-    assert [piece for piece in one.owned_slices(1)
-            if piece.parameter == "b0.w"] == [Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
-    assert [piece.parameter for piece in one.owned_slices(0) if one[piece.parameter].numel <= 1] == ["b2.scalar",
-                                                                                                     "b3.empty"]
+    assert [piece for piece in one.owned_slices(1) if piece.parameter == "b0.w"] == [
+        Slice("b0.w", ((0, 5), (0, 7)), (12, 24))]
+    assert [piece.parameter for piece in one.owned_slices(0) if one[piece.parameter].numel <= 1] == [
+        "b2.scalar", "b3.empty"]
     assert not any(piece.parameter == "b4.head" for rank in range(3) for piece in one.owned_slices(rank))
     one = layout(Mesh(data=3), (), sharded=False, chunking=Chunking(chunk_size=60, shard=True))
     assert one.updated_slices(1) == [Slice("b2.w", ((0, 3), (0, 9)), (7, 27)), Slice("b0.w", ((0, 5), (0, 7)), (5, 21))]

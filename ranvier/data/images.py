@@ -357,8 +357,8 @@ class ImageClassification(Task):
                                 None if augment == "none" else (run.seed, repeats))
         found = Prepared(
             train=train, eval=held, weight=1.0, num_classes=len(classes), class_names=classes, scoring=Accuracy,
-            transform=transform, repeats=repeats, fingerprint=fingerprint("images", same, transform,
-                                                                          subset_settings(run)),
+            transform=transform, repeats=repeats,
+            fingerprint=fingerprint("images", same, transform, subset_settings(run)),
             about=f"{run.data.train}: {len(train):,} images, {len(held):,} held out, {len(classes)} classes")
         return with_labels_of_model(found, run, progress)
 

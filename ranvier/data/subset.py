@@ -53,8 +53,8 @@ def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
     return chosen
 
 
-def split_held_out(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray) -> tuple[list[_Sample],
-                                                                                             list[_Sample]]:
+def split_held_out(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray
+                   ) -> tuple[list[_Sample], list[_Sample]]:
     """(training samples, held-out ones): the latter are those that are chosen."""
     return ([one for one, here in zip(samples, chosen, strict=True) if not here],
             [one for one, here in zip(samples, chosen, strict=True) if here])

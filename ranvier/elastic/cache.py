@@ -440,8 +440,8 @@ class AutoCache:
         try:
             rows = RowFormat.from_state(state, self._precision, count=len(samples),
                                         has_positions=self._lengths is not None)
-            if self._lengths is not None and next(iter(as_named_tensors(state,
-                                                                        WHERE).values())).shape[1] != self._length:
+            if self._lengths is not None and next(iter(
+                    as_named_tensors(state, WHERE).values())).shape[1] != self._length:
                 raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
         except NotCacheable as reason:
             self._is_off = True  # the state has no rows, and will have none in any other microbatch

@@ -91,9 +91,8 @@ def report_failure(world: World, error: BaseException, *, names_culprit: bool = 
     elif is_user_error and (first or (first is None and (names_culprit or isinstance(error, MessageTimeout)))):
         actions = describe_actions(world.store, world.size) if isinstance(
             error, MessageTimeout) and silence is not None and "\n" not in str(error) else ""
-        print_stderr(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]") + (actions
-                                                                                               and f"\n{actions}")
-                     + (_STORE_IS_SILENT if silence is None else silence))
+        print_stderr(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
+                     + (actions and f"\n{actions}") + (_STORE_IS_SILENT if silence is None else silence))
     elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
         print_stderr(f"ranvier: {store_is_gone(world, error)}")
     elif first:

@@ -80,8 +80,8 @@ def _out_of_place(operation: str, value: Any, other: Any) -> Any:
 
 
 def _traced_in_place(operation: str) -> Callable[[_Value, Any], fx.Proxy]:
-    return lambda value, other: value.tracer.create_proxy("call_function", _inplace_operator, (operation, value, other),
-                                                          {})
+    return lambda value, other: value.tracer.create_proxy(
+        "call_function", _inplace_operator, (operation, value, other), {})
 
 
 for _operation in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",

@@ -97,7 +97,7 @@ def peaks_of(compute: Callable[[State], object], entering: State, inputs: Sequen
             return Peaks(forward, live.peak_bytes() + first_bytes)
         try:
             root.backward(inputs=inputs)
-        except Exception:
+        except Exception:  # of torch or of the user's code: it has no values here
             return None
     return Peaks(forward, live.peak_bytes())
 

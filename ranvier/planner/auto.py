@@ -51,9 +51,9 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
         return resolve_with_least(run), [_unknown_ranks(open_axes[0])]
     if any(problem.where.startswith(PREVENT_A_CUT) for problem in problems(resolve_with_least(run))):
         where = f"mesh.{open_axes[0]}" if open_axes else "batch.microbatch-size"
-        return resolve_with_least(run), [ConfigError("cannot be planned yet", code="not-planned-yet", where=where,
-                                                     value="auto",
-                                                     remedy="Fix the other errors first, or give a number.")]
+        return resolve_with_least(run), [ConfigError(
+            "cannot be planned yet", code="not-planned-yet", where=where, value="auto",
+            remedy="Fix the other errors first, or give a number.")]
     own = resolve_with_least(run).mesh.size
     try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
         return plan_run(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []

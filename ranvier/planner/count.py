@@ -449,8 +449,8 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
         state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # which goes when nobody keeps it
         with kept, nullcontext() if recomputed else once(Uncounted()):
             state = block(state)
-            ends = [*plain(as_named_tensors(state, name)).values()] if targets is None else [part.loss(state,
-                                                                                                       targets)[0]]
+            ends = ([*plain(as_named_tensors(state, name)).values()] if targets is None
+                    else [part.loss(state, targets)[0]])
         kept_bytes = kept.count
         working = live.peak_bytes() - kept_bytes
         numbers = numbers_bytes(kept.masks, counting, dtype)

@@ -184,8 +184,8 @@ def _collective(world: World) -> float | None:
     return max(0.0, fmean(found)) if found else None
 
 
-def _core_sharing_slowdown(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]) -> dict[str,
-                                                                                                             float]:
+def _core_sharing_slowdown(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]
+                           ) -> dict[str, float]:
     """Slowdown where two ranks take turns on each core: of the rates, and what a collective takes longer than it takes
     by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is measured."""
     blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]

@@ -62,8 +62,8 @@ class Work:
         key = _kind(run), _counting(run), frozen, share
         if key not in self._counted:
             self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
-                self._share_costs(run, _MOST_COUNTED // 2, frozen), self._share_costs(run, _MOST_COUNTED,
-                                                                                      frozen), share)
+                self._share_costs(run, _MOST_COUNTED // 2, frozen),
+                self._share_costs(run, _MOST_COUNTED, frozen), share)
         return self._counted[key]
 
     def stages(self, run: ResolvedRun, frozen: int = 0) -> list[list[BlockCost]]:

@@ -121,8 +121,8 @@ def _tensors(rule: TensorRule, mesh: Mesh, seed: int, dtype: torch.dtype, world:
             else:
                 parameter, states = updates[name].parameter, dict(updates[name].states)
             updates[name] = TensorUpdate(
-                shape=shape, parameter=parameter, gradient=_draw_values(shape, seed + 100 * step + number,
-                                                                        dtype)[index],
+                shape=shape, parameter=parameter,
+                gradient=_draw_values(shape, seed + 100 * step + number, dtype)[index],
                 states=states, step=step, learning_rate=1e-2, weight_decay=0.1, split=split)
         rule.update_tensors(updates)
     return {name: [one.parameter, *one.states.values()] for name, one in updates.items()}

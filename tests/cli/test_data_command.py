@@ -32,8 +32,8 @@ def test_a_run_finds_what_was_prepared(tmp_path, capsys):
     assert f"{data.epoch_samples:,} samples in an epoch" in out
     assert run_command(["check", *flags(tmp_path, "cache")]) == 0
     assert "padding: " in capsys.readouterr().out
-    assert load_cached(run_of(tmp_path, "cache")).padding == data.padding and load_cached(run_of(tmp_path,
-                                                                                                 "none")) is None
+    assert load_cached(run_of(tmp_path, "cache")).padding == data.padding
+    assert load_cached(run_of(tmp_path, "none")) is None
 
 
 def test_problems_are_told_before_anything_is_written(tmp_path, capsys):

@@ -112,8 +112,8 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
                 for _ in range(at):
                     if not progress.steps_left(step):
                         break
-                    assert progress.steps_left(step) == math.ceil((total * first - samples) / size), (total, at, size,
-                                                                                                      step)
+                    left = math.ceil((total * first - samples) / size)
+                    assert progress.steps_left(step) == left, (total, at, size, step)
                     step, samples = step + 1, samples + size
 
 
