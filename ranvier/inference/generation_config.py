@@ -18,7 +18,7 @@ _SAMPLING: Mapping[str, object] = {"min_p": 0.0, "typical_p": 1.0, "top_h": None
 _OTHERS: Mapping[str, object] = {
     "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
     "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "forced_eos_token_id": None, "sequence_bias": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None,
     "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "stop_strings": None, "penalty_alpha": 0.0,
     "dola_layers": None, "watermarking_config": None}
 """Fields of all texts that are not followed."""
