@@ -32,6 +32,7 @@ from ranvier.pipeline.held_parameters import SteadyParameters
 from ranvier.pipeline.left_values import LeftValues
 from ranvier.pipeline.mean_loss import warn_of_mean
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.outside_leaves import OutsideLeaves
 from ranvier.pipeline.result import LastOutputs
 from ranvier.pipeline.segment import Segment, hook_of_all_modules
 from ranvier.pipeline.trained_elsewhere import OthersParameters
@@ -132,7 +133,7 @@ class Stage:
                  autocast: torch.dtype | None = None, left: LeftValues | None = None,
                  others: OthersParameters | None = None) -> None:
         self._left, self._others = left, others
-        self._steady = SteadyParameters(blocks)
+        self._steady, self._outside = SteadyParameters(blocks), OutsideLeaves()
         self._looked_at, self._is_watched = 0, False
         self._overlaps = False
         """Whether a forward of this batch has run before an earlier microbatch's backward."""
@@ -301,6 +302,8 @@ class Stage:
     def _look_at_parameters(self, number: int, outputs: Mapping[str, Tensor]) -> None:
         """The forward of a microbatch has run, and its backward has not."""
         self._steady.check()
+        if number == 0:
+            self._outside.look(outputs.values(), (one for _, _, module in self.blocks for one in module.parameters()))
         if number == 0 and self._last_number and (self._loss is None or self.blocks[0][0]):
             self._steady.note_values()
         elif self._overlaps:

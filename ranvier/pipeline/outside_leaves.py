@@ -1,0 +1,45 @@
+"""A warning of tensors outside all blocks that a batch gives gradients, such as a parameter in a closure of the loss.
+
+Known by the graphs of the first microbatches of two batches: what a forward makes for itself is another tensor in each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+class OutsideLeaves:
+    """Looks at one stage."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Tensor] | None = None
+        """The last batch's, kept alive so that no other tensor gets the identity of one."""
+
+    def look(self, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
+        """At the graph of `outputs` before its backward. known: tensors whose gradients the engine takes."""
+        ids = {id(tensor) for tensor in known}
+        found = {id(leaf): leaf for leaf in _leaves(outputs) if id(leaf) not in ids}
+        before, self._before = self._before, found
+        if twice := [leaf for leaf in found.values() if before is not None and id(leaf) in before]:
+            warnings.warn("a block or the loss uses trainable tensors of no block "
+                          f"({len(twice)}, the first of shape {tuple(twice[0].shape)}); their gradients are neither "
+                          "summed over replicas nor divided by the weight of the batch. Make what is to be trained an "
+                          "attribute of a block, or of a loss that is a module; for what is not, call "
+                          "requires_grad_(False), or use it under torch.no_grad()", stacklevel=2)
+
+
+def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
+    todo: list[Node] = [node for tensor in outputs if (node := tensor.grad_fn) is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        if leaf is not None:
+            yield leaf
+        following = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= following
+        todo += following
