@@ -149,51 +149,41 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
 
     order = sorted(range(len(gradients)), key=turn)
     places: dict[int, tuple[int, int]] = {}
-    first_of: dict[int, int] = {}  # number of a gradient -> that of its first chunk, and of its last one
-    last_of: dict[int, int] = {}
+    chunks_of: dict[int, list[int]] = {}
     chunks: list[ChunkCut] = []
     offset = 0
     owners = _owners([number for number in order if not is_cut(number)], gradients, members) if packs and shard else {}
     for together in _together(order, is_alone, kind):
         first = gradients[together[0]]
-        run, (size, index), start = run_of[together[0]], members[first.group], offset
+        run, (size, index) = run_of[together[0]], members[first.group]
         in_one = first.sent_to_owner or run is not None
         cuts: list[tuple[int, int]] = []
         is_whole = not first.sent_to_owner and any(gradients[number].whole for number in together)
-        if is_whole:
-            for part in _uncut(together, gradients, None if in_one else chunk_size):
-                begin = offset
-                for number in part:
-                    places[number] = offset, offset + gradients[number].numel
-                    offset += gradients[number].numel
-                offset += -(offset - begin) % size
-                cuts.append((begin, offset))
-        else:
-            for number in together:
+        for part in _uncut(together, gradients, None if in_one or not is_whole else chunk_size):
+            start = offset
+            for number in part:
                 places[number] = offset, offset + gradients[number].numel
                 offset += gradients[number].numel
             offset += -(offset - start) % size
-            step = max(1, offset - start) if in_one else -(-chunk_size // size) * size
+            step = max(1, offset - start) if in_one or is_whole else -(-chunk_size // size) * size
             cuts += ((begin, min(begin + step, offset)) for begin in range(start, max(offset, start + 1), step))
         starts, stops = zip(*(places[number] for number in together), strict=True)
         for begin, end in cuts:
             inside = tuple(together[bisect_right(stops, begin):bisect_left(starts, end)])
             for number in inside:
-                first_of.setdefault(number, len(chunks))
-                last_of[number] = len(chunks)
+                chunks_of.setdefault(number, []).append(len(chunks))
             width = (end - begin) // size
             shares = _owned_intervals(inside, owners, places, size, begin) if is_whole and shard else None
             share = shares[index] if shares else (begin + index * width, begin + (index + 1) * width)
             chunks.append(ChunkCut(start=begin, stop=end, gradients=inside, share=share, group=first.group,
                                    counts=first.counts, run=run, shares=shares))
-        if empty := tuple(number for number in together if number not in first_of):
+        if empty := tuple(number for number in together if number not in chunks_of):
             chunks[-1] = replace(chunks[-1], gradients=chunks[-1].gradients + empty)
-            first_of |= dict.fromkeys(empty, len(chunks) - 1)
-            last_of |= dict.fromkeys(empty, len(chunks) - 1)
+            chunks_of |= {number: [len(chunks) - 1] for number in empty}
     placed, length = (_share_memory(chunks) if runs else (chunks, offset))
     numbers = range(len(gradients))
     return FlatOrder(order=tuple(order), places=tuple(places[number] for number in numbers), chunks=tuple(placed),
-                     chunks_of=tuple(range(first_of[number], last_of[number] + 1) for number in numbers),
+                     chunks_of=tuple(range(chunks_of[number][0], chunks_of[number][-1] + 1) for number in numbers),
                      size=offset, length=length)
 
 
@@ -224,7 +214,7 @@ def _weight(gradient: FlatGradient) -> int:
 
 def _uncut(together: Sequence[int], gradients: Sequence[FlatGradient], chunk_size: int | None) -> Iterator[list[int]]:
     """The gradients of each chunk, where chunks cut none; at most `chunk_size` elements unless one has more (None:
-    there is one chunk)."""
+    all together)."""
     part: list[int] = []
     filled = 0
     for number in together:

@@ -53,35 +53,6 @@ _FOLLOWED, _FOLLOWED_ON_CPU = 1 << 22, 1 << 14
 """So many elements of master copies are compared with their parameters at once, in memory that nobody predicts."""
 
 
-def _apply(rules: Rules, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
-           states: Callable[[int, int], dict[str, Tensor]]) -> None:
-    """The rules on each segment of a bucket. All tensors hold the bucket's elements, from 0. states: (start, stop),
-    places in the flat buffer -> the states of these elements."""
-    tensors: dict[str, TensorUpdate] = {}
-    for segment in within(update.segments, bucket.start, bucket.stop):
-        here = slice(segment.start - bucket.start, segment.stop - bucket.start)
-        found, rate = states(segment.start, segment.stop), update.learning_rate * segment.learning_rate_factor
-        if segment.tensor is None:
-            rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
-            run = partial(_undo_if_skipped, update.skip, (parameters[here], *own.values()), rule.update)
-            if update.skip is not None and isinstance(rule, SkippingRule):
-                run = partial(rule.update_unless, update.skip)
-            run(parameters[here], gradients[here], own, step=update.step - segment.missed_updates, learning_rate=rate,
-                weight_decay=segment.weight_decay)
-            continue
-        spec = cast(GradientSpec, segment.tensor)
-        shape = spec.parameter.shape
-        shapes = rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
-        tensors[spec.name] = TensorUpdate(
-            shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
-            states={name: found[name].view(own or shape) for name, own in shapes.items()},
-            step=update.step - segment.missed_updates, learning_rate=rate, weight_decay=segment.weight_decay,
-            split=spec.split)
-    if tensors and rules.tensors is not None:
-        written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]
-        _undo_if_skipped(update.skip, written, rules.tensors.update_tensors, tensors)
-
-
 def _undo_if_skipped(skip: Tensor | None, written: Sequence[Tensor], call: Callable[..., None], *args: object,
                      **named: object) -> None:
     """`call`, and `written` is as it was before where `skip` is 1: for what cannot skip by itself. The same operations
@@ -161,17 +132,37 @@ class _Flat:
 
     def _apply(self, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
                states: Mapping[str, Tensor]) -> None:
-        """The rules on a bucket. states: by name, those of the bucket."""
-        starts = {name: self._part(bucket, name).start for name in self._places.sizes}
-
-        def of(start: int, stop: int) -> dict[str, Tensor]:
+        """The rules on each segment of a bucket. All tensors hold the bucket's elements, from 0. states: by name, those
+        of the bucket."""
+        rules = self._rules
+        firsts = {name: self._part(bucket, name).start for name in self._places.sizes}
+        tensors: dict[str, TensorUpdate] = {}
+        for segment in within(update.segments, bucket.start, bucket.stop):
+            here = slice(segment.start - bucket.start, segment.stop - bucket.start)
             found = {}
-            for name, first in starts.items():
-                place = self._places.slice_of(name, start, stop)
+            for name, first in firsts.items():
+                place = self._places.slice_of(name, segment.start, segment.stop)
                 found[name] = states[name][place.start - first:place.stop - first]
-            return found
-
-        _apply(self._rules, bucket, update, parameters, gradients, of)
+            rate = update.learning_rate * segment.learning_rate_factor
+            if segment.tensor is None:
+                rule, own = rules.elementwise, {name: found[name] for name in rules.elementwise.states}
+                run = partial(_undo_if_skipped, update.skip, (parameters[here], *own.values()), rule.update)
+                if update.skip is not None and isinstance(rule, SkippingRule):
+                    run = partial(rule.update_unless, update.skip)
+                run(parameters[here], gradients[here], own, step=update.step - segment.missed_updates,
+                    learning_rate=rate, weight_decay=segment.weight_decay)
+                continue
+            spec = cast(GradientSpec, segment.tensor)
+            shape = spec.parameter.shape
+            shapes = rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
+            tensors[spec.name] = TensorUpdate(
+                shape=spec.whole_shape, parameter=parameters[here].view(shape), gradient=gradients[here].view(shape),
+                states={name: found[name].view(own or shape) for name, own in shapes.items()},
+                step=update.step - segment.missed_updates, learning_rate=rate, weight_decay=segment.weight_decay,
+                split=spec.split)
+        if tensors and rules.tensors is not None:
+            written = [one for tensor in tensors.values() for one in (tensor.parameter, *tensor.states.values())]
+            _undo_if_skipped(update.skip, written, rules.tensors.update_tensors, tensors)
 
     def share_room(self, other: _Flat) -> None:
         """Both widen gradients in the same memory, one after the other on the device's own stream."""
