@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ranvier.arguments import fits
 from ranvier.block import State
@@ -60,14 +60,14 @@ def cut_batch(inputs: State | Mapping[str, Tensor], targets: object, samples: Te
 
 def _cut(inputs: Any, targets: object, samples: Tensor | None, places: Sequence[slice]) -> list[Microbatch]:
     def part(value: Any, place: slice) -> Any:
-        return value[place] if isinstance(value, Tensor) else None if value is None else tree_map(
-            lambda leaf: leaf[place] if isinstance(leaf, Tensor) else leaf, value)
+        return value[place] if isinstance(value, Tensor) else None if value is None else tree_map_only(
+            Tensor, lambda leaf: leaf[place], value)
 
     return [Microbatch(part(inputs, place), part(targets, place), part(samples, place)) for place in places]
 
 
 def _as_dict(inputs: Any) -> Any:
-    """`inputs`, and a dict in the place of a mapping that `tree_map` takes for a leaf."""
+    """`inputs`, and a dict in the place of a mapping that `tree_map_only` takes for a leaf."""
     return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
 
 

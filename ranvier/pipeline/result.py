@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ranvier.block import State
 from ranvier.comm.collectives import CompletedWork
@@ -42,8 +42,7 @@ class LastOutputs:
                                  code="observe-modifies", where="Engine.evaluate(observe=...)",
                                  remedy="Let it modify a copy: outputs.clone().")
         else:  # a loss may reuse the memory of what it is given
-            self.outputs.append(tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, whole)
-                                if self.has_loss else whole)
+            self.outputs.append(tree_map_only(Tensor, lambda leaf: leaf.clone(), whole) if self.has_loss else whole)
 
     def take_loss(self, total: Tensor, weight: Tensor | float | int) -> None:
         """What the loss has returned for the same microbatch."""

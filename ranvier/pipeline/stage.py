@@ -463,7 +463,7 @@ class Stage:
         assert self._loss is not None, "only the last stage has a loss"
         targets = microbatch.targets
         targets = targets.to(self._device) if isinstance(targets, Tensor) else mapped(
-            lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, targets)
+            lambda leaf: leaf.to(self._device), targets)
         try:
             with _AS_THEY_ARE if self._others is None else self._others.around("loss"):
                 total, weight = loss_parts(self._loss(state, targets))

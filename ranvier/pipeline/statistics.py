@@ -140,15 +140,13 @@ class BatchStatistics:
 
         parts = [(self._targets, sums[of_targets])] if mine is None else [
             (mine, sums[:2]), (self._targets, sums[of_targets])]
-        waits, late = self._on_device and not at_once, []
+        waits, copies = self._on_device and not at_once, list[tuple[HostCopy, Tensor]]()
         for source, target in parts:
             if waits and source.is_cuda:
-                late.append((source, target))
+                copies.append((HostCopy(source), target))
             else:
                 target.copy_(source)
         if waits:
-            copies = [(HostCopy(source), target) for source, target in late]
-
             def begin() -> Work:
                 for copy, target in copies:
                     target.copy_(copy.read())

@@ -183,9 +183,7 @@ class _LayerGuard(_RowGuard):
             return mark(y, self._output_layout(y))
         return mapped(self._mark_output, y)
 
-    def _take(self, x: object) -> object:
-        if not isinstance(x, Tensor):
-            return x
+    def _take(self, x: Tensor) -> Tensor:
         layout = None
         if isinstance(x, ColumnTensor):
             layout, x = x.columns, plain(x)
@@ -242,7 +240,7 @@ class _LayerGuard(_RowGuard):
             layout = layout.moved(1)
         return mark(y.flatten(0, 1), layout)
 
-    def _mark_output(self, y: object) -> object:
+    def _mark_output(self, y: Tensor) -> Tensor:
         if type(y) is not Tensor:
             return y
         return self._flatten_output(y, self._output_layout(y)) if self._sequences else mark(y, self._output_layout(y))
@@ -313,8 +311,8 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
     if mesh.num_cols == 1:
         return
 
-    def enter(x: object) -> object:
-        if not isinstance(x, Tensor) or isinstance(x, ColumnTensor) or not x.is_floating_point():
+    def enter(x: Tensor) -> Tensor:
+        if isinstance(x, ColumnTensor) or not x.is_floating_point():
             return x
         dim = None if in_chain or x.dim() < 2 else sharded_dim(mesh, "stream", x.dim())
         return mark(x, ColumnLayout(mesh) if dim is None else ColumnLayout(
@@ -324,8 +322,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
         return mapped(enter, args), mapped(enter, kwargs)
 
     def leave(_: nn.Module, args: Any, output: object) -> object:
-        return mapped(lambda x: _checked_output(x, where) if isinstance(x, Tensor) else x, output) if in_chain \
-            else plain(output)
+        return mapped(lambda x: _checked_output(x, where), output) if in_chain else plain(output)
 
     module.register_forward_pre_hook(_Hook(mesh, before), prepend=True, with_kwargs=True)
     module.register_forward_hook(_Hook(mesh, leave))
@@ -366,9 +363,7 @@ def checked_loss(loss: Loss, mesh: TensorMesh, vocab: int | None) -> Loss:
                 refuse("differs from column to column", layout.text(tuple(x.shape)), _REMEDIES["whole"], "loss")
             return plain(x)
 
-        found = closed(mapped(lambda x: take(x) if isinstance(x, Tensor) else x, output), targets)
-        checked: tuple[Tensor, Tensor | float | int] = mapped(
-            lambda x: check(x) if isinstance(x, Tensor) else x, found)
+        checked: tuple[Tensor, Tensor | float | int] = mapped(check, closed(mapped(take, output), targets))
         return checked
 
     return on_plain

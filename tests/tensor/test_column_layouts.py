@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ranvier.block import Model, as_named_tensors, from_named_tensors
 from ranvier.config.run import Memory, TensorParallel, Transformer
@@ -604,7 +604,7 @@ def test_any_module_is_right_or_refused(start, count):
 
 def test_containers_are_walked_as_torch_walks_them():
     Pair = namedtuple("Pair", "first second")
-    tree = {"a": (1, [2.5, None, "x"]), "b": OrderedDict(c=Pair(3, (4,))), "d": []}
-    found = mapped(lambda leaf: (type(leaf), leaf), tree)
-    assert found == tree_map(lambda leaf: (type(leaf), leaf), tree)
+    tree = {"a": (torch.ones(1), [2.5, None, "x"]), "b": OrderedDict(c=Pair(torch.ones(3), (4,))), "d": []}
+    found = mapped(Tensor.tolist, tree)
+    assert found == tree_map_only(Tensor, Tensor.tolist, tree)
     assert type(found["b"]) is OrderedDict and type(found["b"]["c"]) is Pair

@@ -38,10 +38,7 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
         return function(x, *others)
     values = plain(x)
 
-    def own(one: Any) -> Any:
-        return _own_shard(one, layout, x) if isinstance(one, Tensor) else one
-
-    y = function(values, *[own(one) if isinstance(one, Tensor) else mapped(own, one) for one in others])
+    y = function(values, *[mapped(lambda one: _own_shard(one, layout, x), one) for one in others])
     if isinstance(y, ColumnTensor):
         refuse("local_map's function computes with a tensor between layers that it was not given",
                y.columns.text(tuple(y.local.shape)), "Pass it to local_map as an argument of the function.")
@@ -85,7 +82,7 @@ _T = TypeVar("_T")
 def gather_whole(tree: _T) -> _T:
     """`tree`, a tensor or a tree of them, as plain tensors without graph. What columns have shards of is gathered, so
     all columns call this in the same order."""
-    found: _T = mapped(lambda leaf: _gather_if_sharded(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    found: _T = mapped(_gather_if_sharded, tree)
     return found
 
 

@@ -160,8 +160,7 @@ def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
                     "Use the form that returns a new tensor.")
     from_right, layout = common_layout(func, operands, dims)
     if any(sharded_layout(one) is None for one in operands):
-        own, named = mapped(lambda one: convert(func, one, from_right, layout, operands)
-                            if isinstance(one, Tensor) else one, (tuple(args), kwargs))
+        own, named = mapped(lambda one: convert(func, one, from_right, layout, operands), (tuple(args), kwargs))
     else:
         own, named = locals_of(args, kwargs)
     return mark_all(func(*own, **named), layout.moved(dims - from_right), args[0] if func in IN_PLACE else None)

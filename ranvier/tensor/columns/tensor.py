@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ranvier.errors import ModelError
 from ranvier.tensor.columns.layout import ColumnLayout
@@ -119,7 +119,7 @@ def plain(x: object) -> object:
     if isinstance(x, ColumnTensor):
         refuse_own_graph(x)
         return x.local
-    return x if isinstance(x, Tensor) else mapped(lambda leaf: plain(leaf) if isinstance(leaf, Tensor) else leaf, x)
+    return x if isinstance(x, Tensor) else mapped(plain, x)
 
 
 def refuse_own_graph(x: ColumnTensor, where: str | None = None) -> None:
@@ -164,8 +164,10 @@ def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
 
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `call` of each leaf, as `tree_map` has it, whose registry of containers costs more than the products
-    of a small layer: it is asked only about what is not a plain container, tensor, number or the like."""
+    """`tree` with `call` of each tensor, as `tree_map_only` has it, whose registry of containers costs more than the
+    products of a small layer: it is asked only about what is not a plain container, tensor, number or the like."""
+    if isinstance(tree, Tensor):
+        return call(tree)
     kind = type(tree)
     if kind is tuple:
         return tuple([mapped(call, one) for one in tree])
@@ -173,7 +175,7 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
         return {name: mapped(call, one) for name, one in tree.items()}
     if kind is list:
         return [mapped(call, one) for one in tree]
-    return call(tree) if kind in _LEAVES or isinstance(tree, Tensor) else tree_map(call, tree)
+    return tree if kind in _LEAVES else tree_map_only(Tensor, call, tree)
 
 
 _LEAVES = frozenset({int, float, bool, complex, str, slice, type(None), type(...), torch.dtype, torch.device})
