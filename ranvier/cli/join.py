@@ -50,10 +50,7 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
 
     world, joined = join_run(run.absolute(), started, sizes, seconds=wait, stream=sys.stdout)
 
-    def work() -> None:
-        train_as_newcomer(joined, world)
-
-    return work_as_rank(world, work)
+    return work_as_rank(world, lambda: train_as_newcomer(joined, world))
 
 
 def _start(run: Path, ranks: int) -> int:

@@ -109,14 +109,12 @@ OF_DATA = ("data.task", "data.corpus", "data.train", "data.eval", "data.text_col
 """Settings of `data prepare`."""
 
 
-def _with_sections(section: str | None) -> Callable[[click.Context, click.Parameter, str | bool | None], None]:
-    """Callback of --help-all and --help-section."""
-    def show(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-        if value and not context.resilient_parsing:
-            context.meta[_SECTION] = section or value
-            click.echo(context.get_help(), color=context.color)
-            context.exit()
-    return show
+def _show_settings(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
+    """Callback of --help-all, a flag, and --help-section."""
+    if value and not context.resilient_parsing:
+        context.meta[_SECTION] = _ALL if value is True else value
+        click.echo(context.get_help(), color=context.color)
+        context.exit()
 
 
 _SECTION = "ranvier.cli.options.section"
@@ -140,10 +138,10 @@ class SettingsCommand(click.Command):
             self.params.append(click.Option([f"--{read.flag(name)}", name.replace(".", "__")], type=str, hidden=True))
         self.sections = list(dict.fromkeys(_section(setting.name) for setting in read.settings().values()))
         self.params += [
-            click.Option(["--help-all"], is_flag=True, expose_value=False, is_eager=True, callback=_with_sections(_ALL),
+            click.Option(["--help-all"], is_flag=True, expose_value=False, is_eager=True, callback=_show_settings,
                          help="Show all settings, and exit."),
             click.Option(["--help-section"], type=click.Choice(self.sections), expose_value=False, is_eager=True,
-                         callback=_with_sections(None), metavar="NAME", help="Show the settings of one section.")]
+                         callback=_show_settings, metavar="NAME", help="Show the settings of one section.")]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse `args`, in which switches may have values."""

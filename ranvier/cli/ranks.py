@@ -26,7 +26,7 @@ def tell_once(text: str) -> None:
         print_stderr(text)
 
 
-def work_as_rank(world: World, work: Callable[[], None]) -> int:
+def work_as_rank(world: World, work: Callable[[], object]) -> int:
     """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
     from ranvier.launch import failures
 

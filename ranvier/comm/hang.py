@@ -48,8 +48,7 @@ class HangDetector:
         kind = action.partition(" ")[0]
         if kind in self._counts:
             self._counts[kind] += 1
-            if self._counts[kind] == 1 or seconds > self._longest[kind]:
-                self._longest[kind] = seconds
+            self._longest[kind] = max(seconds, self._longest.get(kind, seconds))
 
     def limit(self, action: str) -> float | None:
         """Seconds that `action` may take; None if it has no limit (yet)."""

@@ -19,7 +19,7 @@ from typing import Literal
 from ranvier.comm.mpi_backend import MPIBackend
 from ranvier.comm.mpi_transport import MPITransport
 from ranvier.comm.torch_backend import TorchBackend
-from ranvier.comm.torch_group import TorchGroup, WaitRegistry
+from ranvier.comm.torch_group import TorchGroup
 from ranvier.errors import LaunchError, TransportError
 
 _BUSY_SECONDS, _IDLE_SECONDS = 100e-6, 2e-3
@@ -46,6 +46,8 @@ class MixedBackend:
                               remedy="Start all ranks with one mpiexec, or set `--comm.collectives mpi`.")
         self._messages, self._collectives = messages, collectives
         self.rank, self.size = messages.rank, messages.size
+        self.waits = collectives.waits
+        """The blocking waits of this process for collectives."""
         self._transports: list[MPITransport] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._advance, name="ranvier-mpi-progress", daemon=True)
@@ -59,11 +61,6 @@ class MixedBackend:
                 with suppress(TransportError):  # the engine's thread gets it at its own next call
                     transport.advance_sends()
             time.sleep(_BUSY_SECONDS if busy else _IDLE_SECONDS)
-
-    @property
-    def waits(self) -> WaitRegistry:
-        """The blocking waits of this process for collectives."""
-        return self._collectives.waits
 
     def transport(self, purpose: str, *, on_host: bool = False) -> MPITransport:
         """See `protocol.Backend`."""

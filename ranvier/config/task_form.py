@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ranvier.config.named_object import blame_user_code, is_object_name, load_object
@@ -63,28 +63,20 @@ _UNUSED: tuple[tuple[str, str, str], ...] = (
     ("images", "{} has no text", "data.tokenizer"))
 """(tasks, why these settings have no effect in them, the settings)."""
 
-
-def _unused_settings(task: str) -> dict[str, str]:
-    return {setting: why.format(f"the task {task}") for tasks, why, settings in _UNUSED if task in tasks.split()
-            for setting in settings.split()}
-
-
 _DECODERS = ("llama", "transformers")
-SHIPPED: Mapping[str, TaskForm] = MappingProxyType({
+_FORMS = {
     "lm": TaskForm(family="gpt", head="tokens", targets="tokens", samples="sequences", writes_text=True,
-                   others=_DECODERS, unused=_unused_settings("lm")),
-    "chat": TaskForm(family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS,
-                     unused=_unused_settings("chat")),
-    "preference": TaskForm(family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",),
-                           unused=_unused_settings("preference")),
-    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs",
-                       unused=_unused_settings("reward")),
+                   others=_DECODERS),
+    "chat": TaskForm(family="gpt", head="tokens", targets="tokens", samples="conversations", others=_DECODERS),
+    "preference": TaskForm(family="gpt", head="tokens", targets="pairs", samples="pairs", others=("llama",)),
+    "reward": TaskForm(family="llama", head="score", targets="pairs", samples="pairs"),
     "classification": TaskForm(family="bert", head="classes", targets="sentences", samples="sentences",
-                               others=("llama",), takes_wordpiece=True, unused=_unused_settings("classification")),
-    "qa": TaskForm(family="bert", head="span", targets="questions", samples="questions", takes_wordpiece=True,
-                   unused=_unused_settings("qa")),
-    "images": TaskForm(family="vit", head="classes", targets="images", samples="images",
-                       unused=_unused_settings("images"))})
+                               others=("llama",), takes_wordpiece=True),
+    "qa": TaskForm(family="bert", head="span", targets="questions", samples="questions", takes_wordpiece=True),
+    "images": TaskForm(family="vit", head="classes", targets="images", samples="images")}
+SHIPPED: Mapping[str, TaskForm] = MappingProxyType({task: replace(form, unused={
+    setting: why.format(f"the task {task}") for tasks, why, settings in _UNUSED if task in tasks.split()
+    for setting in settings.split()}) for task, form in _FORMS.items()})
 
 TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
 """Attributes that a task must have (`ranvier.data.task.Task`)."""

@@ -42,7 +42,7 @@ def test_sends_advance_while_the_engines_thread_is_elsewhere():
     transport = SimpleNamespace(sends_in_flight=1, advance_sends=advanced.set)
     backend = MixedBackend(SimpleNamespace(rank=0, size=1, transport=lambda purpose, on_host: transport,
                                            close=lambda: None),
-                           SimpleNamespace(rank=0, size=1, close=lambda: None))
+                           SimpleNamespace(rank=0, size=1, close=lambda: None, waits=None))
     assert backend.transport("pipeline") is transport
     try:
         assert advanced.wait(20.0)
