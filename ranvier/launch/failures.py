@@ -173,7 +173,7 @@ def install_error_handlers(world: World, launch: Launch, *, timeout_seconds: flo
             value=f"more than {timeout_seconds:g} s",
             remedy="Check what the other members do, or raise `--comm.timeout-seconds`."))
 
-    def on_left_behind(cause: str, report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
+    def on_left_behind(report: Callable[[Callable[[int], str]], str | None]) -> NoReturn:
         text = report(partial(_describe_now, world))
         if text is not None:
             print_stderr(f"ranvier: {text}")

@@ -39,8 +39,8 @@ from ranvier.system.background import in_background
 from ranvier.system.processes import Process, ancestors_with
 from ranvier.world import World
 
-LeftBehind = Callable[[str, Callable[[Callable[[int], str]], str | None]], None]
-"""Takes why this rank must leave, and what makes the report, from a function that describes a rank."""
+LeftBehind = Callable[[Callable[[Callable[[int], str]], str | None]], None]
+"""Takes what makes the report, from a function that describes a rank."""
 _INTERVAL_SECONDS = 0.5
 _MAX_NEIGHBOUR_SEARCHES = 60
 _STORE_HOST_SECONDS = 2.0
@@ -96,7 +96,7 @@ class Heartbeat:
 
     def __init__(self, world: World, *, stopped_seconds: float, timeout_seconds: float,
                  on_stopped: Callable[[int, Process], None], on_overdue: Callable[[str], None],
-                 on_left_behind: LeftBehind = lambda cause, report: None) -> None:
+                 on_left_behind: LeftBehind = lambda report: None) -> None:
         self._on_overdue, self._on_left_behind = on_overdue, on_left_behind
         # A connection of its own, since a blocking call on the shared one would hold up the heartbeat.
         self._world, self._store = world, clone_shared_store(world.store)
@@ -169,7 +169,7 @@ class Heartbeat:
         self._failures.rank, self._failures.size = self._world.rank, self._world.size  # ranks come and go
         cause = call_with_timeout(lambda: self._failures.check(self._neighbours), CHECK_SECONDS)
         if cause is not None:
-            self._on_left_behind(cause, partial(self._failures.report, cause))
+            self._on_left_behind(partial(self._failures.report, cause))
 
     def _find_neighbours(self, launcher: Process) -> dict[int, Process]:
         published = call_with_timeout(lambda: stopped_ranks.find_rank_processes(

@@ -213,9 +213,8 @@ def _agree_on_device(started: Started, setting: str, transport: str, stores: tup
     local_ranks = tuple(other.rank for other in everyone if other.machine == seen.machine)
     choice = choose_devices(everyone)
     number = choice.devices[started.rank]
-    if number is None:
-        return torch.device("cpu"), Choice(value="cpu", reason=choice.reason), local_ranks
-    return torch.device("cuda", number), Choice(value="cuda", reason=choice.reason), local_ranks
+    device = torch.device("cpu") if number is None else torch.device("cuda", number)
+    return device, Choice(value=device.type, reason=choice.reason), local_ranks
 
 
 def local_devices(setting: str) -> int:
