@@ -215,11 +215,6 @@ class TrainedSource:
     def has_masters(self) -> bool:
         return "master" in self._kind.values()
 
-    def write_config(self) -> dict[str, object]:
-        """The content of config.json for the model's settings."""
-        assert self.form.write is not None, "form_of gives forms that can be written"
-        return self.form.write(self.config, self.head)
-
     def slots(self) -> list[Slot]:
         """The tensors of the export, in order."""
         return [Slot(name=name, dtype=self.dtype, shape=shape) for place in self.places.values()
@@ -313,8 +308,10 @@ def _other_model_error(code: str, saved: Saved, what: str, value: object = None)
 
 def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) -> None:
     """Write config.json. ends: the tokens that begin and end texts."""
+    assert source.form.write is not None, "form_of gives forms that can be written"
+    settings = source.form.write(source.config, source.head)
     dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
-    document = {**source.write_config(), **_labels(source), **ends, "torch_dtype": dtype, "dtype": dtype}
+    document = {**settings, **_labels(source), **ends, "torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

@@ -146,22 +146,26 @@ def report(comparison: Comparison, line: Callable[[str], None]) -> None:
 def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pretrained | None,
             inputs: State) -> tuple[Tensor, str, str | None]:
     """(the logits of the files in `folder`, the model that computed them, why that is not transformers')."""
+    def ours_again(note: str) -> tuple[Tensor, str, str]:
+        found = Pretrained(folder)
+        ours = logits(found.config, lambda name: read(name) if name in found.missing else found.read(name), inputs,
+                      head)
+        return ours, "Ranvier's own reading of the files", note
+
     try:
         import transformers
     except ImportError:
-        return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
-            "transformers is not installed")
+        return ours_again("transformers is not installed")
     needed = needed_bytes(place.shape for place in form_of(config).places(config, head).values())
     if (free := available_memory_bytes()) < needed and config.family != "transformers":  # which is in memory already
-        return (_ours_again(folder, head, read, inputs), "Ranvier's own reading of the files",
-                f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free")
+        return ours_again(f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are "
+                          "free")
     peer = f"transformers {transformers.__version__}"
     if source is not None:
         try:
             return source_logits(transformers, source, head, read), peer, None
         except Exception as error:  # whatever transformers raises for settings of another version
-            return _ours_again(folder, head, read, inputs), "Ranvier's own reading of the files", (
-                f"{peer} does not load the model ({first_line(error)})")
+            return ours_again(f"{peer} does not load the model ({first_line(error)})")
     with quiet(transformers), torch.no_grad():
         kind = getattr(transformers, form_of(config).class_of[head])
         found = _forward(kind.from_pretrained(folder, local_files_only=True).float().eval(), inputs, head)
@@ -215,11 +219,6 @@ def _forward(model: Any, inputs: State, head: str) -> Tensor:
         return torch.stack([found.start_logits, found.end_logits], -1)
     result: Tensor = found.logits if "logits" in found else found.last_hidden_state[:, 0]
     return result
-
-
-def _ours_again(folder: Path, head: str, read: Read, inputs: State) -> Tensor:
-    found = Pretrained(folder)
-    return logits(found.config, lambda ours: read(ours) if ours in found.missing else found.read(ours), inputs, head)
 
 
 def first_line(error: Exception) -> str:
