@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partialmethod
 from math import prod
 from typing import Protocol, cast, runtime_checkable
 
@@ -83,6 +82,12 @@ class AdamW:
     optim: Optim
     states = ("exp_avg", "exp_avg_sq")
 
+    def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
+               learning_rate: float, weight_decay: float) -> None:
+        """See `ElementwiseRule`."""
+        self.update_unless(None, parameters, gradients, states, step=step, learning_rate=learning_rate,
+                           weight_decay=weight_decay)
+
     def update_unless(self, skip: Tensor | None, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
                       step: int, learning_rate: float, weight_decay: float) -> None:
         """See `SkippingRule`."""
@@ -90,8 +95,6 @@ class AdamW:
         adamw([parameters], [gradients], [states["exp_avg"]], [states["exp_avg_sq"]], [], [counted], fused=True,
               amsgrad=False, beta1=self.optim.betas[0], beta2=self.optim.betas[1], lr=learning_rate, found_inf=skip,
               weight_decay=weight_decay, eps=self.optim.epsilon, maximize=False)
-
-    update = partialmethod(update_unless, None)
 
 
 @dataclass(frozen=True)
@@ -105,14 +108,18 @@ class SGD:
         """See `ElementwiseRule`."""
         return ("momentum_buffer",) if self.optim.momentum else ()
 
+    def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
+               learning_rate: float, weight_decay: float) -> None:
+        """See `ElementwiseRule`."""
+        self.update_unless(None, parameters, gradients, states, step=step, learning_rate=learning_rate,
+                           weight_decay=weight_decay)
+
     def update_unless(self, skip: Tensor | None, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
                       step: int, learning_rate: float, weight_decay: float) -> None:
         """See `SkippingRule`."""
         sgd([parameters], [gradients], [states.get("momentum_buffer")], fused=True, lr=learning_rate, found_inf=skip,
             weight_decay=weight_decay, momentum=self.optim.momentum, dampening=0.0,
             nesterov=False, maximize=False)
-
-    update = partialmethod(update_unless, None)
 
 
 @dataclass(frozen=True, kw_only=True)
