@@ -5,7 +5,8 @@
 
 Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, change attributes and
 draw random numbers: the second run gets a copy of the state, and buffers (in memory of their own), attributes and
-generators as they were, so that nothing is changed twice, and other microbatches in between change nothing. A hook
+generators as they were, so that nothing is changed twice, and neither other microbatches in between nor other blocks
+that share them change anything. A hook
 that a block puts on a tensor of the state is put on an alias the second time, so that it runs once. What cannot be
 given back is refused: tensors of the state that are changed in place, parameters that the second run would change
 again or find otherwise, and hooks of modules, which would be called twice. Under selective recomputation the second run
@@ -40,6 +41,16 @@ _KNOWN_HOOKS = "ranvier.", "torch.nn.utils."
 _COMPUTED = nullcontext()
 _Place = tuple[nn.Module, str]
 """A module and the name of its buffer, or of an attribute that is a tensor."""
+
+
+class _Left(NamedTuple):
+    """A tensor that a first run has found at a place, and has left as it was. version: its version. copied: a copy,
+    where a block outside of the segment may have changed it in place before it is known that forwards do so."""
+
+    place: _Place
+    tensor: Tensor | None
+    version: int
+    copied: Tensor | None
 
 
 class _Moved(NamedTuple):
@@ -81,15 +92,38 @@ def _parameters_under(tensor: object, parameters: Iterable[nn.Parameter]) -> lis
     return [one for one in parameters if 0 <= tensor.data_ptr() - one.data_ptr() < one.nbytes]
 
 
-class Segment:
-    """blocks: (name, module), in order. selective: whether outputs of expensive operations are kept."""
+class ChangedInPlace:
+    """Buffers, and tensors that are attributes, that forwards change in place: one for all segments of a stage."""
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, selective: bool = False) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        """blocks: all of the stage."""
+        self._modules: dict[nn.Module, None] = {}
+        self.places: set[_Place] = set()
+        found: dict[int, Tensor] = {}
+        self.shared: dict[int, Tensor] = {}
+        """Identity of a tensor that several blocks have -> the tensor."""
+        for block in blocks:
+            mine = {id(tensor): tensor for module in block.modules() for _, tensor in _tensors_of(module)}
+            self.shared |= {key: tensor for key, tensor in mine.items() if key in found}
+            found |= mine
+            self._modules |= dict.fromkeys(block.modules())
+
+    def add(self, changed: Tensor) -> None:
+        """It is changed in place, wherever it is."""
+        self.places |= {(module, name) for module in self._modules for name, tensor in _tensors_of(module)
+                        if tensor is changed}
+
+
+class Segment:
+    """blocks: (name, module), in order. selective: whether outputs of expensive operations are kept. changing: what
+    forwards of all blocks of the stage change in place; without, that of these blocks."""
+
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, selective: bool = False,
+                 changing: ChangedInPlace | None = None) -> None:
         self._blocks, self._selective = blocks, selective
+        self._changing = changing or ChangedInPlace(block for _, block in blocks)
         first, last = blocks[0][0], blocks[-1][0]
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
-        self._changing: set[_Place] = set()
-        """Buffers that a forward changes in place."""
         self._seen: set[_Place] = set()
         """Buffers that a forward has found: the first one shows whether forwards change them."""
         self._num_batches = -1
@@ -101,8 +135,7 @@ class Segment:
     def begin(self) -> None:
         """Before a batch."""
         self._modules = dict.fromkeys(module for _, block in self._blocks for module in block.modules())
-        self._others = [module for module in self._modules if not any(
-            kind.__module__.startswith("ranvier.") for kind in type(module).__mro__)]
+        self._others = [module for module in self._modules if not _is_ours(module)]
         """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
@@ -131,7 +164,9 @@ class Segment:
         before: dict[_Place, Tensor | None] = {}
         then = Remembered(self._others, common=bool(self._others))  # ours draw from neither
         kept = KeptOutputs(self._weights) if self._selective else None
+        left: list[_Left] = []
         moved: list[_Moved] = []
+        unmoved: list[tuple[nn.Parameter, int]] = []
         ran = False
 
         def once_or_again(state: State) -> State:
@@ -141,13 +176,16 @@ class Segment:
                 self._check(tensors, versions, "after these blocks, which recomputation runs again")
                 aliases = {name: tensor.view_as(tensor) if type(tensor) is Tensor and tensor.requires_grad else tensor
                            for name, tensor in entering.items()}
-                with then.given_back(), self._buffers_of(before), \
+                for parameter, version in unmoved:
+                    if parameter._version != version:
+                        raise self._changed_parameter(parameter)
+                with then.given_back(), self._buffers_of(before | self._changed_by_others(left)), \
                         _COMPUTED if kept is None else kept.replaying(), self._moved_again(moved):
                     return compute(from_named_tensors(aliases))
             ran = True
             weights = [parameter._version for parameter in self._parameters]
             norms = self._norms()
-            with self._note_changes(before), _COMPUTED if kept is None else kept.recording():
+            with self._note_changes(before, left), _COMPUTED if kept is None else kept.recording():
                 result = compute(from_named_tensors(entering))
             then.forget_unmoved()
             rewritten = set(changed_norms(norms))
@@ -156,6 +194,8 @@ class Segment:
                 if (changes or parameter in rewritten) and not parameter.is_meta:
                     moved.append(_Moved(parameter, changes, self._value_of(parameter)))
                     self._written |= set() if changes else {parameter}
+                else:
+                    unmoved.append((parameter, version))
             self._check(tensors, versions, "by these blocks, which recomputation runs again")
             return result
 
@@ -217,18 +257,17 @@ class Segment:
             for name, buffer in module._buffers.items():
                 yield (module, name), buffer
         for module in self._others:
-            for name, value in module.__dict__.items():
-                if type(value) is Tensor and value.layout == torch.strided and not value.is_inference():
-                    yield (module, name), value
+            for name, value in _attributes_of(module):
+                yield (module, name), value
 
     @contextmanager
-    def _note_changes(self, before: dict[_Place, Tensor | None]) -> Iterator[None]:
-        """Put into `before` what the buffers were that the forward inside has changed. One that was replaced is still
-        there; of one that is changed in place a copy is made beforehand: of each the first time, then if it has
-        changed, and of running statistics, whose kernels leave no trace of a change."""
+    def _note_changes(self, before: dict[_Place, Tensor | None], left: list[_Left]) -> Iterator[None]:
+        """Put into `before` what the buffers were that the forward inside has changed, and all others into `left`. One
+        that was replaced is still there; of one that is changed in place a copy is made beforehand: of each the first
+        time, then if it has changed, and of running statistics, whose kernels leave no trace of a change."""
         found = list(self._buffers())
         new = {place for place, buffer in found if buffer is not None and place not in self._seen}
-        known = {place for place, _ in found if place in self._changing or _is_statistic(place[0])}
+        known = {place for place, _ in found if place in self._changing.places or _is_statistic(place[0])}
         copies = {id(buffer): buffer.clone() for place, buffer in found
                   if buffer is not None and (place in new or place in known)}
         versions = [buffer._version if buffer is not None else 0 for _, buffer in found]
@@ -237,16 +276,30 @@ class Segment:
             if buffer is not None and place not in known and (
                     buffer._version != version or (place in new and not torch.equal(buffer, copies[id(buffer)]))):
                 known.add(place)
+                self._changing.add(buffer)
             if buffer is not None and place in known and id(buffer) not in copies:
-                raise ModelError("was changed in place, and not by the first forward that found it; recomputation "
-                                 "cannot give it back as it was", code="recompute-buffer-changed",
-                                 where=self._name_of(place), remedy="Put a new tensor in its place "
-                                 "(self.x = self.x + y), or set `--memory.recompute none`.")
+                raise self._changed_buffer(place)
             module, name = place
             if place in known or (name not in module.__dict__ and module._buffers.get(name) is not buffer):
                 before[place] = copies[id(buffer)] if place in known else buffer
-        self._changing = known
+            else:
+                left.append(_Left(place, buffer, version, copies[id(buffer)] if place in new and id(
+                    buffer) in self._changing.shared else None))
         self._seen |= new
+
+    def _changed_by_others(self, left: Sequence[_Left]) -> dict[_Place, Tensor | None]:
+        """What was where blocks outside of the segment have put another tensor, or changed one, since the first run."""
+        found: dict[_Place, Tensor | None] = {}
+        for place, tensor, version, copied in left:
+            if tensor is not None and (tensor._version != version or (
+                    copied is not None and not torch.equal(tensor, copied))):
+                if copied is None:
+                    raise self._changed_buffer(place)
+                self._changing.add(tensor)
+                found[place] = copied
+            elif _home(place).get(place[1]) is not tensor:
+                found[place] = tensor
+        return found
 
     @contextmanager
     def _buffers_of(self, before: Mapping[_Place, Tensor | None]) -> Iterator[None]:
@@ -261,10 +314,30 @@ class Segment:
             for place, buffer in now.items():
                 _home(place)[place[1]] = buffer
 
-    def _name_of(self, place: _Place) -> str:
+    def _changed_buffer(self, place: _Place) -> ModelError:
         kind = "buffer" if place[1] in place[0]._buffers else "attribute"
-        return next(f"{kind} {name}.{place[1]}" for block, module in self._blocks
+        name = next(f"{kind} {name}.{place[1]}" for block, module in self._blocks
                     for name, part in module.named_modules(prefix=block) if part is place[0])
+        return ModelError("was changed in place, and not by the first forward that found it; recomputation cannot give "
+                          "it back as it was", code="recompute-buffer-changed", where=name,
+                          remedy="Put a new tensor in its place (self.x = self.x + y), or set "
+                                 "`--memory.recompute none`.")
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("ranvier.") for kind in type(module).__mro__)
+
+
+def _attributes_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Attributes that are tensors."""
+    return [(name, value) for name, value in module.__dict__.items()
+            if type(value) is Tensor and value.layout == torch.strided and not value.is_inference()]
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Buffers, and attributes that are tensors unless the module is one of ours."""
+    buffers = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    return buffers if _is_ours(module) else buffers + _attributes_of(module)
 
 
 def _is_statistic(module: nn.Module) -> bool:

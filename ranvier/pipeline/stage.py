@@ -34,7 +34,7 @@ from ranvier.pipeline.mean_loss import warn_of_mean
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.pipeline.outside_leaves import OutsideLeaves
 from ranvier.pipeline.result import LastOutputs
-from ranvier.pipeline.segment import Segment, hook_of_all_modules
+from ranvier.pipeline.segment import ChangedInPlace, Segment, hook_of_all_modules
 from ranvier.pipeline.trained_elsewhere import OthersParameters
 from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
@@ -234,8 +234,10 @@ class Stage:
             if self._runs and not (recomputed or self._runs[-1][1]):
                 run = range(self._runs.pop()[0].start, run.stop)
             self._runs.append((run, recomputed))
+        changing = ChangedInPlace(module for _, _, module in self.blocks)
         self._recomputed = {run: Segment([(name, module) for _, name, module in self.blocks[run.start:run.stop]],
-                                         selective=self._selective) for run, recomputed in runs if recomputed}
+                                         selective=self._selective, changing=changing)
+                            for run, recomputed in runs if recomputed}
 
     # ------------------------------------------------------------------ forward
 

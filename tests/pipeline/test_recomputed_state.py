@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 
@@ -293,29 +294,102 @@ def test_python_and_numpy_draw_once(common, least):
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", [1, "selective"])
-def test_what_blocks_share_beside_the_state(recompute):
-    """A block reads from a dict what an earlier one has left there: in its second run what it was in the first."""
+class Common(nn.Module):
+    """What two blocks have in common: one leaves there what the other reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.items, self.sum = {"mean": 1.0}, torch.ones((), dtype=torch.float64)
+        self.register_buffer("mean", torch.ones((), dtype=torch.float64))
+
+
+LEFT = {"item": (lambda common, mean: common.items.update(mean=mean), lambda common: common.items["mean"]),
+        "buffer": (lambda common, mean: setattr(common, "mean", mean), lambda common: common.mean),
+        "buffer in place": (lambda common, mean: common.mean.add_(mean), lambda common: common.mean.clone()),
+        "tensor in place": (lambda common, mean: common.sum.add_(mean), lambda common: common.sum.clone())}
+
+
+@pytest.mark.parametrize(("how", "late", "recompute"), covering(list(LEFT), [False, True], [1, "selective"]))
+def test_what_blocks_share_beside_the_state(how, late, recompute):
+    """A block reads what another one has left, in this microbatch or the one before: in its second run what it was in
+    the first."""
+    leave, read = LEFT[how]
+
     def make():
-        shared = {}
+        common = Common()
 
         class Leaves(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.linear, self.shared = linear(), shared
+                self.linear, self.common = linear(), common
 
             def forward(self, x):
-                self.shared["mean"] = x.detach().mean()
+                leave(self.common, x.detach().mean())
                 return self.linear(x)
 
         class Reads(Leaves):
             def forward(self, x):
-                return torch.tanh(self.linear(x)) * self.shared["mean"]
+                return torch.tanh(self.linear(x)) * read(self.common)
 
-        return model(Leaves, Reads, linear, linear)
+        return model(*((Reads, Leaves) if late else (Leaves, Reads)), linear, linear)
 
     assert_parity(make, points([[3, 2, 4]]), Mesh(pipe=2), memory=Memory(recompute=recompute),
                   pipeline=Pipeline(boundaries=(2,)))
+
+
+def test_a_shared_tensor_that_another_block_changes_later_is_refused():
+    """From the third forward on: what it was in those that have run is nowhere."""
+    def make():
+        common = Common()
+
+        class Later(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.common, self.calls = linear(), common, 0
+
+            def forward(self, x):
+                self.calls += 1
+                if self.calls == 3:
+                    self.common.mean.add_(1.0)
+                return self.linear(x)
+
+        class Reads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.common = linear(), common
+
+            def forward(self, x):
+                return torch.tanh(self.linear(x)) * self.common.mean.clone()
+
+        return model(Reads, Later, linear, linear)
+
+    with raises("recompute-buffer-changed", "recompute", where="buffer b0.common.mean"):
+        gradients_on(make, points([[1, 2, 2, 1]]), Mesh(pipe=2), memory=Memory(recompute="alternate"),
+                     pipeline=Pipeline(boundaries=(2,), in_flight=3))
+
+
+def test_a_parameter_that_another_block_changes_is_refused():
+    """One whose activations are stored."""
+    def make():
+        scale = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+
+        class Reads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.scale = linear(), scale
+
+            def forward(self, x):
+                return torch.tanh(self.linear(x)) * self.scale.clone()
+
+        class Averages(Reads):
+            def forward(self, x):
+                self.scale.lerp_(x.detach().mean(0), 0.1)
+                return self.linear(x)
+
+        return replace(model(Reads, Averages, linear, linear), tied=(("b0.scale", "b1.scale"),))
+
+    with raises("recompute-parameter-changed", "recompute", where="parameter b0.scale"):
+        gradients_on(make, points([[1, 2, 2]]), Mesh(), memory=Memory(recompute="alternate"))
 
 
 def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
