@@ -70,7 +70,6 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
         traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
                   for mode in (True, False)}
     blocks = _blocks(module, traces)
-    _check_shared_buffers(blocks)
     return blocks
 
 
@@ -349,15 +348,3 @@ def _put(module: nn.Module, block: nn.Module, path: str) -> None:
     elif name not in block._buffers:
         kept = name in source._buffers and name not in source._non_persistent_buffers_set
         block.register_buffer(name, value, persistent=kept)
-
-
-def _check_shared_buffers(blocks: Mapping[str, nn.Module]) -> None:
-    """ModelError where several blocks have a buffer that is part of the state: stages would update it apart."""
-    seen: dict[int, str] = {}
-    for block, module in blocks.items():
-        for name, one in module.named_modules():
-            for key, buffer in one.named_buffers(recurse=False):
-                if key not in one._non_persistent_buffers_set and seen.setdefault(id(buffer), block) != block:
-                    raise ModelError(f"is used in blocks {seen[id(buffer)]} and {block}, whose copies of its buffer "
-                                     f"{key} could differ", code="buffer-in-two-blocks", where=name or block,
-                                     remedy="Give each of them a module of its own.")

@@ -61,10 +61,10 @@ class StandIns:
                 mine.copy_(now)
             noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
-    def settle(self, given: set[tuple[nn.Module, str]]) -> None:
+    def settle(self, given: dict[tuple[nn.Module, str], Tensor]) -> None:
         """The stand-ins have their own parameters again, with the new values: originals get these, and the values of
-        buffers that blocks have changed. given: originals and names of buffers that another stand-in has given, which
-        this one follows next."""
+        buffers that blocks have changed. given: original and name of a buffer -> the tensor of another stand-in that
+        has given it, which this one follows next if it has another."""
         for original, _, name, noted, now, mine in self._tensors():
             before, seen = noted[name]
             if isinstance(now, nn.Parameter):
@@ -72,11 +72,13 @@ class StandIns:
                     setattr(original, name, mine)
                     now = mine
             elif now is not mine and (seen.tensor() is not mine or seen.version != _version(mine)):
-                if (original, name) in given:
+                giver = given.get((original, name))
+                if giver is None:
+                    given[original, name] = mine
+                    with torch.no_grad():
+                        now.copy_(mine)
+                elif giver is not mine:
                     continue
-                given.add((original, name))
-                with torch.no_grad():
-                    now.copy_(mine)
             noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
     def _tensors(self) -> Iterator[tuple[nn.Module, nn.Module, str, _Noted, Tensor, Tensor]]:

@@ -23,7 +23,7 @@ from ranvier.errors import ModelError
 from ranvier.layout import Layout
 from ranvier.mesh import Coordinates
 from ranvier.originals.same_memory import ByMemory
-from ranvier.plan.formats import BlockFormats
+from ranvier.plan.formats import BlockFormats, Moved
 from ranvier.plan.reached_objects import reached_from, tensors_in
 from ranvier.tensor.quantized_weight import QuantizedWeight
 
@@ -47,11 +47,12 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
     taken: set[nn.Parameter] = set()
     for stage in layout.stages.stages_of(at.pipeline_rank):
         copies.begin_stage()
+        moved: Moved = {}
         for number in layout.blocks(stage):
             block = names[number]
             with device:
                 module = model.blocks[block]()
-            before = BlockFormats.from_block(model, block, module, dtype).cast(module, device)
+            before = BlockFormats.from_block(model, block, module, dtype).cast(module, device, moved)
             cast |= {f"{block}.{name}": one for name, one in before.items()}
             module = copies.separate(block, module)
             blocks.append((number, block, module))

@@ -110,7 +110,7 @@ class HeldParameters:
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
-        buffers: set[tuple[nn.Module, str]] = set()
+        buffers: dict[tuple[nn.Module, str], Tensor] = {}
         for one in stand_ins:
             one.settle(buffers)
         for block, name, held, known in self._formats:

@@ -28,6 +28,10 @@ _TRANSFORMERS = ("transformers", "transformers_modules")
 """Packages of its modules, and of those that it loads from a model's folder."""
 
 
+Moved = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
+"""Identity of a buffer and its format -> the buffer, so that no number is used again, and what it has become."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockFormats:
     """The formats of one block's tensors.
@@ -60,24 +64,29 @@ class BlockFormats:
         """The format of the block's tensor of that name."""
         return self._cast(tensor.dtype, name in self.kept)
 
-    def cast(self, module: nn.Module, device: torch.device) -> dict[str, torch.dtype]:
+    def cast(self, module: nn.Module, device: torch.device, moved: Moved | None = None) -> dict[str, torch.dtype]:
         """Move the block to `device` and cast it, in place. Returns buffers with their formats before, where these had
-        more precision.
+        more precision. moved: the buffers of the blocks before it, to which those of this one are added.
 
-        One buffer under several names stays one, as a parameter does; `module.to` would make several of it.
+        One buffer under several names, or of several blocks, stays one, as a parameter does; `module.to` would make
+        several of it.
         """
+        moved = {} if moved is None else moved
         tensors = dict(_floating(module))
         kept = {id(one) for name in self.kept for one in (tensors[name], tensors[name].grad) if one is not None}
         before = dict(module.named_buffers())
-        buffers = {id(buffer) for buffer in before.values()}  # `before` holds them, so that no number is used again
-        moved: dict[int, Tensor] = {}
+        buffers = {id(buffer) for buffer in before.values()}
+        here: dict[int, Tensor] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            if (found := moved.get(id(tensor))) is not None:
+            if (found := here.get(id(tensor))) is not None:
                 return found
-            result = tensor.to(device, self._cast(tensor.dtype, id(tensor) in kept))
-            if id(tensor) in buffers:
-                moved[id(tensor)] = moved[id(result)] = result  # a module under several names moves several times
+            dtype = self._cast(tensor.dtype, id(tensor) in kept)
+            if id(tensor) not in buffers:
+                return tensor.to(device, dtype)
+            _, result = moved.get((id(tensor), dtype)) or (tensor, tensor.to(device, dtype))
+            moved[id(tensor), dtype] = tensor, result
+            here[id(tensor)] = here[id(result)] = result  # a module under several names moves several times
             return result
 
         module._apply(move)

@@ -174,6 +174,37 @@ def test_a_buffer_under_several_names_stays_one(keep, expected):
     assert block["other"].table.dtype is expected and cast == {"one.0.table": torch.float64}
 
 
+class Counted(nn.Module):
+    """Code around the cut counts the forwards in a buffer, by which it computes before and behind the cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.b(self.a(x * self.count.clone()) * self.count.clone())
+
+
+def test_a_buffer_of_several_blocks_stays_one():
+    module = Counted()
+    plain = copy.deepcopy(module).double()
+    batch = [(torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)) for _ in range(2)]
+    expected = [sum(float((plain(x) - y).square().sum().detach()) for x, y in batch) / 24 for _ in range(3)]
+
+    def work(world):
+        engine = Engine(blocks_of(module), world, loss=squared, dtype=torch.float64)
+        losses = []
+        for _ in range(3):
+            losses.append(engine.forward_backward(batch).loss)
+            engine.zero_grad()
+        return losses
+
+    losses, = run_ranks(work, 1)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
 def test_complex_tensors_stay_complex():
     block = nn.Linear(2, 2)
     block.register_buffer("waves", torch.ones(3, dtype=torch.complex64))
