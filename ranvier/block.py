@@ -450,9 +450,10 @@ def meta_device() -> Iterator[None]:
 # --- the carried state ------------------------------------------------------------------------------------------------
 
 
-def as_named_tensors(state: object, where: str) -> dict[str, Tensor]:
+def as_named_tensors(state: object, where: str, *, is_input: bool = False) -> dict[str, Tensor]:
     """A carried state as named tensors. A single tensor has the name "", and anything but a tensor or a dict of
-    named tensors is packed (`sent_values`). ModelError if that is not possible, or if there is no tensor."""
+    named tensors is packed (`sent_values`). ModelError if that is not possible, or if there is no tensor. is_input:
+    whether a program gives it, and not a block."""
     if isinstance(state, Tensor):
         return {"": state}
     if type(state) is dict and state and all(
@@ -465,6 +466,10 @@ def as_named_tensors(state: object, where: str) -> dict[str, Tensor]:
             return packed
     except NotSent:
         pass
+    if is_input:
+        raise ModelError(f"must be a tensor, or {SENT}, with at least one tensor{_odd(state)}", code="inputs-type",
+                         where=where, value=type(state).__name__,
+                         remedy="Give other values as tensors, such as torch.tensor(0.5) or torch.from_numpy(array).")
     remedy = f"Return the carried state that the next block takes, such as a tuple or a dict{dataclass_hint(state)}."
     if isinstance(state, Mapping) and (hint := wrapping_hint(state)) is not None:
         remedy = f"{hint}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -10,7 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from ranvier.errors import ModelError
 
@@ -182,3 +192,15 @@ def _structure(text: str) -> Any:
 def name_of(key: str) -> str:
     """The value that a tensor of the carried state is, or is a part of."""
     return key.partition("|")[0]
+
+
+def place_of(key: str) -> str:
+    """Where the tensor of this name is in its value, as an expression: name, or name[1]["mask"]."""
+    name, _, rest = key.partition("|")
+    leaf, _, structure = rest.partition("|")
+    if not structure:
+        return name
+    spec = _structure(structure)
+    numbered = tree_unflatten(range(spec.num_leaves), spec)
+    path = next(keystr(path) for path, number in tree_leaves_with_path(numbered) if number == int(leaf[:-1]))
+    return name + re.sub(r"\['\\x00class [^']*'\]", "", path)

@@ -237,7 +237,8 @@ class BatchRunner:
                 ) -> tuple[dict[str, Tensor], frozenset[str]]:
         """The carried state that enters a stage, and which of it wants a gradient."""
         if place.before is None:
-            return self._to_device(as_named_tensors(microbatch.inputs, f"inputs of microbatch {number}")), frozenset()
+            return self._to_device(as_named_tensors(
+                microbatch.inputs, f"inputs of microbatch {number}", is_input=True)), frozenset()
         message = self._connections.inbox.take("forward", number, place.number, place.before)
         wants = message.requires_grad
         return self._gather_message(message), wants if self._connections.tensor_mesh is None else whole_names(wants)

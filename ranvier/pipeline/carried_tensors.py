@@ -2,21 +2,23 @@
 gradients by what an earlier stage has sent.
 
 Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
-nothing, a block that changes such a tensor in place is refused, wherever the model is cut.
+nothing, a block that changes such a tensor in place is refused, wherever the model is cut. One in the memory of a
+buffer may be changed on the buffer's stage.
 
     block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, a note of both} | -> block 1: a.add_(1)      refused
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ranvier.errors import ModelError
-from ranvier.originals.same_memory import overlaps
+from ranvier.originals.same_memory import ByMemory, overlaps
+from ranvier.sent_values import place_of
 
 
 def sharing(state: Mapping[str, Tensor]) -> list[str]:
@@ -26,6 +28,12 @@ def sharing(state: Mapping[str, Tensor]) -> list[str]:
     tensors = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
     return [name for name, one in tensors.items()
             if any(_share(one, two) for other, two in tensors.items() if other != name)]
+
+
+def in_buffers(state: Mapping[str, Tensor], blocks: Iterable[nn.Module]) -> set[str]:
+    """Names of the tensors that lie over the memory of a buffer."""
+    buffers = ByMemory((None, buffer) for block in blocks for buffer in block.buffers())
+    return {name for name, tensor in state.items() if buffers.overlapping(tensor)}
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -56,8 +64,9 @@ class SharedMemory:
         for name, tensor, version in watched:
             if tensor._version != version:
                 raise ModelError("is changed in place, and shares its memory with another tensor of the carried state, "
-                                 "which a next stage has by itself", code="shared-state-changed",
-                                 where=f'tensor "{name}" of the carried state',
+                                 "which a next stage has by itself, or with a buffer of an earlier stage, which does "
+                                 "not change", code="shared-state-changed",
+                                 where=f'tensor "{place_of(name)}" of the carried state',
                                  remedy="Write the operation out of place, or let the block before clone it.")
 
 
@@ -153,9 +162,13 @@ _NOTE = "\0"
 """Prefix of a note's name, and separator of its words. No name of a tensor begins so."""
 
 
-def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device) -> dict[str, Tensor]:
-    """The state that leaves a stage, with the notes on its tensors."""
-    notes = {SHARED: shared.names_in(state), HOOKED: hooked_tensors(state)}
+def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device, *,
+               buffers: Collection[str] = ()) -> dict[str, Tensor]:
+    """The state that leaves a stage, with the notes on its tensors. buffers: names of those in the memory of one."""
+    names = shared.names_in(state)
+    if buffers:
+        names = sorted({*names, *state.keys() & buffers})
+    notes = {SHARED: names, HOOKED: hooked_tensors(state)}
     if not any(notes.values()):
         return state
     return state | {_NOTE + _NOTE.join((what, *names)): torch.empty(0, dtype=torch.uint8, device=device)

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from ranvier.block import State, as_named_tensors, from_named_tensors
 from ranvier.errors import ModelError
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, with_norms
+from ranvier.sent_values import place_of
 from ranvier.tensor.columns import plain
 from ranvier.tensor.kept_outputs import KeptOutputs
 from ranvier.tensor.remembered import Remembered
@@ -211,7 +212,7 @@ class Segment:
     def _check(self, tensors: Mapping[str, Tensor], versions: Mapping[str, int], when: str) -> None:
         for name, version in versions.items():
             if plain(tensors[name])._version != version:
-                what = f"tensor {name} of the carried state" if name else "the carried state"
+                what = f"tensor {place_of(name)} of the carried state" if name else "the carried state"
                 raise ModelError(f"needs {what}, which was changed in place {when}", code="recompute-input-changed",
                                  where=self._where,
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "

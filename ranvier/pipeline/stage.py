@@ -40,6 +40,7 @@ from ranvier.plan.block_costs import loss_parts
 from ranvier.plan.recomputation import runs_of
 from ranvier.precision import is_half
 from ranvier.schedule.schedule import Product
+from ranvier.sent_values import place_of
 from ranvier.tensor.autograd import Function, apply_outside_transforms
 from ranvier.tensor.boundaries import detached_names, with_layouts
 from ranvier.tensor.columns import plain
@@ -151,6 +152,8 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
         self._shared = carried_tensors.SharedMemory()
+        self._from_buffers: set[str] = set()
+        """Names of what leaves the stage in the memory of a buffer."""
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
@@ -275,7 +278,9 @@ class Stage:
             else:
                 outputs = as_named_tensors(state, f"block {self.blocks[-1][1]}")
                 outputs = outputs if self._mesh is None else detached_names(outputs)
-                outputs = carried_tensors.with_notes(outputs, self._shared, self._device)
+                if self._is_watched and number == 0:
+                    self._from_buffers |= carried_tensors.in_buffers(outputs, (module for _, _, module in self.blocks))
+                outputs = carried_tensors.with_notes(outputs, self._shared, self._device, buffers=self._from_buffers)
         self._shared.check()
         for read in read_attributes_of(module for _, _, module in self.blocks) if number == 0 else ():
             read.check_after_forward()
@@ -295,6 +300,11 @@ class Stage:
                                  where=_describe_returned(name, self.blocks[-1][1]), value=one.layout,
                                  remedy="Return its to_dense() or its parts, or cut elsewhere "
                                         "(Pipeline(boundaries=...)).")
+            if self._loss is None and type(tensor) is Tensor and vars(tensor) and (values := _own_attributes(tensor)):
+                raise ModelError("has attributes, which the next stage's tensor would not have",
+                                 code="tensor-attributes-sent", where=_describe_returned(name, self.blocks[-1][1]),
+                                 value=values, remedy="Return what they hold as tensors of the carried state, or "
+                                                      "delete them.")
             if tensor.requires_grad:
                 roots[name] = root_of(tensor)
         if kept := bool(roots or leaves):
@@ -566,8 +576,13 @@ def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, fo
     return CompiledBlocks(how, gradients, forwards, recomputed, watched)
 
 
+def _own_attributes(tensor: Tensor) -> list[str]:
+    """Names of the attributes that a program has given to a tensor, without the marks of torch's compiler."""
+    return [name for name in vars(tensor) if not name.startswith("_dynamo")]
+
+
 def _describe_returned(name: str, block: str) -> str:
-    return f'tensor "{name}" that block {block} returns' if name else f"what block {block} returns"
+    return f'tensor "{place_of(name)}" that block {block} returns' if name else f"what block {block} returns"
 
 
 def _subclass_error(kind: type, name: str, block: str) -> ModelError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ranvier.config.run import Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
-from ranvier.sent_values import pack, unpack
+from ranvier.sent_values import pack, place_of, unpack
 from tests.covering import covering, label
 from tests.errors import raises
 from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share
@@ -284,6 +285,58 @@ def test_code_that_ends_the_program_inside_a_batch_is_a_failure(mesh, make, wher
     """With exit code 0, too: the other ranks would wait for it."""
     with raises("block-exits", where, "sys.exit"):
         run(make, points([[2]]), mesh)
+
+
+class Steps(nn.Module):
+    """Returns its buffer beside what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x):
+        return self.linear(x), self.steps
+
+
+def count(linear, state):
+    state[1].add_(1.0)
+    return linear(state[0]) + state[1]
+
+
+def test_a_block_that_changes_a_buffer_of_an_earlier_one():
+    """On the buffer's stage it does; another stage has a copy."""
+    make = partial(chain, Steps, partial(Part, count), partial(nn.Linear, 4, 4))
+
+    def work(engine):
+        engine.forward_backward(share(engine, points([[2]])))
+        return engine.named_buffers()["b0.steps"].tolist()
+
+    assert on_mesh(make, Mesh(), work) == [[1.0] * 4]
+    with raises("shared-state-changed", "buffer"):
+        on_mesh(make, Mesh(pipe=2), work, pipeline=Pipeline(boundaries=(1,)))
+
+
+def test_where_a_tensor_is_in_its_value():
+    found = pack("", (torch.ones(1), {"mask": [torch.ones(2)]}, Pair(torch.ones(3), torch.ones(4))), ())
+    assert [place_of(name) for name in found] == ["[0]", "[1]['mask'][0]", "[2][0]", "[2][1]"]
+    assert place_of("hidden") == "hidden" and place_of("") == ""
+
+
+@pytest.mark.parametrize("inputs", [{"x": torch.ones(1), "scale": 0.5}, numpy.ones(4)], ids=["float", "array"])
+def test_inputs_of_another_type(inputs):
+    with raises("inputs-type", "from_numpy", where="inputs of microbatch 0"):
+        on_mesh(LINEARS, Mesh(), lambda engine: engine.forward_backward([(inputs, torch.ones(1))]))
+
+
+def test_a_tensor_with_attributes():
+    def leave_mean(linear, x):
+        y = linear(x)
+        y.mean_of_rows = y.mean(1)
+        return y
+
+    with raises("tensor-attributes-sent", "mean_of_rows", where="what block b0 returns"):
+        run(of(leave_mean, lambda linear, x: linear(x)), points([[2]]), Mesh(pipe=2))
 
 
 def test_a_dtype_that_messages_do_not_carry():
