@@ -163,7 +163,9 @@ class Segment:
         tensors = as_named_tensors(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
-        then = Remembered(self._others, common=bool(self._others))  # ours draw from neither
+        looks = not self._looked and self._num_batches <= BATCHES_BY_VALUE
+        self._looked = True
+        then = Remembered(self._others, common=bool(self._others), arrays=looks)  # ours draw from neither
         kept = KeptOutputs(self._weights) if self._selective else None
         left: list[_Left] = []
         moved: list[_Moved] = []
@@ -185,10 +187,16 @@ class Segment:
                     return compute(from_named_tensors(aliases))
             ran = True
             weights = [parameter._version for parameter in self._parameters]
-            norms = self._norms()
+            norms = self._norms(looks)
             with self._note_changes(before, left), _COMPUTED if kept is None else kept.recording():
                 result = compute(from_named_tensors(entering))
             then.forget_unmoved()
+            if (held := then.changed_in_place()) is not None:
+                raise ModelError("leads to a tensor or array, in a list, dict or object, that was changed in place, "
+                                 "and that recomputation would change twice", code="recompute-held-changed",
+                                 where=f"attribute {self._path(*held)}",
+                                 remedy="Make it a buffer or an attribute of the module, put a new one in its place "
+                                        "(x = x + y), or set `--memory.recompute none`.")
             rewritten = set(changed_norms(norms))
             for parameter, version in zip(self._parameters, weights, strict=True):
                 changes = parameter._version - version
@@ -218,11 +226,9 @@ class Segment:
                                  remedy="Put a new tensor in its place (x = x + y for x += y, relu(x) for relu_(x)), "
                                         "or set `--memory.recompute none`.")
 
-    def _norms(self) -> list[tuple[Tensor, Tensor]]:
+    def _norms(self, looks: bool) -> list[tuple[Tensor, Tensor]]:
         """Of the parameters that forwards have changed without a new version; in the first forwards of the first
-        batches of all, which show whether forwards do so."""
-        looks = not self._looked and self._num_batches <= BATCHES_BY_VALUE
-        self._looked = True
+        batches (looks) of all, which show whether forwards do so."""
         return with_norms(self._parameters if looks else self._written)
 
     def _value_of(self, parameter: nn.Parameter) -> Tensor:
@@ -317,12 +323,15 @@ class Segment:
 
     def _changed_buffer(self, place: _Place) -> ModelError:
         kind = "buffer" if place[1] in place[0]._buffers else "attribute"
-        name = next(f"{kind} {name}.{place[1]}" for block, module in self._blocks
-                    for name, part in module.named_modules(prefix=block) if part is place[0])
         return ModelError("was changed in place, and not by the first forward that found it; recomputation cannot give "
-                          "it back as it was", code="recompute-buffer-changed", where=name,
+                          "it back as it was", code="recompute-buffer-changed", where=f"{kind} {self._path(*place)}",
                           remedy="Put a new tensor in its place (self.x = self.x + y), or set "
                                  "`--memory.recompute none`.")
+
+
+    def _path(self, owner: nn.Module, attribute: str) -> str:
+        return next(f"{name}.{attribute}" for block, module in self._blocks
+                    for name, part in module.named_modules(prefix=block) if part is owner)
 
 
 def _is_ours(module: nn.Module) -> bool:

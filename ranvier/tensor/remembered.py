@@ -1,5 +1,6 @@
 """Snapshots, for a forward that runs again, of what it may read and change beside parameters and buffers: attributes of
-modules, what is in their lists, dicts and sets, and where random number generators are.
+modules, what is in their lists, dicts, sets and objects, and where random number generators are. Of a tensor or array
+in one of these it is only seen that it has changed in place.
 
     then = Remembered(modules)          before the first run, which may change all this
     with then.given_back(): ...         the second run finds it as the first one did; afterwards it is as it is now
@@ -20,18 +21,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from ranvier.originals.object_contents import OF_EVERY_MODULE, is_random, random_state
+from ranvier.originals.object_contents import (
+    OF_EVERY_MODULE,
+    bytes_of,
+    is_array,
+    is_of_user,
+    is_per_stage,
+    is_random,
+    own_dict,
+    random_state,
+)
 
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
-"""Types of values that lead to no list, dict, set or generator."""
+"""Types of values that lead to no list, dict, set, object or generator."""
+_MOST_OBJECTS = 3
+"""Objects that lead to one another."""
+_MOST_ELEMENTS = 10_000
+"""Of a list, dict or set of an object, which holds data if it has more; and of an array, those that are compared."""
 
 
 class Remembered:
     """modules: those whose attributes a forward may read or change. common: whether the generators of the modules
-    `random` and `numpy.random` belong to it."""
+    `random` and `numpy.random` belong to it. arrays: whether it looks at what is in arrays."""
 
-    def __init__(self, modules: Collection[nn.Module], *, common: bool = True) -> None:
-        self._modules = modules
+    def __init__(self, modules: Collection[nn.Module], *, common: bool = True, arrays: bool = False) -> None:
+        self._modules, self._looks_at_arrays, self._num_objects = modules, arrays, 0
+        self._at: tuple[nn.Module, str] | None = None
+        """The attribute that leads to what is noted."""
+        self._tensors: list[tuple[tuple[nn.Module, str] | None, torch.Tensor, int]] = []
+        """Tensors in lists, dicts and objects, and their versions."""
+        self._arrays: list[tuple[tuple[nn.Module, str] | None, Any, bytes]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """The attributes of each module, and what they were."""
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -45,19 +64,32 @@ class Remembered:
         for module in modules:
             found = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
             self._attributes.append((vars(module), found))
-            for value in found.values():
+            for name, value in found.items():
+                self._at = module, name
                 self._note(value)
 
     def _note(self, value: Any) -> None:
         if isinstance(value, list | deque | dict | set):
-            if id(value) not in self._contents:
+            if id(value) not in self._contents and not (self._num_objects and len(value) > _MOST_ELEMENTS):
                 contents = _copy(value)
                 self._contents[id(value)] = value, contents
-                self._note_all(contents.values() if isinstance(contents, dict) else contents)
+                values = contents.values() if isinstance(contents, dict) else contents
+                if torch.Tensor in map(type, values):
+                    self._tensors += [(self._at, one, one._version) for one in values
+                                      if type(one) is torch.Tensor and not one.is_inference()]
+                self._note_all(values)
         elif isinstance(value, tuple):
             self._note_all(value)
         elif is_random(value):
             self._generators[id(value)] = value, random_state(value)
+        elif is_array(value):
+            if self._looks_at_arrays:
+                self._arrays.append((self._at, value, bytes_of(value, _MOST_ELEMENTS)))
+        elif self._num_objects < _MOST_OBJECTS and not isinstance(value, nn.Module) and is_of_user(value) and (
+                own := own_dict(value)) is not None and not is_per_stage(value):
+            self._num_objects += 1
+            self._note(own)
+            self._num_objects -= 1
 
     def _note_all(self, values: Iterable[Any]) -> None:
         """No Python runs for each of many words or numbers."""
@@ -70,6 +102,12 @@ class Remembered:
         """After the first run: states of generators from which it has not drawn are not kept."""
         self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
                             if not _same_state(random_state(generator), state)}
+
+    def changed_in_place(self) -> tuple[nn.Module, str] | None:
+        """The module and attribute that lead to a tensor or array which the first run has changed in place."""
+        changed = (at for at, tensor, version in self._tensors if tensor._version != version)
+        return next(changed, None) or next((at for at, array, before in self._arrays
+                                            if bytes_of(array, _MOST_ELEMENTS) != before), None)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from threading import Lock
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -107,6 +108,20 @@ class Remembers(nn.Module):
         return torch.tanh(self.linear(x)) * factor
 
 
+class HasObjects(nn.Module):
+    """Computes by counts in an object of a class of its own, and in one that this has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.settings = linear(), SimpleNamespace(calls=0, inner=SimpleNamespace(calls=0, means=[]))
+
+    def forward(self, x):
+        inner = self.settings.inner
+        self.settings.calls, inner.calls = self.settings.calls + 1, inner.calls + 1
+        inner.means.append(float(x.detach().mean()))
+        return torch.tanh(self.linear(x)) * (self.settings.calls + inner.calls + inner.means[-1])
+
+
 class MakesLater(nn.Module):
     """Changes in place from the third forward on what the second has made: a tensor that is no buffer, and a buffer."""
 
@@ -161,7 +176,8 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
         "weight norm by a hook": lambda: weight_norm(linear()),
         "pruned": lambda: prune.l1_unstructured(linear(), "weight", 3),
         "shared": Shared,
-        "attributes": Counts, "made later": MakesLater, "what is in attributes": Remembers, "own generators": Draws,
+        "attributes": Counts, "made later": MakesLater, "what is in attributes": Remembers,
+        "objects": HasObjects, "own generators": Draws,
         **{f"average {how}": partial(Tanh, before=partial(Averaged, how))
            for how in ("in place", "in data", "replaced")}}
 
@@ -195,7 +211,8 @@ def test_buffers_change_once(block, recompute):
         for name, gradient in gradients.items():  # that of a bias before a normalisation is zero
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
     found = {name: value for _, kept in ranks for name, value in kept.items()}
-    assert buffers or block in ("weight norm by a hook", "attributes", "what is in attributes", "own generators")
+    assert buffers or block in ("weight norm by a hook", "attributes", "what is in attributes", "objects",
+                                "own generators")
     for name, buffer in buffers.items():
         torch.testing.assert_close(found[name], buffer, rtol=1e-10, atol=1e-12)
 
@@ -220,6 +237,28 @@ def test_a_buffer_that_changes_later_is_refused():
 
     with raises("recompute-buffer-changed", "recompute", where="buffer b1.count"):
         on_mesh(partial(model, linear, Later), Mesh(), work, memory=Memory(recompute=1))
+
+
+@pytest.mark.parametrize("held", [
+    lambda: [torch.zeros(())], lambda: {"count": torch.zeros(())}, lambda: SimpleNamespace(count=torch.zeros(())),
+    lambda: numpy.zeros(1), lambda: [numpy.zeros(1)]], ids=["list", "dict", "object", "array", "array in a list"])
+def test_what_is_changed_in_place_in_attributes_is_refused(held):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.held = linear(), held()
+
+        def forward(self, x):
+            held = self.held if not isinstance(self.held, SimpleNamespace) else vars(self.held)
+            count = held if isinstance(held, numpy.ndarray) else held["count"] if isinstance(held, dict) else held[0]
+            count += 1
+            return self.linear(x) * count.item()
+
+    def work(engine):
+        engine.forward_backward(share(engine, points([[1, 2]])))
+
+    with raises("recompute-held-changed", "recompute", where="attribute b1.held"):
+        on_mesh(partial(model, linear, Counts), Mesh(), work, memory=Memory(recompute=1))
 
 
 class Changes(nn.Module):
