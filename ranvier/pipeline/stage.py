@@ -540,6 +540,13 @@ class Stage:
             self._explain(error, f"the backward of microbatch {number}")
             if self._overlaps and "modified by an inplace operation" in str(error):
                 raise _changed_under_way(number) from error
+            if self._recomputed and type(error).__name__ == "CheckpointError":
+                raise ModelError("computes other tensors when recomputation runs it again, as a nested tensor made "
+                                 "there is, or by what has changed since, such as a global variable",
+                                 code="recompute-differs", where=f"stage of block {self.blocks[0][1]}, microbatch "
+                                                                 f"{number}",
+                                 remedy="Set `--memory.recompute none`; the error above this one names the tensors."
+                                 ) from error
             raise
         finally:
             self._last_backward = False

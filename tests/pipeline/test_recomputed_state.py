@@ -261,6 +261,20 @@ def test_what_is_changed_in_place_in_attributes_is_refused(held):
         on_mesh(partial(model, linear, Counts), Mesh(), work, memory=Memory(recompute=1))
 
 
+def test_a_second_run_with_other_tensors_is_named():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x):
+            parts = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+            return x + torch.cat(list(self.linear(parts).unbind()))
+
+    with raises("recompute-differs", "recompute"):
+        gradients_on(partial(model, linear, Nested), points([[3]]), Mesh(), memory=Memory(recompute=1))
+
+
 class Changes(nn.Module):
     """Changes its parameter in place, before or after it reads it."""
 
