@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from ranvier.originals.object_contents import (
     random_state,
 )
 
-_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter})
+_HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype,
+                           torch.device, FunctionType, type})
 """Types of values that lead to no list, dict, set, object or generator."""
 _MOST_OBJECTS = 3
 """Objects that lead to one another."""
@@ -65,8 +67,9 @@ class Remembered:
             found = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
             self._attributes.append((vars(module), found))
             for name, value in found.items():
-                self._at = module, name
-                self._note(value)
+                if type(value) not in _HOLD_NOTHING:
+                    self._at = module, name
+                    self._note(value)
 
     def _note(self, value: Any) -> None:
         if isinstance(value, list | deque | dict | set):
