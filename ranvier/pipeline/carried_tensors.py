@@ -90,7 +90,7 @@ class _Refusing:
 
     def __call__(self, gradient: Tensor) -> None:
         if not self._in_pass():
-            what = f'tensor "{self._name}" of the carried state' if self._name else "the carried state"
+            what = f'tensor "{place_of(self._name)}" of the carried state' if self._name else "the carried state"
             raise ModelError("has a hook of an earlier block on its gradient, which a block computes for itself; on "
                              "another stage the hook would not run", code="hook-on-earlier-state", where=what,
                              remedy="Differentiate with respect to a tensor of the block's own, x = x.view_as(x), for "
