@@ -69,8 +69,7 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
     with refuse_changes(module):
         traces = {mode: trace_forward(module, names, arguments, output or carried_output, mode, strict=cut != "auto")
                   for mode in (True, False)}
-    blocks = _blocks(module, traces)
-    return blocks
+    return _blocks(module, traces)
 
 
 def carried_output(found: Any) -> Any:
