@@ -28,8 +28,8 @@ class OutsideLeaves:
             warnings.warn("a block or the loss uses trainable tensors of no block "
                           f"({len(twice)}, the first of shape {tuple(twice[0].shape)}); their gradients are neither "
                           "summed over replicas nor divided by the weight of the batch. Make what is to be trained an "
-                          "attribute of a block, or of a loss that is a module; for what is not, call "
-                          "requires_grad_(False), or use it under torch.no_grad()", stacklevel=2)
+                          "attribute of a block, or of a loss that is a module; call requires_grad_(False) for "
+                          "what is not", stacklevel=2)
 
 
 def _leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
