@@ -21,7 +21,7 @@ VERSIONS ?= python3.11:2.11.0 python3.12:2.11.0 python3.12:2.13.0
 # Largest file that `make lint` accepts.
 MAX_FILE_KIB := 2048
 
-.PHONY: help train test test-slow test-all test-versions mutations lint check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
+.PHONY: help train test test-slow test-all test-versions mutations lint lint-lines check-files docs wheel lock bench-pipeline bench-transports bench-meshes bench-memory bench-tensor bench-checkpoint bench-elastic bench-finetune clean
 
 help:
 	@echo "make train              train the smallest GPT on four local ranks, with a picture of what each did when"
@@ -35,9 +35,12 @@ help:
 train: $(VENV)/train
 	$(BIN)/ranvier train gpt-tiny
 
-# A test that no signal reaches, such as one that waits in C, ends with its process, which shows all threads.
-test: lint
-	$(PYTEST) -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
+# A test that no signal reaches, such as one that waits in C, ends with its process, which shows all threads. Types are
+# checked meanwhile, by one process, which takes half a minute where it has no cache.
+test: lint-lines
+	@$(BIN)/mypy & types=$$!; \
+	$(PYTEST) -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true; tests=$$?; \
+	wait $$types || { echo "mypy has found errors, which are above the tests"; exit 1; }; exit $$tests
 
 # With the packages of the site, where they can be installed, the tests build it as well: a warning or a dead link fails.
 test-all: lint
@@ -61,9 +64,11 @@ test-versions:
 mutations: $(VENV)/test
 	$(BIN)/python -m tests.mutations
 
-lint: check-files $(VENV)/test
-	$(BIN)/ruff check .
+lint: lint-lines
 	$(BIN)/mypy
+
+lint-lines: check-files $(VENV)/test
+	$(BIN)/ruff check .
 
 # No large file and no merge marker is committed. Outside a git checkout there is nothing to check.
 check-files:

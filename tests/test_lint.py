@@ -39,9 +39,18 @@ def _recipe_of(target: str) -> str:
                           check=True).stdout
 
 
-def test_make_test_runs_lint_first() -> None:
-    shown, lint = _recipe_of("test"), _recipe_of("lint")
-    assert shown.startswith(lint) and "ruff check" in lint and "/mypy" in lint and "git ls-files" in lint
+def test_make_test_runs_lint_and_checks_types_beside_the_tests() -> None:
+    shown, lint, lines = map(_recipe_of, ("test", "lint", "lint-lines"))
+    assert lint == f"{lines}.venv/bin/mypy\n" and "ruff check" in lines and "git ls-files" in lines
+    assert shown.startswith(f"{lines}.venv/bin/mypy & ")
+
+
+@pytest.mark.parametrize(("types", "tests", "code"), [("true", "true", 0), ("false", "true", 2), ("true", "false", 2)])
+def test_make_test_fails_with_either(tmp_path: Path, types: str, tests: str, code: int) -> None:
+    (tmp_path / "mypy").symlink_to(shutil.which(types) or types)
+    done = subprocess.run(["make", "-f", str(ROOT / "Makefile"), "-o", "lint-lines", "test", f"BIN={tmp_path}",
+                           f"PYTEST={tests}"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and ("mypy has found errors" in done.stdout) == (types == "false"), done
 
 
 def test_files_of_usual_size_pass(tmp_path: Path) -> None:
