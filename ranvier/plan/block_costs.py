@@ -124,10 +124,16 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-def build_on_meta(model: Model) -> dict[str, nn.Module]:
-    """All blocks; lazily built ones have no storage, ready-made modules are what they are."""
-    with meta_device():
-        return {name: build() for name, build in model.blocks.items()}
+def build_on_meta(model: Model) -> Mapping[str, nn.Module]:
+    """All blocks, to look at; lazily built ones have no storage, ready-made modules are what they are."""
+    def build() -> Mapping[str, nn.Module]:
+        with meta_device():
+            return {name: builder() for name, builder in model.blocks.items()}
+
+    key: Hashable = None
+    with suppress(TypeError):
+        key = _recipe(model.blocks)
+    return build() if key is None else _known_blocks.get(key, build)
 
 
 def _tensors_on_meta(module: nn.Module, formats: BlockFormats) -> dict[str, Tensor]:
@@ -377,8 +383,8 @@ def _kind(value: object) -> str:
 
 # --- counts that are known --------------------------------------------------------------------------------------------
 
-# Cache of counted costs in this process. A rank that checks its memory, freezes layers or changes its mesh plans the
-# same model again, and counting its blocks takes longer than all else in a plan.
+# Cache of counted costs, and of blocks on the meta device, in this process. A rank that checks its memory, freezes
+# layers or changes its mesh plans the same model again, and these take longer than all else in a plan.
 #
 # Only models of Ranvier's own blocks are known again: their builders are `functools.partial`s of its classes and values
 # that cannot change. Any other code may build something else each time.
@@ -411,6 +417,7 @@ class Known(Generic[Found]):
 
 
 _known = Known[tuple[BlockCost, ...]](256)
+_known_blocks = Known[Mapping[str, nn.Module]](16)
 
 
 def known_or_counted(model: Model, sample: object, settings: Hashable, count: Callable[[], Iterable[BlockCost]]

@@ -16,7 +16,7 @@ from ranvier.models.llama import llama
 from ranvier.models.lora import with_adapters
 from ranvier.plan import block_costs as costs_module
 from ranvier.plan import cut as cut_module
-from ranvier.plan.block_costs import block_costs
+from ranvier.plan.block_costs import block_costs, build_on_meta
 from ranvier.plan.cut import Parts
 from tests.pipeline.parity import chain, squared
 
@@ -40,6 +40,14 @@ def costs(model, *, rows=2, mesh=None, dtype=torch.float64, device="cpu", tensor
     fresh = tuple(block_costs(Parts(model, mesh, tensor, device).model, *sample, dtype))
     assert [replace(cost, kernels=()) for cost in found] == [replace(cost, kernels=()) for cost in fresh]
     assert [len(cost.kernels) for cost in found] == [len(cost.kernels) for cost in fresh]
+
+
+def test_ranviers_blocks_are_built_once_on_the_meta_device():
+    """Those of any other code each time."""
+    found, own = build_on_meta(gpt(CONFIG)), chain(lambda: nn.Linear(2, 2))
+    assert build_on_meta(gpt(CONFIG)) is found and build_on_meta(own) is not build_on_meta(own)
+    assert not any(one.requires_grad for one in build_on_meta(freeze(gpt(CONFIG), 1))["embedding"].parameters())
+    assert all(one.requires_grad and one.is_meta for block in found.values() for one in block.parameters())
 
 
 def test_ranviers_models_are_counted_once_and_again_where_anything_differs(counted):
