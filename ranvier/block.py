@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -410,6 +411,9 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
     if not shape:
         parameter.copy_(draw(key, torch.zeros((), dtype=torch.int64, device=parameter.device)) * initial.scale)
         return
+    if box[1:] == [(0, size) for size in shape[1:]] and parameter.is_contiguous():  # whole rows: one range of numbers
+        width = prod(shape[1:])
+        shape, box, parameter = (shape[0] * width,), [(box[0][0] * width, box[0][1] * width)], parameter.view(-1)
     first, last = box[0]
     width = max(1, parameter.numel() // max(1, last - first))
     rows = max(1, INITIAL_PIECE.get(parameter.device.type, INITIAL_PIECE["cpu"]) // width)

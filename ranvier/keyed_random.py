@@ -77,10 +77,11 @@ def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = N
     box: (start, stop) for each dim; None for the whole tensor. device: of the result; None for the default one.
     """
     box = [(0, size) for size in shape] if box is None else box
-    index = torch.zeros((), dtype=torch.int64, device=device)
+    index: Tensor | None = None
     for size, (start, stop) in zip(shape, box, strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(start, stop, dtype=torch.int64, device=device)
-    return index
+        along = torch.arange(start, stop, dtype=torch.int64, device=device)
+        index = along if index is None else index.unsqueeze(-1) * size + along
+    return torch.zeros((), dtype=torch.int64, device=device) if index is None else index
 
 
 @dataclass

@@ -112,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):
                            kwargs: dict[str, object] | None = None) -> object:
         kwargs = kwargs or {}
         # Constructors such as torch.tensor pass a new storage, which no operation has created, through lift_fresh.
-        given = [] if func is torch.ops.aten.lift_fresh.default else list(self._storages((args, kwargs)))
+        given = [] if func is torch.ops.aten.lift_fresh.default else self._storages((args, kwargs))
         result = func(*args, **kwargs)
         for storage in (*given, *self._storages(result)):
             kind, _ = self._counted.get(weakref.ref(storage), (None, 0))
@@ -139,8 +139,8 @@ class MemoryTracker(TorchDispatchMode):
     def _current_bytes(self, place: MemoryPlace) -> dict[str, int]:
         return {category: nbytes for (at, category), nbytes in self.live.items() if at == place}
 
-    def _storages(self, tree: object) -> Iterator[torch.UntypedStorage]:
-        return (storage for storage in _storages(tree) if (storage.device.type == "meta") == self._on_meta)
+    def _storages(self, tree: object) -> list[torch.UntypedStorage]:
+        return [storage for storage in _storages(tree) if (storage.device.type == "meta") == self._on_meta]
 
 
 def _check(place: str, where: str) -> None:
