@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -162,6 +162,10 @@ class BlockCost:
     def weight(self, device: str = "cpu") -> float:
         """Relative time, in floating-point operations."""
         return _weight(device, self.kernels, self.number_bytes, self.flops, self.written_bytes)
+
+
+Stages = Sequence[Sequence[BlockCost]]
+"""The blocks of each stage."""
 
 
 def selectively(costs: Iterable[BlockCost]) -> list[BlockCost]:

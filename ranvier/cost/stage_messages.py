@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from ranvier.config.resolve import ResolvedRun
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import Stages
 from ranvier.cost.collectives import place_groups, received_seconds
 from ranvier.cost.hardware import Cluster, Link
 from ranvier.mesh import Mesh, StagePlacement
@@ -93,19 +93,19 @@ def _messages_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
             for place in range(mesh.pipeline_size - 1)]
 
 
-def sent_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[tuple[tuple[int, int], int]]:
+def sent_bytes(placement: StagePlacement, stages: Stages) -> list[tuple[tuple[int, int], int]]:
     """(Rank, rank) and bytes of the message of one microbatch over each boundary of stages that crosses ranks."""
     ends = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(len(stages) - 1)]
     return [(edge, blocks[-1].output_bytes) for edge, blocks in zip(ends, stages, strict=False) if edge[0] != edge[1]]
 
 
-def edge_bytes(placement: StagePlacement, stages: Sequence[Sequence[BlockCost]]) -> list[int]:
+def edge_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
     """For each edge between neighbouring ranks, the bytes of the largest message that stages send over it."""
     sent = sent_bytes(placement, stages)
     return [max(size for edge, size in sent if min(edge) == place) for place in range(placement.num_ranks - 1)]
 
 
-def link_conditions(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster) -> Conditions:
+def link_conditions(run: ResolvedRun, stages: Stages, cluster: Cluster) -> Conditions:
     """The conditions of a run's pipeline on a cluster, with messages as its slowest edge takes them. stages: the blocks
     of each, with their kernels."""
     device, threads = cluster.device, rank_threads(cluster, run.mesh)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Optim, Pipeline
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import Stages
 from ranvier.cost.memory import PROCESS_BYTES, operand_bytes, segment_bytes
 from ranvier.mesh import StagePlacement
 from ranvier.schedule.computed_limits import (
@@ -35,56 +35,33 @@ _DEFERRED_FACTOR = 1.1
 cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
 
 
-def trained_bytes(optim: Optim | None, *, device: str, element_bytes: int) -> float:
-    """Bytes on a device of a parameter that trains, beside its value: its gradient, and what the optimizer keeps there,
-    two moments as of AdamW and a master copy of half-precision ones. optim: None for an optimizer of the user's."""
-    wide = max(4, element_bytes)
-    if optim is None:
-        return element_bytes + 2 * wide
-    states = wide * (2 + (element_bytes < wide))
-    share = {"none": 1.0, "auto": 1.0, "stream": 0.0, "host": 0.0}.get(
-        optim.offload, 1.0 - (0.5 if optim.offload_share == "auto" else optim.offload_share))
-    gradient = wide if optim.accumulate == "fp32" else element_bytes
-    return gradient + states * (share if device == "cuda" else 1.0)  # a CPU's device memory is the host's
-
-
-def pipeline_limits(stages: Sequence[Sequence[BlockCost]], policy: Policy, *, in_flight: int | Literal["auto"],
-                    memory: float | None, device: str, element_bytes: int, trained_bytes: float,
-                    deferred: tuple[int, ...] | None = None, defer_last: int | None = None,
-                    placement: StagePlacement | None = None, segments: Segments = (), defers: bool = True,
-                    num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
+def pipeline_limits(stages: Stages, segments: Segments, pipeline: Pipeline, policy: Policy, optim: Optim | None, *,
+                    device: str, element_bytes: int, placement: StagePlacement, num_microbatches: int | None,
+                    conditions: Conditions) -> Limits:
     """The limits of a pipeline.
 
     Args:
-        stages: of each stage the costs of its blocks for one microbatch.
-        in_flight, deferred, defer_last: as in `Pipeline`.
-        memory: as `pipeline.memory`; None follows `rule_limits`.
-        device: the type of device. element_bytes, trained_bytes: of a parameter, and of one that
-            trains beside that. placement: by default one stage on each rank.
-        segments: what is recomputed. defers: as `may_defer`. num_microbatches: of a batch on one replica, where that
-            is known.
+        stages: of each stage the costs of its blocks for one microbatch. segments: what is recomputed.
+        optim: None for an optimizer of the user's.
+        device: the type of device. element_bytes: of a parameter.
+        num_microbatches: of a batch on one replica, where that is known.
         conditions: as for `computed_limits`.
     """
-    placement = placement or StagePlacement(num_ranks=len(stages))
-    given = None if in_flight == "auto" else in_flight
-    if memory is not None:
-        loads = _loads(stages, device, element_bytes, trained_bytes, placement.per_rank, segments, defers)
-        found = computed_limits(loads, policy, memory=memory, in_flight=given, placement=placement,
-                                num_microbatches=num_microbatches, conditions=conditions)
-        return found.with_user_limits("auto", deferred, defer_last)
-    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
-    return rule.with_user_limits(in_flight, deferred, defer_last)
+    if pipeline.memory is None:
+        rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], placement)
+        return rule.with_user_limits(pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
+    loads = _loads(stages, segments, pipeline, optim, device, element_bytes, placement.per_rank)
+    found = computed_limits(loads, policy, memory=pipeline.memory, placement=placement,
+                            in_flight=None if pipeline.in_flight == "auto" else pipeline.in_flight,
+                            num_microbatches=num_microbatches, conditions=conditions)
+    return found.with_user_limits("auto", pipeline.deferred, pipeline.defer_last)
 
 
-def run_limits(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
-               conditions: Conditions = UNKNOWN) -> Limits:
+def run_limits(run: ResolvedRun, stages: Stages, segments: Segments = (), conditions: Conditions = UNKNOWN) -> Limits:
     """The limits of a run with these blocks on each stage. conditions: as for `computed_limits`."""
-    return pipeline_limits(stages, policy_named(run.pipeline.policy), in_flight=run.pipeline.in_flight,
-                           deferred=run.pipeline.deferred, defer_last=run.pipeline.defer_last,
-                           memory=run.pipeline.memory, device=run.device_type, trained_bytes=_trained_bytes(run),
-                           element_bytes=_ELEMENT_BYTES[run.precision], placement=run.placement, segments=segments,
-                           defers=may_defer(run.pipeline, run.optim), num_microbatches=run.num_microbatches,
-                           conditions=conditions)
+    return pipeline_limits(stages, segments, run.pipeline, policy_named(run.pipeline.policy), run.optim,
+                           device=run.device_type, element_bytes=_ELEMENT_BYTES[run.precision],
+                           placement=run.placement, num_microbatches=run.num_microbatches, conditions=conditions)
 
 
 def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
@@ -93,8 +70,8 @@ def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
     return pipeline.defer_bytes != 0 and (optim is None or not optim.update_in_backward)
 
 
-def stages_at_peak(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], limits: Limits, segments: Segments = (),
-                   conditions: Conditions = UNKNOWN) -> tuple[tuple[int, float], ...] | None:
+def stages_at_peak(run: ResolvedRun, stages: Stages, limits: Limits, segments: Segments, conditions: Conditions
+                   ) -> tuple[tuple[int, float], ...] | None:
     """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the
     bound of interleaved 1F1B)."""
     if limits.max_stored is None and not (limits.alternating and run.placement.per_rank > 1):
@@ -122,8 +99,8 @@ class MemoryChoice:
         return min(self.limits.in_flight, self.step_microbatches)
 
 
-def memory_choices(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments = (),
-                   conditions: Conditions = UNKNOWN) -> tuple[MemoryChoice, ...]:
+def memory_choices(run: ResolvedRun, stages: Stages, segments: Segments = (), conditions: Conditions = UNKNOWN
+                   ) -> tuple[MemoryChoice, ...]:
     """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
     if memory is None or not policy.defers or run.mesh.pipeline_size == 1 or not are_searched(run.placement):
@@ -164,8 +141,8 @@ Factors = tuple[tuple[float, float], ...]
 """Per block, measured over counted time of its forward and its backward, in an arbitrary unit."""
 
 
-def measured_factors(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], seconds: Sequence[tuple[float, float]],
-                     segments: Segments = (), cached: int = 0) -> Factors | None:
+def measured_factors(run: ResolvedRun, stages: Stages, seconds: Sequence[tuple[float, float]], segments: Segments = (),
+                     cached: int = 0) -> Factors | None:
     """Measured over counted times of the blocks on these ranks; None if a pass has no times.
 
     Args:
@@ -189,9 +166,8 @@ def _ratio(measured: float, counted: float, mean: float) -> float:
     return measured / counted if measured and counted else mean
 
 
-def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], present: Limits,
-                    seconds: Sequence[tuple[float, float]], segments: Segments = (),
-                    conditions: Conditions = UNKNOWN) -> MeasuredChoice | None:
+def measured_choice(run: ResolvedRun, stages: Stages, present: Limits, seconds: Sequence[tuple[float, float]],
+                    segments: Segments = (), conditions: Conditions = UNKNOWN) -> MeasuredChoice | None:
     """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
     chosen by simulation, and where a rank has no times.
 
@@ -224,8 +200,7 @@ def measured_choice(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], pre
     return MeasuredChoice(limits=limits, bubble_fraction=after.bubble_fraction, counted_fraction=before.bubble_fraction)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BlockTimes:
+class _BlockTimes(NamedTuple):
     """Times of one microbatch in a block, in units of `BlockCost.weight`; 0 for what the block does not do. A weight
     gradient takes as long as the forward of its products. weight: time of those that may wait."""
 
@@ -234,8 +209,7 @@ class _BlockTimes:
     weight: float
 
 
-def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: Segments, defers: bool = True
-                 ) -> list[list[_BlockTimes]]:
+def _block_times(stages: Stages, device: str, segments: Segments, defers: bool = True) -> list[list[_BlockTimes]]:
     """Times of each stage's blocks. A recomputed block runs once more in its backward, the last one of its segment
     without its last product, and none of its products wait."""
     found, trains = [], False
@@ -256,8 +230,8 @@ def _block_times(stages: Sequence[Sequence[BlockCost]], device: str, segments: S
     return found
 
 
-def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], factors: Factors | None,
-                     segments: Segments = (), cached: int = 0) -> list[tuple[float, float]]:
+def expected_seconds(run: ResolvedRun, stages: Stages, factors: Factors | None, segments: Segments = (), cached: int = 0
+                     ) -> list[tuple[float, float]]:
     """Forward and backward time of one microbatch on each rank with these blocks, by factors measured with another cut;
     None: counted times."""
     found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
@@ -271,17 +245,14 @@ def expected_seconds(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], fa
     return found
 
 
-def _loads_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[StageLoad]:
-    return _loads(stages, run.device_type, _ELEMENT_BYTES[run.precision], _trained_bytes(run), run.placement.per_rank,
-                  segments, may_defer(run.pipeline, run.optim))
+def _loads_of(run: ResolvedRun, stages: Stages, segments: Segments) -> list[StageLoad]:
+    return _loads(stages, segments, run.pipeline, run.optim, run.device_type, _ELEMENT_BYTES[run.precision],
+                  run.placement.per_rank)
 
 
-def _trained_bytes(run: ResolvedRun) -> float:
-    return trained_bytes(run.optim, device=run.device_type, element_bytes=_ELEMENT_BYTES[run.precision])
-
-
-def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: int, trained_bytes: float, per_rank: int,
-           segments: Segments, defers: bool) -> list[StageLoad]:
+def _loads(stages: Stages, segments: Segments, pipeline: Pipeline, optim: Optim | None, device: str, element_bytes: int,
+           per_rank: int) -> list[StageLoad]:
+    trained_bytes, defers = _trained_bytes(optim, device, element_bytes), may_defer(pipeline, optim)
     loads = []
     for stage, times in enumerate(_block_times(stages, device, segments, defers)):
         blocks, is_last = stages[stage], stage == len(stages) - 1
@@ -301,6 +272,19 @@ def _loads(stages: Sequence[Sequence[BlockCost]], device: str, element_bytes: in
             operands=operand_bytes(trained, ends_model=is_last) if defers else 0,
             deferred_factor=_DEFERRED_FACTOR if device == "cpu" else 1.0))
     return loads
+
+
+def _trained_bytes(optim: Optim | None, device: str, element_bytes: int) -> float:
+    """Bytes on a device of a parameter that trains, beside its value: its gradient, and what the optimizer keeps there,
+    two moments as of AdamW and a master copy of half-precision ones. optim: None for an optimizer of the user's."""
+    wide = max(4, element_bytes)
+    if optim is None:
+        return element_bytes + 2 * wide
+    states = wide * (2 + (element_bytes < wide))
+    share = {"none": 1.0, "auto": 1.0, "stream": 0.0, "host": 0.0}.get(
+        optim.offload, 1.0 - (0.5 if optim.offload_share == "auto" else optim.offload_share))
+    gradient = wide if optim.accumulate == "fp32" else element_bytes
+    return gradient + states * (share if device == "cuda" else 1.0)  # a CPU's device memory is the host's
 
 
 # --- limits that fit --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun, bucket_size, chunk_size, stage_placement
 from ranvier.config.rules import schedule_problems, tensor_problems
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
-from ranvier.cost.blocks import BlockCost, selectively
+from ranvier.cost.blocks import Stages, selectively
 from ranvier.errors import ConfigError, ModelError
 from ranvier.layout import Chunking, Layout, box_size
 from ranvier.mesh import Mesh
@@ -21,7 +21,7 @@ from ranvier.optim.rules import rules_of
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import Sample, StageTable, cut, global_parameters
 from ranvier.plan.kernel_count import AS_WRITTEN, Counting, counting_of
-from ranvier.plan.limits import Segments, may_defer, pipeline_limits, trained_bytes
+from ranvier.plan.limits import Segments, pipeline_limits
 from ranvier.plan.recomputation import Recompute, recomputed_segments, runs_of
 from ranvier.precision import DTYPES
 from ranvier.schedule.computed_limits import UNKNOWN
@@ -185,7 +185,7 @@ def refuse_settings_beside(**settings: object) -> None:
 # The engine, a run and its prediction of memory all make their plan here, so that they agree.
 
 
-ConditionsOf = Callable[[Sequence[Sequence[BlockCost]], Segments], Conditions]
+ConditionsOf = Callable[[Stages, Segments], Conditions]
 _AUTO = Pipeline(), TensorParallel(), Memory()
 
 
@@ -220,11 +220,8 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
         pipeline.in_flight, pipeline.deferred, pipeline.defer_last)
     recomputed = _recomputed_segments(memory.recompute, stages, model.layers, policy, rule)
     limits = rule if stages.costs is None else pipeline_limits(
-        stages.stage_costs(), policy, in_flight=pipeline.in_flight, deferred=pipeline.deferred,
-        defer_last=pipeline.defer_last, memory=pipeline.memory, device=device, element_bytes=dtype.itemsize,
-        trained_bytes=trained_bytes(optim, device=device, element_bytes=dtype.itemsize), placement=placement,
-        segments=recomputed, defers=may_defer(pipeline, optim), num_microbatches=num_microbatches,
-        conditions=conditions(stages.stage_costs(), recomputed))
+        stages.stage_costs(), recomputed, pipeline, policy, optim, device=device, element_bytes=dtype.itemsize,
+        placement=placement, num_microbatches=num_microbatches, conditions=conditions(stages.stage_costs(), recomputed))
     optim = optim or Optim()
     for problem in parameter_groups.problems(optim, [each.settings_name for each in layout.parameters]):
         raise problem

@@ -7,7 +7,7 @@ over the tensor mesh.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from torch import nn
 from ranvier.block import meta_device
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import Stages
 from ranvier.cost.cluster_files import load_cluster
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.stage_messages import link_conditions
@@ -30,8 +30,7 @@ from ranvier.schedule.policies import policy_named
 from ranvier.tensor.layers import Embedding, Linear, SharedInputLinear, VocabularyLinear
 
 
-def conditions_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segments: Segments,
-                  cluster: Cluster | None = None) -> Conditions:
+def conditions_of(run: ResolvedRun, stages: Stages, segments: Segments, cluster: Cluster | None = None) -> Conditions:
     """The conditions of the run's pipeline with these blocks on each stage.
 
     Args:
@@ -54,7 +53,7 @@ def conditions_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], segme
     return replace(found, deferral=costs)
 
 
-def work_of(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> tuple[StageWork, ...]:
+def work_of(stages: Stages, segments: Segments) -> tuple[StageWork, ...]:
     """The stages with these segments recomputed."""
     return tuple(StageWork(blocks=tuple(blocks), recomputed=tuple(place for places in again for place in places),
                            ends=tuple(places.stop - 1 for places in again))

@@ -26,7 +26,7 @@ from ranvier.comm.nccl_transport import SLOTS
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.resolve import bucket_size as resolve_bucket_size
 from ranvier.config.rules import looks_before_update
-from ranvier.cost.blocks import BlockCost
+from ranvier.cost.blocks import BlockCost, Stages
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.memory import (
     KEPT_STEPS,
@@ -479,7 +479,7 @@ def _rule(run: ResolvedRun, layout: Layout) -> Limits:
     return rule.with_user_limits(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
 
 
-def recomputed_runs(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> list[list[range]]:
+def recomputed_runs(run: ResolvedRun, stages: Stages) -> list[list[range]]:
     """Per stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's limit,
     as in the engine, since simulated limits follow from them."""
     rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages],

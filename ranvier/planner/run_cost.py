@@ -14,7 +14,7 @@ from itertools import chain
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Run
-from ranvier.cost.blocks import BlockCost, Same
+from ranvier.cost.blocks import BlockCost, Same, Stages
 from ranvier.cost.hardware import Cluster, Device
 from ranvier.cost.memory import segment_bytes
 from ranvier.cost.step import Cost, PipelineNumbers, StageWork, Step, least_seconds, step_cost, step_pipeline
@@ -30,7 +30,7 @@ from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 
 
-def run_cost(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *, exact: bool = True,
+def run_cost(run: ResolvedRun, cluster: Cluster, stages: Stages, *, exact: bool = True,
              as_published: bool = False, limits: Limits | None = None) -> Cost:
     """Cost of a run with these blocks on each stage, counted for its microbatch on its tensor mesh. exact,
     as_published: as for `step_cost`. limits: as for `step_of`."""
@@ -87,14 +87,12 @@ def _without_latency(device: Same[Device]) -> Device:
                    reduction_share=None, operation_seconds=0.0)
 
 
-def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Sequence[Sequence[BlockCost]], *,
-                 as_published: bool = False) -> PipelineNumbers:
+def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Stages, *, as_published: bool = False) -> PipelineNumbers:
     """Input of the simulator for such a run."""
     return step_pipeline(step_of(run, stages, cluster), cluster, as_published=as_published)
 
 
-def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cluster | None = None,
-            limits: Limits | None = None) -> Step:
+def step_of(run: ResolvedRun, stages: Stages, cluster: Cluster | None = None, limits: Limits | None = None) -> Step:
     """One step of the run; cluster: as for `conditions_of`. limits: the schedule's, where they are known."""
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, conditions_of(run, stages, recomputed, cluster))
@@ -113,7 +111,7 @@ def step_of(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]], cluster: Cl
         split_layers=split_layers(run) if run.mesh.stage_size > 1 else {})
 
 
-def _blocks_of(stages: Sequence[Sequence[BlockCost]], segments: Segments) -> list[BlockCost]:
+def _blocks_of(stages: Stages, segments: Segments) -> list[BlockCost]:
     """The blocks in these segments."""
     return [blocks[place] for blocks, again in zip(stages, segments, strict=True) for places in again
             for place in places]
@@ -163,7 +161,7 @@ def _update_of_tensors(run: Run) -> tuple[float, float]:
 # left out.
 
 
-def least_device_bytes(run: ResolvedRun, stages: Sequence[Sequence[BlockCost]]) -> tuple[float, float]:
+def least_device_bytes(run: ResolvedRun, stages: Stages) -> tuple[float, float]:
     """Least bytes of the rank that needs most; and the part of the optimizer's states, all of which hybrid offload
     keeps there. stages: the blocks of each, counted for the run."""
     optim, sizes, pipe = run.optim, element_bytes(run), run.mesh.pipeline_size
