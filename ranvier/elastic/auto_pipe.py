@@ -81,18 +81,8 @@ def _weights(sizes: Sequence[float], frozen: int, factor: float) -> list[float]:
 
 # ---------------------------------------------------------------------- the exact mode
 
-@dataclass(frozen=True, kw_only=True)
-class CandidateStage:
-    """A stage that might be, for whoever knows what it needs: blocks start .. stop - 1 on stage `stage`."""
-
-    num_replicas: int
-    pipeline_size: int
-    stage: int
-    start: int
-    stop: int
-    num_microbatches: int
-    microbatch_size: int
-    """Samples of the largest microbatch."""
+StageBytes = Callable[[int, int, int], int]
+"""(stage, start, stop) -> bytes that a rank of that stage needs when it has blocks start .. stop - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +109,8 @@ class Situation:
     cached: int = 0
     """Blocks whose output is read from the cache, which takes no time: a part of the frozen prefix, on the first
     stage."""
-    memory_bytes: Callable[[CandidateStage], int] | None = None
-    """Bytes that a rank of a stage needs; None ignores memory."""
+    memory_bytes: StageBytes | None = None
+    """None ignores memory."""
     limit_bytes: int | None = None
     """Most bytes that a rank may need."""
 
@@ -242,27 +232,20 @@ class _Candidate:
         for stage, (start, stop) in enumerate(pairwise((0, *boundaries, self.situation.num_blocks))):
             yield stage, start, stop
 
-    def _memory_needs(self, stage: int, start: int, stop: int) -> int:
-        assert self.situation.memory_bytes is not None
-        return self.situation.memory_bytes(CandidateStage(
-            num_replicas=self.situation.num_replicas, pipeline_size=self.num_ranks, stage=stage, start=start, stop=stop,
-            num_microbatches=self.count, microbatch_size=self.size))
-
     def _excess(self, stage: int, start: int, stop: int) -> int:
         """Bytes by which a stage is above the limit, negative below it."""
         if self.situation.memory_bytes is None or self.situation.limit_bytes is None:
             return 0
-        return self._memory_needs(stage, start, stop) - self.situation.limit_bytes
+        return self.situation.memory_bytes(stage, start, stop) - self.situation.limit_bytes
 
     def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
         """The message of the stage that exceeds the memory limit most; None if all are within it."""
         excess, place = max((self._excess(*place), place) for place in self._stages(boundaries))
         if excess <= 0:
             return None
-        stage, start, stop = place
-        needs, limit = self._memory_needs(*place) / 2**20, (self.situation.limit_bytes or 0) / 2**20
+        (stage, start, stop), limit = place, self.situation.limit_bytes or 0
         return (f"no cut fits the memory: with microbatches of {self.size} stage {stage} with blocks {start} to "
-                f"{stop - 1} needs {needs:,.1f} MiB of {limit:,.1f} MiB")
+                f"{stop - 1} needs {(limit + excess) / 2**20:,.1f} MiB of {limit / 2**20:,.1f} MiB")
 
     def _predict(self, boundaries: tuple[int, ...]) -> Cut:
         """This cut with the seconds of a step, and the bottleneck."""

@@ -10,7 +10,7 @@ from math import inf
 from ranvier.config.other_mesh import microbatch_size, on_mesh
 from ranvier.config.resolve import ResolvedRun, stage_placement
 from ranvier.cost.transition import moved_bytes
-from ranvier.elastic.auto_pipe import CandidateStage, Situation, best_cut, compress, greedy, stage_sizes
+from ranvier.elastic.auto_pipe import Situation, StageBytes, best_cut, compress, greedy, stage_sizes
 from ranvier.elastic.inputs import BlockFacts, ElasticRules, PresentMesh
 from ranvier.elastic.microbatch_profile import MicrobatchProfile, microbatch_counts, size_of
 from ranvier.elastic.state import ElasticState
@@ -48,7 +48,7 @@ class StageMemory:
 
     limit_bytes: int | None
     """Most bytes that a rank may need."""
-    needed: Callable[[ResolvedRun], Callable[[CandidateStage], int] | None]
+    needed: Callable[[ResolvedRun], StageBytes | None]
     """Bytes that a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot
     be."""
 

@@ -11,7 +11,7 @@ follows their freezing, as far as `elastic.cache-bytes` holds them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ranvier.config.resolve import ResolvedRun
@@ -23,7 +23,7 @@ from ranvier.cost.hardware import Cluster
 from ranvier.cost.kernels import Access, Kernel, backward_of, weight_gradients_of
 from ranvier.cost.stage_messages import rank_threads
 from ranvier.cost.step import update_seconds
-from ranvier.elastic.auto_pipe import CandidateStage
+from ranvier.elastic.auto_pipe import StageBytes
 from ranvier.elastic.cache_profile import Times
 from ranvier.elastic.cache_profile import decide as decide_cache
 from ranvier.elastic.controller import DecisionFacts, fastest_count, tried_microbatch_size
@@ -294,12 +294,11 @@ class _PredictedRun:
         if device.cores is not None:
             return None
 
-        def needed(there: ResolvedRun) -> Callable[[CandidateStage], int] | None:
+        def needed(there: ResolvedRun) -> StageBytes | None:
             try:
-                found = None if problems(there) else self.work.stage_bytes(there, depth)
+                return None if problems(there) else self.work.stage_bytes(there, depth)
             except RanvierError:
                 return None
-            return found and (lambda place: found(place.stage, place.start, place.stop))
 
         return StageMemory(limit_bytes=usable_bytes(device), needed=needed)
 

@@ -22,7 +22,7 @@ from ranvier.config.resolve import Facts, ResolvedRun, auto_offload, resolve
 from ranvier.cost.device_overhead import with_overhead
 from ranvier.cost.memory import PROCESS_BYTES, RankMemory, remedies, too_large, with_offload_share
 from ranvier.cost.memory_table import memory_table
-from ranvier.elastic.auto_pipe import CandidateStage
+from ranvier.elastic.auto_pipe import StageBytes
 from ranvier.elastic.freezing import FrozenLayers
 from ranvier.errors import ConfigError, OutOfMemory, RanvierError
 from ranvier.pipeline.engine import Engine
@@ -222,13 +222,12 @@ class MemoryBudget:
         return too_large(ranks, place="host" if on_cuda else "both", processes=len(ranks), run=run,
                          available_bytes=available_memory_bytes() + before)
 
-    def stage_bytes(self, run: ResolvedRun) -> Callable[[CandidateStage], int] | None:
+    def stage_bytes(self, run: ResolvedRun) -> StageBytes | None:
         """A function that gives the bytes that a rank of a candidate stage would need of its device. None where ranks
         are judged together, which hardly depends on the cut, and where `run` cannot be at all."""
         if self.device_bytes is None or problems(run):
             return None
         try:
-            needed = device_bytes_of_stages(run, self.frozen.prefix, self.frozen.above)
+            return device_bytes_of_stages(run, self.frozen.prefix, self.frozen.above)
         except RanvierError:
             return None
-        return lambda place: needed(place.stage, place.start, place.stop)

@@ -256,7 +256,7 @@ def test_no_cut_inside_the_cached_prefix():
     given = situation(pipeline_size=2, frozen=4, cached=4, bandwidth=10.0,
                       output_bytes=(0, 0, 0, 100, 100, 0))
     assert found(given, 1, 2).boundaries == (4,)
-    dropped = found(replace(given, memory_bytes=lambda place: place.stop - place.start, limit_bytes=3), 1, 2)
+    dropped = found(replace(given, memory_bytes=lambda stage, start, stop: stop - start, limit_bytes=3), 1, 2)
     assert dropped.too_large and "no cut fits the memory: with microbatches of 1 stage 0 with" in dropped.reason
 
 
@@ -273,9 +273,9 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
     heavy = (3, 1, 1, 1, 1, 1)
     asked = []
 
-    def memory_bytes(place):
-        asked.append(place)
-        return sum(heavy[place.start:place.stop]) * 2**20
+    def memory_bytes(stage, start, stop):
+        asked.append(stage)
+        return sum(heavy[start:stop]) * 2**20
 
     given = situation(pipeline_size=2, memory_bytes=memory_bytes)
     assert found(given, 1, 2).boundaries == (3,) and not asked, "nobody asks where there is no limit"
@@ -285,9 +285,7 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
         "no cut fits the memory: with microbatches of 1 stage 0 with blocks 0 to 5 needs 8.0 MiB of 4.0 MiB")
     cut = found(limited, 1, 2)
     assert cut.seconds == 98, "2 s until stage 1 begins, and 12 s for each"
-    assert {(place.num_replicas, place.pipeline_size, place.stage) for place in asked} == {
-        (1, 2, 0), (1, 2, 1), (2, 1, 0)}
-    assert all(place.num_microbatches * place.microbatch_size >= 8 // place.num_replicas for place in asked)
+    assert {*asked} == {0, 1}
     tight = found(replace(given, limit_bytes=3 * 2**20), 1, 2)
     assert tight.too_large and "stage 0 with blocks 0 to 2 needs 5.0 MiB of 3.0 MiB" in tight.reason
 
@@ -295,7 +293,7 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
 def test_improved_boundaries_fit_the_memory_too():
     """Frozen blocks make GPipe's best cut another than the dearest stage's; the limit forbids it."""
     given = situation(pipeline_size=2, frozen=2, policy=GPipe(), weight_share=0.0, samples=16,
-                      microbatches=16, memory_bytes=lambda place: place.stop - place.start, limit_bytes=100)
+                      microbatches=16, memory_bytes=lambda stage, start, stop: stop - start, limit_bytes=100)
     free = found(given, 1, 2)
     held = found(replace(given, limit_bytes=3), 1, 2)
     assert free.boundaries != (3,) and held.boundaries == (3,) and free.seconds < held.seconds
@@ -323,9 +321,9 @@ def test_a_smaller_last_microbatch_takes_less():
 
 
 def test_counts_beyond_the_share_are_single_samples():
-    given = situation(memory_bytes=lambda place: place.microbatch_size, limit_bytes=1)
+    given = situation(memory_bytes=lambda stage, start, stop: 1, limit_bytes=0)
     assert found(replace(given, microbatches=100), 4, 1) == found(replace(given, microbatches=2), 4, 1)
-    assert found(replace(given, microbatches=1), 4, 1).too_large
+    assert "with microbatches of 2 stage 0" in found(replace(given, microbatches=1), 4, 1).reason
 
 
 seconds = st.integers(0, 8).map(lambda eighths: eighths / 8)
@@ -335,7 +333,7 @@ situations = st.integers(1, 7).flatmap(lambda blocks: st.builds(
     output_bytes=st.tuples(*[st.integers(0, 9)] * blocks), parameter_bytes=st.tuples(*[st.integers(0, 9)] * blocks),
     update_seconds=st.tuples(*[seconds] * blocks),
     weight_share=st.sampled_from([0.0, 0.5]), frozen=st.just(blocks // 2), cached=st.integers(0, blocks // 2),
-    memory_bytes=st.just(lambda place: place.stop - place.start),
+    memory_bytes=st.just(lambda stage, start, stop: stop - start),
     limit_bytes=st.none() | st.integers(0, blocks), cores=st.none() | st.just(2.0),
     bandwidth=st.sampled_from([float("inf"), 10.0]), latency_seconds=st.sampled_from([0.0, 0.1])))
 
@@ -387,8 +385,8 @@ def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
 
 def test_more_frozen_layers_move_ranks_from_stages_to_replicas():
     """Activations need the memory of two stages; once half of the model is frozen one is enough."""
-    def memory_bytes(place):
-        return sum(4 for block in range(place.start, place.stop) if block >= frozen)
+    def memory_bytes(stage, start, stop):
+        return sum(4 for block in range(start, stop) if block >= frozen)
 
     for frozen, best in ((0, (2, 2)), (2, (2, 2)), (4, (4, 1))):
         given = situation(frozen=frozen, memory_bytes=memory_bytes, limit_bytes=12)

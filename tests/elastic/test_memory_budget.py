@@ -12,7 +12,6 @@ import torch
 
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Batch, Data, Elastic, Launch, Memory, Optim, Pipeline, Train, Transformer
-from ranvier.elastic.auto_pipe import CandidateStage
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN, FrozenLayers
 from ranvier.elastic.transition import take
@@ -113,12 +112,10 @@ def test_on_rows_and_columns_a_stage_needs_no_less():
 
 
 def test_stages_are_judged_alone_on_devices_only(sentences):
-    place = CandidateStage(num_replicas=1, pipeline_size=2, stage=0, start=0, stop=4, num_microbatches=8,
-                           microbatch_size=2)
     run = small(sentences)
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).stage_bytes(run) is None
     needed = MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(run)
-    assert needed(place) == device_bytes_of_stages(run)(0, 0, 4)
+    assert needed(0, 0, 4) == device_bytes_of_stages(run)(0, 0, 4)
     forbidden = small(sentences, mesh=Mesh(pipe=2, row=2), batch=Batch(global_size=1, microbatch_size=1))
     assert MemoryBudget(first=run, frozen=NONE_FROZEN, device_bytes=1).stage_bytes(forbidden) is None
 

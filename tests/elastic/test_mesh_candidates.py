@@ -206,7 +206,7 @@ def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
     begun = profile.with_measurement(4, 1, 0, microbatch_counts(4, 32)[-1], 0.1)
     now, given = runtime(Mesh(pipe=4)), []
     memory = StageMemory(limit_bytes=1, needed=lambda run: given.append((run.mesh.pipe, run.batch.microbatch_size)) or (
-        lambda place: 0))
+        lambda stage, start, stop: 0))
     situations, _ = asked(monkeypatch, now, profile=begun, memory=memory)
     assert {mesh: each.microbatches for mesh, each in situations.items()} == {
         (2, 2): counts[-1], (1, 4): 8, (4, 1): 2} and counts[-1] != 4
@@ -220,7 +220,7 @@ def test_the_best_number_of_microbatches_is_the_profiled_one(monkeypatch):
 
 def test_a_cut_that_does_not_fit_the_devices_is_made_leaner(monkeypatch):
     now = runtime(Mesh(pipe=4))
-    memory = StageMemory(limit_bytes=4, needed=lambda there: lambda place: place.stop - place.start)
+    memory = StageMemory(limit_bytes=4, needed=lambda there: lambda stage, start, stop: stop - start)
     _, free = asked(monkeypatch, now)
     _, found = asked(monkeypatch, now, memory=memory)
     assert free[2, 2].boundaries != (4,) and found[2, 2].boundaries == (4,) and found[2, 2].fits
