@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ranvier.block import Model, State, as_named_tensors, meta_device, wrapping_hint
 from ranvier.cost.blocks import BlockCost
@@ -222,11 +222,11 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
         operand_bytes=min(stored, kept.count_of(memory.operands())),
         input_bytes=entered_bytes, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
         unsaved_input_bytes=entered_bytes - kept.count_of(
-            {plain(tensor).untyped_storage()._cdata for tensor in _tensors(entered)}),
+            {plain(tensor).untyped_storage()._cdata for tensor in kernels.tensors_in(entered)}),
         weight_elements=weight, table_elements=table, float8_products=tuple(products.found),
         repeated=count.recomputed_kernels(
             counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
-            inside_bytes=kept.count_without([*found.tensors, *_tensors(entered)]) + more),
+            inside_bytes=kept.count_without([*found.tensors, *kernels.tensors_in(entered)]) + more),
         num_parameters=sum(p.numel() for p in module.parameters()),
         num_trainable=sum(p.numel() for p in module.parameters() if p.requires_grad),
         num_owned=sum(p.numel() for key, p in module.named_parameters()
@@ -261,7 +261,7 @@ def loss_scratch_bytes(loss: object, outputs: State, counting: kernels.Counting)
     """Bytes by which the scratch of a loss that overwrites its logits is larger without data: it has all rows."""
     if not overwrites_logits(loss):
         return 0
-    logits_RV = plain(max(_tensors(outputs), key=Tensor.numel)).flatten(0, -2)
+    logits_RV = plain(max(kernels.tensors_in(outputs), key=Tensor.numel)).flatten(0, -2)
     rows, vocab = logits_RV.shape
     left_out = rows - scratch_rows(rows, vocab, "cuda" if counting.on_cuda else "cpu")
     return left_out * vocab * torch.promote_types(logits_RV.dtype, torch.float32).itemsize
@@ -311,9 +311,6 @@ def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int]:
     return weight, table
 
 
-def _tensors(state: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-
 
 def _shapes(state: State) -> tuple[object, ...]:
     leaves, spec = tree_flatten(state)
@@ -321,7 +318,7 @@ def _shapes(state: State) -> tuple[object, ...]:
 
 
 def _state_bytes(state: object) -> int:
-    return sum(map(kernels.tensor_bytes, _tensors(state)))
+    return sum(map(kernels.tensor_bytes, kernels.tensors_in(state)))
 
 
 def _as_leaves(state: State, trains: bool) -> State:

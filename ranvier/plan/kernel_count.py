@@ -106,7 +106,7 @@ class KernelCount(TorchDispatchMode):
         kwargs = kwargs or {}
         before = len(self.kept_outputs)
         result = self.kept_outputs.first_run(func, args, kwargs)
-        given, returned = _tensors((args, kwargs)), _tensors(result)
+        given, returned = tensors_in((args, kwargs)), tensors_in(result)
         if func.is_view or not self.counts(given or returned):
             return result
         is_kept = self.kept_outputs.is_inside or len(self.kept_outputs) > before
@@ -143,16 +143,14 @@ class KernelCount(TorchDispatchMode):
         """Autograd saves a tensor: a second run ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
-    def until_saved(self) -> Kernels:
+    def until_saved(self) -> list[Kernel]:
         """Kernels before the last tensor that autograd saves."""
-        return tuple(self.kernels[:self._saved_at])
+        return self.kernels[:self._saved_at]
 
     def recomputed_kernels(self, counting: Counting, element_bytes: int, kept_bytes: int,
                            inside_bytes: int) -> Repeated:
         """Kernels that run again if the block is recomputed selectively. element_bytes: as for `run_kernels`."""
-        found = self.until_saved()
-        if counting.has_scores:
-            found = kernels.with_scores(found, element_bytes)
+        found = _with_scores(self.until_saved(), counting, element_bytes)
         return Repeated(kernels=tuple(kernel for kernel in found if not kernel.is_kept), kept_bytes=kept_bytes,
                         inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
 
@@ -187,7 +185,7 @@ class KernelCount(TorchDispatchMode):
         if name in _PRODUCTS:
             return self._product(name, args, returned)
         most = sum(map(tensor_bytes, returned)) if name in _LOOKUPS else None
-        sources = [] if name in _FILLS else _tensors(_read_of(func, args, kwargs))
+        sources = [] if name in _FILLS else tensors_in(_read_of(func, args, kwargs))
         kind: kernels.Kind = "copy" if name in _COPIES else "pointwise"
         reads = tuple(self._access(leaf, most if place == 0 else None) for place, leaf in enumerate(sources))
         written = None
@@ -208,7 +206,7 @@ class KernelCount(TorchDispatchMode):
     def _product(self, name: str, args: tuple[Any, ...], returned: Sequence[Tensor]) -> Kernel:
         added = name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
         first, second = args[1:3] if added else args[:2]
-        reads = tuple(self._access(leaf) for leaf in (first, second, *_tensors(args[0] if added else args[2:])))
+        reads = tuple(self._access(leaf) for leaf in (first, second, *tensors_in(args[0] if added else args[2:])))
         out, is_cut = plain(returned[0]), False
         if name == "convolution":
             flops = flop_registry[torch.ops.aten.convolution](*args, out_val=returned[0])
@@ -239,7 +237,7 @@ class KernelCount(TorchDispatchMode):
         self.flops += flops
         if len(args) > 4 and args[4]:  # causal: each query with the keys up to it
             flops = flops * (2 * keys - min(queries, keys) + 1) // (2 * keys)
-        sources = [query, key, value, *_tensors(kwargs)]
+        sources = [query, key, value, *tensors_in(kwargs)]
         return Kernel(kind="attention", flops=flops, reads=tuple(map(self._access, sources)),
                       writes=tuple(map(self._access, returned)), shape=(prod(batch), queries, keys, width))
 
@@ -263,7 +261,7 @@ class _Chains(Fused):
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
         begins = len(self._count.kernels)
         result = function(*args)
-        outputs = {self._count.storage_of(leaf) for leaf in _tensors(result)}
+        outputs = {self._count.storage_of(leaf) for leaf in tensors_in(result)}
         self._count.kernels[begins:] = kernels.fuse_chains(self._count.kernels[begins:], outputs)
         return result
 
@@ -282,11 +280,9 @@ def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counti
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
     """The kernels that a device runs, of those counted for a block. outputs: what leaves the block."""
-    found = tuple(count.kernels)
-    if counting.has_scores:
-        found = kernels.with_scores(found, element_bytes)
+    found = _with_scores(count.kernels, counting, element_bytes)
     if counting.compiles:
-        found = kernels.fuse_chains(found, {count.storage_of(leaf) for leaf in _tensors(outputs)})
+        found = kernels.fuse_chains(found, {count.storage_of(leaf) for leaf in tensors_in(outputs)})
     return found
 
 
@@ -295,8 +291,11 @@ def num_repeated(count: KernelCount, counting: Counting, element_bytes: int) -> 
     all: a compiled block saves when it has run."""
     if counting.compiles:
         return None
-    found = count.until_saved()
-    return len(kernels.with_scores(found, element_bytes) if counting.has_scores else found)
+    return len(_with_scores(count.until_saved(), counting, element_bytes))
+
+
+def _with_scores(found: Sequence[Kernel], counting: Counting, element_bytes: int) -> Kernels:
+    return kernels.with_scores(found, element_bytes) if counting.has_scores else tuple(found)
 
 
 def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Kernels:
@@ -304,7 +303,7 @@ def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Ker
     if not counting.on_cuda:
         return tuple(count.kernels)
     reads = tuple(kernels.Access(number, size := tensor_bytes(leaf), max(1, size)) for number, leaf in enumerate(
-        _tensors(outputs)))
+        tensors_in(outputs)))
     return (Kernel(kind="pointwise", reads=reads),)
 
 
@@ -321,7 +320,8 @@ def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [*args, *(value for name, value in kwargs.items() if name not in names)]
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

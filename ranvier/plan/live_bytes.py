@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ranvier.block import State
-from ranvier.plan.kernel_count import INTO_WIDER, Counting, distinct_bytes
+from ranvier.plan.kernel_count import INTO_WIDER, Counting, distinct_bytes, tensors_in
 from ranvier.system.memory_tracker import MemoryTracker
 from ranvier.tensor.autograd import Function
 from ranvier.tensor.deferred_linear import DeferringForwards
@@ -84,11 +84,11 @@ def block_peaks(module: nn.Module, tensors: Mapping[str, Tensor], entering: Stat
 def peaks_of(compute: Callable[[State], object], entering: State, inputs: Sequence[Tensor], counting: Counting,
              dtype: torch.dtype) -> Peaks | None:
     """Peaks of `compute(entering)`, and of a backward to these inputs and leaves. None where it needs values."""
-    inputs = [*inputs, *(leaf for leaf in _tensors(entering) if leaf.requires_grad)]
+    inputs = [*inputs, *(leaf for leaf in tensors_in(entering) if leaf.requires_grad)]
     live = LiveBytes(counting, dtype)
     with live, torch.enable_grad():
         state = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, entering)
-        ends = [end for end in _tensors(compute(state)) if end.requires_grad]
+        ends = [end for end in tensors_in(compute(state)) if end.requires_grad]
         forward, first_bytes = live.peak_bytes(), sum(end.nbytes for end in ends)
         root = _FirstGradients.apply(*ends) if ends else None
         del state, ends
@@ -101,9 +101,6 @@ def peaks_of(compute: Callable[[State], object], entering: State, inputs: Sequen
             return None
     return Peaks(forward, live.peak_bytes())
 
-
-def _tensors(state: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 class _FirstGradients(Function):

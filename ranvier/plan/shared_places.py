@@ -110,24 +110,13 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
             stages.setdefault(identity, []).append(stage)
     names = {stage: {id(value): name for name, value in reach.places().items()} for stage, reach in reaches.items()}
     several = [(identity, here) for identity, here in stages.items() if len(here) > 1]
-    return tuple(SharedPlace(stage=use.stage, at=names[use.stage][identity], other=names[use.other][identity].path,
-                             number=number, stages=tuple(here), read=use.read, agreed=use.agreed, keys=use.keys)
-                 for number, (identity, here) in enumerate(several)
-                 for use in _stage_uses(identity, {stage: reaches[stage] for stage in here}))
+    return tuple(place for number, (identity, here) in enumerate(several)
+                 for place in _places_of(identity, number, {stage: reaches[stage] for stage in here}, names))
 
 
-class _Use(NamedTuple):
-    """What a stage may write of a place. other: the first stage that reads it. The others are as in `SharedPlace`."""
-
-    stage: int
-    other: int
-    read: frozenset[Entry]
-    agreed: frozenset[Entry]
-    keys: frozenset[Key] | None
-
-
-def _stage_uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Use]:
-    """Those of the stages that may write there."""
+def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],
+               names_of: Mapping[int, Mapping[int, PlaceName]]) -> Iterator[SharedPlace]:
+    """Those of the stages that may write there. names_of: of each stage, the name of each of its places."""
     found = {stage: reach.found[identity] for stage, reach in reaches.items()}
     value = next(iter(found.values())).value
     names = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
@@ -146,8 +135,9 @@ def _stage_uses(identity: int, reaches: Mapping[int, CodeReach]) -> Iterator[_Us
             read = frozenset[Entry]().union(*others.values())
             agreed = (read & making[stage]).difference(*(entries - making[other] for other, entries in others.items()))
             keys = [reaches[other].keys_read(value) for other, entries in others.items() if None in entries] or [None]
-            yield _Use(stage, min(others), read, agreed,
-                       None if None in keys else frozenset[Key]().union(*filter(None, keys)))
+            yield SharedPlace(stage=stage, at=names_of[stage][identity], other=names_of[min(others)][identity].path,
+                              number=number, stages=tuple(reaches), read=read, agreed=agreed,
+                              keys=None if None in keys else frozenset[Key]().union(*filter(None, keys)))
 
 
 def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
