@@ -35,6 +35,7 @@ from ranvier.config.rules import recompute_problems
 from ranvier.config.run import Memory
 from ranvier.cost.blocks import BlockCost
 from ranvier.errors import ConfigError
+from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
@@ -69,49 +70,49 @@ class RankMemory:
 class StoredMicrobatches:
     """Facts beside its blocks that decide the memory of a stage's activations."""
 
+    run: ResolvedRun
     stage: int
-    num_stages: int
-    num_microbatches: int
-    """Microbatches in a replica's share of the batch."""
-    policy: Policy
-    in_flight: int
-    """Most microbatches of a replica on their way."""
-    deferred: int
-    """Microbatches whose weight gradients may wait."""
-    last: int | None
-    """Only those of so many last ones may."""
-    defer_bytes: int | Literal["auto"]
-    update_in_backward: bool
-    is_alone: bool = True
-    """Whether it is the only stage of its rank; several have no bounds of their own."""
+    limits: Limits
     at_peak: tuple[int, float] | None = None
     """From a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
     gradients wait then."""
 
     @property
+    def policy(self) -> Policy:
+        """The policy of the run's schedule."""
+        return policy_named(self.run.pipeline.policy)
+
+    @property
+    def deferred(self) -> int:
+        """Microbatches whose weight gradients may wait."""
+        return self.limits.deferred[self.run.placement.rank_of(self.stage)]
+
+    @property
     def stored(self) -> int:
         """Microbatches whose activations the stage stores at once."""
-        if self.at_peak is not None:
-            return self.at_peak[0]
-        limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        most = self.policy.stored(limit, self.stage, self.num_stages) if self.is_alone else limit
-        return min(most, self.num_microbatches)
+        return self._stored_on(self.stage) if self.at_peak is None else self.at_peak[0]
 
     @property
     def stored_before(self) -> int:
         """Microbatches that the stage before this one stores at once, at most: as many have come here."""
-        if self.at_peak is not None or not self.is_alone or not self.stage:
-            return self.in_flight
-        limit = self.policy.in_flight(self.in_flight, self.num_microbatches)
-        return min(self.policy.stored(limit, self.stage - 1, self.num_stages), self.num_microbatches)
+        if self.at_peak is not None or self.run.placement.per_rank > 1 or not self.stage:
+            return self.limits.in_flight
+        return self._stored_on(self.stage - 1)
+
+    def _stored_on(self, stage: int) -> int:
+        """By the policy; several stages of a rank have no bounds of their own."""
+        placement, count = self.run.placement, self.run.num_microbatches
+        limit = self.policy.in_flight(self.limits.in_flight, count)
+        most = self.policy.stored(limit, stage, placement.num_stages) if placement.per_rank == 1 else limit
+        return min(most, count)
 
     @property
     def waiting(self) -> float:
         """Others whose weight gradients wait. Of the last ones each is stored or waits."""
         if self.at_peak is not None:
             return self.at_peak[1]
-        may_wait = self.num_microbatches if self.last is None else min(self.last, self.num_microbatches)
-        return max(0, min(may_wait - self.stored, self.deferred))
+        count, last = self.run.num_microbatches, self.limits.last
+        return max(0, min((count if last is None else min(last, count)) - self.stored, self.deferred))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +140,16 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         ties: what the stage sends and gets of tied parameters.
     """
     ties = ties or TiedGradients()
-    stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
+    run, stored, defer_bytes = microbatches.run, microbatches.stored, microbatches.run.pipeline.defer_bytes
     inside = {place: kept_again.get(costs[place].name, costs[place].inside_bytes)
               for segment in segments for place in segment}
     outside = [cost for place, cost in enumerate(costs) if place not in inside]
     waiting, may_wait = 0, 0
-    if microbatches.policy.defers and not microbatches.update_in_backward:
-        may_wait = microbatches.deferred if microbatches.defer_bytes == "auto" else microbatches.defer_bytes
-        operands = operand_bytes(outside, ends_model=stage == num_stages - 1)
-        waiting = (round(microbatches.waiting * operands) if microbatches.defer_bytes == "auto"
-                   else min(microbatches.defer_bytes, microbatches.num_microbatches * operands))
+    if microbatches.policy.defers and not run.optim.update_in_backward:
+        may_wait = microbatches.deferred if defer_bytes == "auto" else defer_bytes
+        operands = operand_bytes(outside, ends_model=microbatches.stage == run.placement.num_stages - 1)
+        waiting = (round(microbatches.waiting * operands) if defer_bytes == "auto"
+                   else min(defer_bytes, run.num_microbatches * operands))
     each = (sum(cost.kept_bytes for cost in outside) + sum(segment_bytes(costs, segment) for segment in segments)
             + costs[-1].loss_bytes)
     recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, waits=bool(may_wait))
@@ -195,9 +196,9 @@ def _message_bytes(costs: Sequence[BlockCost], microbatches: StoredMicrobatches,
     """Bytes of messages to and from the stages beside this one: a posted receive for each; what has come and is not
     stored yet, of which there is less where more is stored; the gradient with which a backward has begun, and the next.
     """
-    stage, num_stages, stored = microbatches.stage, microbatches.num_stages, microbatches.stored
+    stage, stored = microbatches.stage, microbatches.stored
     entering = costs[0].input_bytes if stage else 0
-    leaving = costs[-1].output_bytes if stage < num_stages - 1 else 0
+    leaving = costs[-1].output_bytes if stage < microbatches.run.placement.num_stages - 1 else 0
     early = max((microbatches.stored_before - stored) * entering, microbatches.stored_before * entering - stored * each)
     unsaved = stored * costs[0].unsaved_input_bytes if stage else 0
     return entering + early + unsaved + 3 * leaving

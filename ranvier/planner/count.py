@@ -550,13 +550,9 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         costs = [replace(cost, forward_bytes=working, backward_bytes=working, loss_forward_bytes=working
                          if cost.loss_bytes else 0, loss_backward_bytes=0)
                  for cost in costs for working in [on_mesh.working[cost.name]]]
-    found = activation_bytes(costs, segments, StoredMicrobatches(
-        stage=stage, num_stages=num_stages, num_microbatches=run.num_microbatches,
-        policy=policy_named(run.pipeline.policy), in_flight=limits.in_flight,
-        deferred=limits.deferred[layout.stages.rank_of(stage)], last=limits.last,
-        defer_bytes=run.pipeline.defer_bytes,
-        update_in_backward=run.optim.update_in_backward, at_peak=at_peak,
-        is_alone=layout.stages.per_rank == 1), on_mesh.kept_again, gradients, _tied_gradients(run, layout, stage))
+    stored = StoredMicrobatches(run=run, stage=stage, limits=limits, at_peak=at_peak)
+    found = activation_bytes(costs, segments, stored, on_mesh.kept_again, gradients,
+                             _tied_gradients(run, layout, stage))
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

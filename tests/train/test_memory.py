@@ -21,7 +21,7 @@ from ranvier.mesh import Mesh
 from ranvier.plan.limits import schedules
 from ranvier.planner.count import laid_out
 from ranvier.planner.work import Work
-from ranvier.schedule.policies import policy_named
+from ranvier.schedule.limits import Limits
 from ranvier.system import machine
 from ranvier.system.machine import available_memory_bytes
 from ranvier.tensor import float8
@@ -225,9 +225,8 @@ def test_gradients_of_weights_on_cuda(recompute):
 
 
 def two_in_flight(stage=0, num_stages=2, deferred=0):
-    return StoredMicrobatches(stage=stage, num_stages=num_stages, num_microbatches=2, in_flight=2, deferred=deferred,
-                              policy=policy_named("message-driven"), last=None, defer_bytes="auto",
-                              update_in_backward=False)
+    run = ResolvedRun(mesh=Mesh(pipe=num_stages), batch=Batch(global_size=2, microbatch_size=1))
+    return StoredMicrobatches(run=run, stage=stage, limits=Limits(in_flight=2, deferred=(deferred,) * num_stages))
 
 
 def costs_of_four_blocks(**sizes):
