@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ranvier.block import Model
 from ranvier.config.run import Transformer
-from ranvier.errors import ModelError, RanvierError
+from ranvier.errors import RanvierError
 from ranvier.models import family
 from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss, SpanLoss
@@ -55,10 +55,7 @@ class Embedding(nn.Module):
     def forward(self, inputs: State) -> State:
         ids_BS, mask_BS = inputs["ids"], inputs["mask"].bool()
         length = ids_BS.shape[1]
-        if length > self.longest:
-            raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
-                             where="sequence of the inputs", value=length,
-                             remedy=f"Pass at most {self.longest} tokens, or set `--model.sequence {length}`.")
+        family.check_length(length, self.longest)
         x_BSH = self.token(ids_BS) + self.position(length) + self.token_type(inputs["types"])
         is_first_S = torch.arange(length, device=mask_BS.device) == 0
         return {"hidden": self.dropout(self.norm(x_BSH)), "mask": mask_BS | is_first_S}

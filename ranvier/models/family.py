@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ranvier.block import Initial, Model, State, all_like_first
 from ranvier.config.run import Transformer
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.tensor import layers as tensor
 
 Targets = Tensor | dict[str, Tensor]
@@ -139,6 +139,14 @@ class TwoLayerMLP(nn.Module):
         self.fc1 = tensor.Linear(config.hidden, width, stationary="output", dtype=dtype)
         self.fc2 = tensor.Linear(width, config.hidden, stationary="input", reuse_input=True, dtype=dtype)
         self.dropout = tensor.Dropout(config.dropout)
+
+
+def check_length(length: int, longest: int) -> None:
+    """ModelError for inputs that are longer than a model with position embeddings takes."""
+    if length > longest:
+        raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
+                         where="sequence of the inputs", value=length,
+                         remedy=f"Pass at most {longest} tokens, or set `--model.sequence {length}`.")
 
 
 def inner_width(config: Transformer) -> int:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ranvier.block import Model, State
 from ranvier.config.run import Transformer
-from ranvier.errors import ModelError, RanvierError
+from ranvier.errors import RanvierError
 from ranvier.models import family
 from ranvier.models import packed_sequences as packed
 from ranvier.models.decoding_cache import DecodingCache
@@ -43,10 +43,7 @@ class Embedding(nn.Module):
         ids_BS, segments_BS = (inputs["ids"], inputs["segments"]) if isinstance(inputs, dict) else (inputs, None)
         before = self.cache.advance(ids_BS.shape[1])
         length = before + ids_BS.shape[1]
-        if length > self.longest:
-            raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
-                             where="sequence of the inputs", value=length,
-                             remedy=f"Pass at most {self.longest} tokens, or set `--model.sequence {length}`.")
+        family.check_length(length, self.longest)
         positions: int | Tensor = length if segments_BS is None else packed.positions_of(segments_BS)
         if before:
             positions = torch.arange(before, length, device=ids_BS.device).expand_as(ids_BS)

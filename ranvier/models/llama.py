@@ -154,7 +154,7 @@ class Attention(Sublayer):
         length = q_BNSD.shape[2]
         before = self.cache.advance(length) if segments_BS is None else 0
         if self.rotary is None:
-            return _no_rotation
+            return lambda x_BNSD: x_BNSD
         if segments_BS is not None:
             return partial(self.rotary, positions=packed.positions_of(segments_BS))
         if not before:
@@ -184,10 +184,6 @@ class Attention(Sublayer):
         wide = torch.promote_types(q_BNSD.dtype, torch.float32)
         weights_BNSS = functional.softmax(scores_BNSS, dim=-1, dtype=wide).to(q_BNSD.dtype)
         return weights_BNSS.matmul(v_BKSD)
-
-
-def _no_rotation(x_BNSD: Tensor) -> Tensor:
-    return x_BNSD
 
 
 def _query_norm(config: Transformer, heads: int, dtype: torch.dtype) -> tensor.RMSNorm | None:
