@@ -87,7 +87,7 @@ def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sam
     with _open_caches(engine) as forget:
         while active := [text for text in texts if text.reason is None]:
             own = [text for text in active if text.number % mesh.num_replicas == mine]
-            outputs = engine.predict([_microbatch(engine, text) for text in own] or [_ids(engine, [0], -1)])
+            outputs = engine.predict([_microbatch(engine, text) for text in own] or [token_batch(engine, [0], -1)])
             if not own:  # all replicas make the same calls
                 forget(-1)
             if outputs is not None:
@@ -123,11 +123,12 @@ def _microbatch(engine: Engine, text: Text) -> Microbatch:
     """The tokens of a text that the caches have not seen: its prompt at first, then the newest token. Without
     caches all of them."""
     if any(isinstance(block, WholeTexts) for block in engine.blocks.values()):
-        return _ids(engine, [*text.prompt, *text.written], text.number)
-    return _ids(engine, text.written[-1:] or text.prompt, text.number)
+        return token_batch(engine, [*text.prompt, *text.written], text.number)
+    return token_batch(engine, text.written[-1:] or text.prompt, text.number)
 
 
-def _ids(engine: Engine, tokens: Sequence[int], number: int) -> Microbatch:
+def token_batch(engine: Engine, tokens: Sequence[int], number: int) -> Microbatch:
+    """A microbatch of one text."""
     ids_BS = torch.tensor([list(tokens)], dtype=torch.int64, device=engine.world.device)
     return Microbatch(inputs=ids_BS if engine.is_first_stage else None, samples=torch.tensor([number]))
 

@@ -54,7 +54,7 @@ def finish(session: Session) -> dict[str, object]:
 
     # 1. What every rank has of it: spans, a sample of text, memory.
     timelines = gather_timelines(ranks, active.meter.kept_steps)
-    text = (sample_text(engine, ranks, run, facts.data, world.device)
+    text = (sample_text(engine, ranks, run, facts.data)
             if run.train.sample_tokens and form_of(run.data).writes_text else None)
     copies = None if session.survival is None else session.survival.steps.host_bytes
     of_ranks = ranks.gather_objects(

@@ -5,7 +5,6 @@ what a reader can expect of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,11 +16,10 @@ from ranvier.config.resolve import ResolvedRun
 from ranvier.data.task import Dataset, Prepared
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.inference.evaluation import evaluate as evaluate_samples
-from ranvier.mesh import Mesh
+from ranvier.inference.evaluation import length_multiple
+from ranvier.inference.generate import token_batch
 from ranvier.models.token_sampling import Sampling, next_token
 from ranvier.pipeline.engine import Engine
-from ranvier.pipeline.microbatch import Microbatch
-from ranvier.tensor.activations import layout_of
 from ranvier.tensor.split.loss import IGNORED
 from ranvier.train.events import EvalEvent
 from ranvier.train.runtime import RankRuntime
@@ -47,44 +45,28 @@ def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]
 _SAMPLING = Sampling(temperature=0.8, top_k=40)
 
 
-def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared, device: torch.device) -> str:
-    """The prompt, and what the model makes of it, for the task lm. Collective."""
-    tokenizer = data.tokenizer
-    assert isinstance(tokenizer, Tokenizer)  # of the task lm
-    prompt = tokenizer.encode_from_start(run.train.prompt) if run.train.prompt else held_out_line(data)
-    by_positions = layout_of(run.tensor) == "sequence"
-    tokens = continue_tokens(engine, ranks, run.mesh, device, prompt, seed=run.seed, count=run.train.sample_tokens,
-                             longest=run.model.sequence, vocab=tokenizer.vocab,
-                             multiple=run.mesh.feature_parts if by_positions else 1)
-    return tokenizer.decode(tokens)
-
-
-def continue_tokens(engine: Engine, ranks: Group, mesh: Mesh, device: torch.device, prompt: Sequence[int], *,
-                    count: int, longest: int, vocab: int, seed: int, multiple: int = 1) -> list[int]:
-    """`prompt` followed by `count` tokens of the model's. Collective: every rank calls it and gets the same.
-
-    prompt: at least one token. longest: tokens that the model can see at once; the text slides past it.
-    vocab: tokens that the tokenizer knows; the model may have more. multiple: of what the model's sequences must be;
-    tokens that come later in a causal model do not matter, so the text is filled up with some.
+def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared) -> str:
+    """The prompt, and what the model makes of it, for the task lm; the text slides past what the model can see at once.
+    Collective: every rank calls it and gets the same.
 
     The last stage of replica 0 draws each token and tells the others; all replicas work on the same text.
     """
-    tokens = list(prompt)
-    root = engine.rank_of_outputs()
+    tokenizer = data.tokenizer
+    assert isinstance(tokenizer, Tokenizer)  # of the task lm
+    tokens = list(tokenizer.encode_from_start(run.train.prompt) if run.train.prompt else held_out_line(data))
+    root, multiple = engine.rank_of_outputs(), length_multiple(run)
     chosen = torch.zeros(1, dtype=torch.int64)
-    for _ in range(count):
-        last = tokens[-longest:]
-        filled = last + last[-1:] * (-len(last) % multiple)
-        seen = torch.tensor([filled], dtype=torch.int64, device=device)
-        outputs = engine.predict([Microbatch(inputs=seen if engine.is_first_stage else None,
-                                             samples=torch.zeros(1, dtype=torch.int64))])
+    for _ in range(run.train.sample_tokens):
+        seen = tokens[-run.model.sequence:]
+        # Tokens that come later in a causal model do not matter, so the text is filled up with some.
+        outputs = engine.predict([token_batch(engine, seen + seen[-1:] * (-len(seen) % multiple), 0)])
         if ranks.ranks[ranks.index] == root:
             assert outputs is not None and isinstance(outputs[0], torch.Tensor)  # the last stage of a language model
-            logits_V = outputs[0][0, len(last) - 1, :vocab]
-            chosen[0] = next_token(logits_V, replace(_SAMPLING, seed=seed), position=len(tokens))
+            logits_V = outputs[0][0, len(seen) - 1, :tokenizer.vocab]  # the model may have more
+            chosen[0] = next_token(logits_V, replace(_SAMPLING, seed=run.seed), position=len(tokens))
         ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()
         tokens.append(int(chosen))
-    return tokens
+    return tokenizer.decode(tokens)
 
 
 def frequency_entropy(data: Dataset) -> float:
