@@ -29,9 +29,7 @@ from ranvier.plan.plan import Plan
 from ranvier.schedule.limits import Limits
 from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, Wait, actions_text
-from ranvier.schedule.spans import Category, Timeline
-
-_CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
+from ranvier.schedule.spans import CATEGORIES, Timeline
 
 
 class ActionResult(TypedDict, total=False):
@@ -225,12 +223,12 @@ class BatchRunner:
                 place.stage.weight(number, action.product)
                 if self._needs_progress:
                     self._updater.progress()
-        self._timeline.add(_CATEGORIES[action.kind], str(action), self._step, started)
+        self._timeline.add(CATEGORIES[action.kind], str(action), self._step, started)
         self._look_ahead.after_launch()
         return result
 
     def _start(self, action: Action) -> int:
-        self._connections.board.action = f"{_CATEGORIES[action.kind]} {action.microbatch}"
+        self._connections.board.action = f"{CATEGORIES[action.kind]} {action.microbatch}"
         return self._timeline.mark()
 
     def _inputs(self, number: int, place: _Place, microbatch: Microbatch

@@ -13,11 +13,10 @@ from ranvier.planner.simulation import Simulation
 from ranvier.planner.training import Goal, columns, for_goal, training
 from ranvier.schedule.schedule import Action
 from ranvier.schedule.simulator import Simulated
-from ranvier.schedule.spans import Category, Span
+from ranvier.schedule.spans import CATEGORIES, Span
 from ranvier.system.terminal import memory_text, memory_unit, three_digits
 
 _MAX_ROWS = 60
-_CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation,
@@ -28,9 +27,8 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     unit, unit_bytes = memory_unit(max(map(report.device_bytes, (*plan.best, *dropped))))
-    rows = [_row(plan, number, found, _why_slower(best, found), unit_bytes) for number,
-            found in enumerate(plan.best, 1)]
-    rows += [_row(plan, 0, found, found.reason or "does not fit", unit_bytes) for found in dropped]
+    rows = [_row(number, found, _why_slower(best, found), unit_bytes) for number, found in enumerate(plan.best, 1)]
+    rows += [_row(0, found, found.reason or "does not fit", unit_bytes) for found in dropped]
     cost, lines = best.cost, [line for line in schedule.split("\n") if line]
     whole = {} if goal is None else columns([training(best, plan.cluster, goal, plan.measured_over_predicted)])
     axes = [f"{axis} {size}" for axis, size in best.run.mesh.sizes.items() if size > 1] or ["1 rank"]
@@ -57,7 +55,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
 def _timeline(shown: Simulated) -> StepTimeline:
     """The actions of one replica; what follows its pipeline is not in it."""
     def span(action: Action, start: float, stop: float) -> Span:
-        return Span(_CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
+        return Span(CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
 
     milliseconds = shown.seconds * 1e3
     return StepTimeline(
@@ -67,7 +65,7 @@ def _timeline(shown: Simulated) -> StepTimeline:
         rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 
 
-def _row(plan: SearchResult, number: int, found: Candidate, reason: str, unit_bytes: int) -> tuple[str, ...]:
+def _row(number: int, found: Candidate, reason: str, unit_bytes: int) -> tuple[str, ...]:
     cost = found.cost
     return (str(number) if number else "", report.describe(found.run), report.four_digits(cost.seconds),
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{report.step_bubble(cost):.1%}",

@@ -20,10 +20,9 @@ from ranvier.schedule.limits import Conditions
 from ranvier.schedule.policies import POLICIES
 from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import Simulated, StageTimes, Way
-from ranvier.schedule.spans import Category
+from ranvier.schedule.spans import CATEGORIES
 from ranvier.system.atomic_file import write_problem
 
-_KINDS: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
 _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 _MOST_ACTIONS = 100
 """Most actions of a stage in a picture."""
@@ -67,7 +66,7 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
     stages = shown.actions[:_MOST_STAGES]
     end = min((stage[_MOST_ACTIONS - 1][2] for stage in stages if len(stage) > _MOST_ACTIONS), default=shown.seconds)
     for row, actions in enumerate(stages):
-        for kind, name in _KINDS.items():
+        for kind, name in CATEGORIES.items():
             spans = [(start, stop - start) for action, start, stop in actions if action.kind == kind and start < end]
             axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=COLOURS[name], edgecolor="white", linewidth=0.3)
     axes.set_yticks(range(len(stages)), [f"stage {row}" for row in range(len(stages))])
@@ -76,7 +75,7 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
     axes.set_xlabel("seconds of a replica's schedule" + (
         "" if end >= shown.seconds else f": the first {end:.3g} of {shown.seconds:.4g}") + (
         "" if len(stages) == len(shown.actions) else f"; the first {len(stages)} of {len(shown.actions)} stages"))
-    axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in _KINDS.items()], ncols=3,
+    axes.legend(handles=[Patch(color=COLOURS[name], label=_LABELS[kind]) for kind, name in CATEGORIES.items()], ncols=3,
                 loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     clean(axes)
 

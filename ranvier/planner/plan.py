@@ -99,7 +99,9 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
     """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
     first cluster is returned."""
     _check(request, len(cluster_names))
-    clusters = [_with_request(load_cluster(each), request) for each in cluster_names]
+    clusters = [replace(cluster, nodes=request.nodes or cluster.nodes,
+                        price_per_hour=request.price or cluster.price_per_hour)
+                for cluster in map(load_cluster, cluster_names)]
     run, problems = with_pretrained(run)
     for problem in (*problems,
                     *(one for one in find_problems(resolve_with_least(run)) if one.where.startswith("model."))):
@@ -174,12 +176,6 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._on_terminal and self._shown:
             print(file=sys.stderr, flush=True)
-
-
-def _with_request(cluster: Cluster, request: Request) -> Cluster:
-    """With the number of nodes and the price that are asked for."""
-    return replace(cluster, nodes=request.nodes or cluster.nodes,
-                   price_per_hour=request.price or cluster.price_per_hour)
 
 
 def _check(request: Request, num_clusters: int) -> None:

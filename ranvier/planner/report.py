@@ -53,7 +53,7 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
         rates |= columns_of([training(found, plan.cluster, goal, plan.measured_over_predicted) for found in shown])
     if rates["HFU"] == rates["MFU"]:
         del rates["HFU"]
-    further = {name: cells for name, cells in _further(plan, shown).items() if len({*cells}) > 1}
+    further = {name: cells for name, cells in _further(shown).items() if len({*cells}) > 1}
     columns |= {name: cells for name, cells in further.items() if name in _WORDS} | rates | further
     words = [place for place, name in enumerate(columns) if name in _WORDS or name == head]
     return TextTable(header=list(columns), rows=list(zip(*columns.values(), strict=True)), words=words, keys=2)
@@ -99,7 +99,7 @@ def numbers(plan: SearchResult) -> str:
     return ", ".join(parts)
 
 
-def _further(plan: SearchResult, shown: Sequence[Candidate]) -> dict[str, list[str]]:
+def _further(shown: Sequence[Candidate]) -> dict[str, list[str]]:
     """Columns that the table has only where its rows differ in them."""
     return {"stages per rank": [_stages(found.run) for found in shown],
             "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],

@@ -371,12 +371,8 @@ def _tune_reduction(found: Candidate, cluster: Cluster, work: Work, searched: Se
     best = _tune(found, cluster, work, "chunks", searched)
     if "shard" in searched and found.run.optim.shard:
         run = replace(found.run, optim=replace(found.run.optim, shard=False))
-        whole = _tune(replace(found, run=run, cost=run_cost(run, cluster, work.stages(run))), cluster, work, "chunks",
-                      searched)
-        if whole.cost.seconds < _WORTH * best.cost.seconds:
-            whole = candidates.with_memory(whole, cluster, work)
-            if whole.fits and whole.cost.seconds < _WORTH * best.cost.seconds:
-                return whole
+        whole = _simulate(replace(found, run=run), cluster, work)
+        best = _better_of(best, _tune(whole, cluster, work, "chunks", searched), cluster, work)
     return best
 
 
@@ -385,9 +381,13 @@ def _tune(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flig
     """With another in-flight limit, or size of chunks, where that is worth it."""
     variants = candidates.in_flight_variants if name == "in-flight" else candidates.chunk_variants
     for run in variants(found.run) if name in searched else ():
-        other = replace(found, run=run, cost=run_cost(run, cluster, work.stages(run)))
-        if other.cost.seconds < _WORTH * found.cost.seconds:
-            other = candidates.with_memory(other, cluster, work)  # which may take slower limits of the schedule
-            if other.fits and other.cost.seconds < _WORTH * found.cost.seconds:
-                found = other
+        found = _better_of(found, _simulate(replace(found, run=run), cluster, work), cluster, work)
     return found
+
+
+def _better_of(found: Candidate, other: Candidate, cluster: Cluster, work: Work) -> Candidate:
+    """The other one where it fits and is worth it."""
+    if other.cost.seconds >= _WORTH * found.cost.seconds:
+        return found
+    other = candidates.with_memory(other, cluster, work)  # which may take slower limits of the schedule
+    return other if other.fits and other.cost.seconds < _WORTH * found.cost.seconds else found

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 Category = Literal["forward", "backward", "weight", "wait", "reduce", "optimizer", "data", "report", "checkpoint",
                    "overhead"]
+CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
+"""Of the kinds of actions (`ranvier.schedule.schedule.Action`)."""
 MOST_SPANS = 100_000
 """That are kept where no program takes them; older ones are forgotten."""
 

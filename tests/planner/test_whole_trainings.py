@@ -239,7 +239,7 @@ def test_why_a_candidate_lost_adds_up():
         if len(named) < 3:
             assert sum(named) == pytest.approx(found.cost.seconds - plan.best[0].cost.seconds,
                                                abs=0.003 * plan.best[0].cost.seconds)
-    row = page._row(plan, 0, replace(plan.best[1], memory=()), "too large", 2**20)
+    row = page._row(0, replace(plan.best[1], memory=()), "too large", 2**20)
     assert row[-2:] == ("", "too large")  # not 0.00 GiB
 
 
