@@ -110,9 +110,8 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     peaks = stages_at_peak(run, counted, limits, again, conditions)
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, known)
     for pipe in range(run.mesh.pipeline_size):
-        held = [(stage, *_stage_costs(run, model, stages, layout, stage))
-                for stage in layout.stages.stages_of(pipe)]
-        runs = tuple(each for *_, own in held for each in own)
+        held = layout.stages.stages_of(pipe)
+        runs = tuple(each for stage in held for each in _runs_of_stage(layout, stage, again[stage]))
         first = layout.blocks_on(pipe)[0]
         alike = (run.mesh, run.guard, run.precision, run.checkpoint, run.launch, tuple(
             range(each.start - first, each.stop - first) for each in runs if run.optim.update_in_backward),
@@ -124,8 +123,8 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         memory = {name: dict(parts) for name, parts in known[states].items()}
         update = memory["device"].pop("workspace")
         memory["device"] |= _together(run, [
-            _activations(run, costs, layout, stage, segments, on_mesh, limits, None if peaks is None else peaks[stage])
-            for stage, costs, segments, _ in held])
+            _activations(run, counted[stage], layout, stage, again[stage], on_mesh, limits,
+                         None if peaks is None else peaks[stage]) for stage in held])
         memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
         if on_mesh.buffers:
             memory["device"]["tensor mesh"] = on_mesh.buffers[pipe]
@@ -177,29 +176,25 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     def needed(stage: int, start: int, stop: int) -> int:
         there = replace(layout, boundaries=(*range(start - stage + 1, start + 1),
                                             *range(stop, stop + run.mesh.pipeline_size - stage - 1)))
-        limits = _rule(run, there)
-        costs, segments, runs = _stage_costs(run, model, stages, there, stage)
+        costs = replace(stages, boundaries=there.boundaries).stage_costs()
+        limits = _rule(run, costs)
+        segments = _segments(run, costs, stage, limits)
+        runs = _runs_of_stage(there, stage, segments)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             states = _states(run, there, stage, runs)["device"]
             lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
-        passing = _activations(run, costs, there, stage, segments, on_mesh, limits)
+        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits)
         states_bytes, update = lasting[start, stop, runs]
         return states_bytes + _beyond_backward(run, update, passing) + sum(passing.values()) + gathered
 
     return needed
 
 
-def _stage_costs(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, stage: int
-                 ) -> tuple[Sequence[BlockCost], list[range], tuple[range, ...]]:
-    """The costs of a stage's blocks, which runs of them are computed again (as places on the stage), and all its runs
-    (as numbers in the model)."""
+def _runs_of_stage(layout: Layout, stage: int, segments: Sequence[range]) -> tuple[range, ...]:
+    """All runs of a stage's blocks, as numbers in the model. segments: those that are recomputed, as places on it."""
     blocks = layout.blocks(stage)
-    assert stages.costs is not None  # the table was made with a sample
-    costs = stages.costs[blocks.start:blocks.stop]
-    names = tuple(model.blocks)[blocks.start:blocks.stop]
-    segments = _segments(run, model, names, costs, stage, _rule(run, layout).in_flight)
-    return costs, segments, tuple(range(blocks.start + places.start, blocks.start + places.stop)
-                                  for places, _ in runs_of(len(blocks), segments))
+    return tuple(range(blocks.start + places.start, blocks.start + places.stop)
+                 for places, _ in runs_of(len(blocks), segments))
 
 
 def _likeness(layout: Layout, pipe: int) -> object:
@@ -360,18 +355,16 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
     gathered, passing = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(2))
     largest: list[dict[tuple[str, torch.dtype], int]] = [{} for _ in range(run.mesh.pipeline_size)]
     uses: list[list[WeightUse]] = [[] for _ in range(run.mesh.pipeline_size)]
-    limit = _rule(run, layout).in_flight
     with torch.device("meta"):
         state, targets = families.sample_of(run, run.row_microbatch_size)
     costs = stages.stage_costs()
+    again = recomputed_runs(run, costs)
     parameters: dict[int, list[Parameter]] = {block: [] for block in range(layout.num_blocks)}
     for parameter in layout.parameters:
         parameters[parameter.block].append(parameter)
     for row in stages.rows:
         blocks, pipe = layout.blocks(row.stage), row.pipeline_rank
-        segments = _segments(run, model, row.blocks, costs[row.stage], row.stage, limit)
-        recomputed = {place for segment in segments for place in segment} if (
-            run.memory.recompute != "selective") else set[int]()
+        recomputed = {*chain(*again[row.stage])} if run.memory.recompute != "selective" else set[int]()
         times = Counter(layout.key(p) for block in blocks for p in parameters[block])
         for place, name in enumerate(row.blocks):
             last = row is stages.rows[-1] and name == row.blocks[-1]
@@ -471,23 +464,22 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
                        cast_bytes=live.most_cast, state=leaving)
 
 
-def _rule(run: ResolvedRun, layout: Layout) -> Limits:
-    """Limits of the pipeline by the rule, which needs no counted blocks."""
-    stages = [layout.blocks(stage) for stage in range(layout.stages.num_stages)]
-    trained = {parameter.block for parameter in layout.parameters if parameter.trainable}
-    rule = rule_limits([not trained.isdisjoint(blocks) for blocks in stages], layout.stages)
+def _rule(run: ResolvedRun, stages: Stages) -> Limits:
+    """Limits of the pipeline by the rule."""
+    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages], run.placement)
     return rule.with_user_limits(run.pipeline.in_flight, run.pipeline.deferred, run.pipeline.defer_last)
 
 
 def recomputed_runs(run: ResolvedRun, stages: Stages) -> list[list[range]]:
     """Per stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's limit,
     as in the engine, since simulated limits follow from them."""
-    rule = rule_limits([any(block.num_trainable for block in blocks) for blocks in stages],
-                       run.placement).with_user_limits(
-        run.pipeline.in_flight, None, None)
-    return [recomputed_segments(
-        run.memory.recompute, [block.name for block in blocks], families.layers_of(run), blocks,
-        policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages))) for stage, blocks in enumerate(stages)]
+    rule = _rule(run, stages)
+    return [_segments(run, stages, stage, rule) for stage in range(len(stages))]
+
+
+def _segments(run: ResolvedRun, stages: Stages, stage: int, rule: Limits) -> list[range]:
+    return recomputed_segments(run.memory.recompute, [block.name for block in stages[stage]], families.layers_of(run),
+                               stages[stage], policy_named(run.pipeline.policy), rule.in_flight, (stage, len(stages)))
 
 
 def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
@@ -495,13 +487,6 @@ def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = 
     costs = table.stage_costs()
     segments = recomputed_runs(run, costs)
     return memory_choices(run, costs, segments, conditions_of(run, costs, segments, cluster))
-
-
-def _segments(run: ResolvedRun, model: Model, blocks: Sequence[str], costs: Sequence[BlockCost], stage: int,
-              limit: int) -> list[range]:
-    """`recomputed_runs` of one stage. limit: in flight, by the rule or as it is set."""
-    return recomputed_segments(run.memory.recompute, blocks, model.layers, costs, policy_named(run.pipeline.policy),
-                               limit, (stage, run.placement.num_stages))
 
 
 def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequence[range], num_stages: int

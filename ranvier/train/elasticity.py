@@ -119,8 +119,7 @@ class Elasticity:
         return decision.change
 
     def enter(self, runtime: RankRuntime, saved: Mapping[str, Any], change: Change, old: Mesh, moved: int,
-              seconds: float,
-              step: int, progress: Progress) -> bool:
+              seconds: float, step: int, progress: Progress) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on.
 
         saved: the `document` of rank 0 before it. progress: that before it, likewise."""
@@ -160,7 +159,7 @@ class Elasticity:
         busy: seconds in each category of span on this rank, in `busy_steps` steps. Collective.
         """
         measured = runtime.ranks.gather_objects({"busy": dict(busy), "steps": busy_steps, "cores": affinity(),
-                                             "device_bytes": device_bytes(runtime.world.device)})
+                                                 "device_bytes": device_bytes(runtime.world.device)})
         compares = self.state.norms and self._compares_outputs
         similarities = layer_similarities(runtime, self._data.eval) if compares else None
         found = None
