@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ranvier.block import Model
 from ranvier.config.run import Transformer
@@ -70,14 +69,8 @@ class Attention(family.FusedAttention):
 
     def forward(self, state: State) -> State:
         x_BSH, mask_BS = state["hidden"], state["mask"]
-        y_BSH = self.projection(tensor.local_map(self._attend, self.qkv(x_BSH), mask_BS))
+        y_BSH = self.projection(tensor.local_map(self.attend, self.qkv(x_BSH), mask_BS))
         return {"hidden": self.norm(self.dropout(y_BSH, onto=x_BSH)), "mask": mask_BS}
-
-    def _attend(self, qkv_BSF: Tensor, mask_BS: Tensor) -> Tensor:
-        """Attention within the heads that this column has."""
-        q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
-        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, attn_mask=mask_BS[:, None, None])
-        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class MLP(family.TwoLayerMLP):

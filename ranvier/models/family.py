@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ranvier.block import Initial, Model, State, all_like_first
+from ranvier.block import Initial, Model, State, alike_by_kind
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, ModelError, RanvierError
 from ranvier.tensor import layers as tensor
@@ -128,6 +129,12 @@ class FusedAttention(nn.Module):
         q_BSND, k_BSND, v_BSND = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSND.transpose(1, 2)
 
+    def attend(self, qkv_BSF: Tensor, mask_BS: Tensor | None = None) -> Tensor:
+        """Attention of every token to all, or to those of the mask, within the heads that this column has."""
+        mask_B11S = None if mask_BS is None else mask_BS[:, None, None]
+        y_BNSD = functional.scaled_dot_product_attention(*self.heads(qkv_BSF), attn_mask=mask_B11S)
+        return y_BNSD.transpose(1, 2).flatten(2)
+
 
 class TwoLayerMLP(nn.Module):
     """The layers of a perceptron with this inner width. norm: as of `FusedAttention`."""
@@ -155,14 +162,18 @@ def inner_width(config: Transformer) -> int:
 
 
 def stack_layers(config: Transformer, dtype: torch.dtype, embedding: type[nn.Module], attention: type[nn.Module],
-                 mlp: type[nn.Module], head: type[nn.Module], *, loss: nn.Module,
-                 initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = ()) -> Model:
-    """A model of layers that are alike, of these kinds of blocks."""
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    kinds = {"embedding": embedding, **{name: kind for layer in layers for name, kind in zip(
-        layer, (attention, mlp), strict=True)}, "head": head}
-    return Model(blocks={name: partial(kind, config, dtype) for name, kind in kinds.items()}, loss=loss, layers=layers,
-                 initial=partial(initial, config), alike=all_like_first(layers), tied=tied)
+                 mlp: type[nn.Module], head: Callable[..., nn.Module], *, loss: nn.Module,
+                 initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = (),
+                 variant: Callable[[int], tuple[object, ...]] = lambda layer: ()) -> Model:
+    """A model of layers of these kinds of blocks. variant: further arguments of a layer's attention, by its number;
+    layers with equal ones are alike."""
+    kinds: dict[str, tuple[Any, ...]] = {"embedding": (embedding,)}
+    layers = tuple((f"layer{number}.attention", f"layer{number}.mlp") for number in range(config.num_layers))
+    for number, names in enumerate(layers):
+        kinds |= zip(names, ((attention, *variant(number)), (mlp,)), strict=True)
+    kinds["head"] = (head,)
+    return Model(blocks={name: partial(kind, config, dtype, *more) for name, (kind, *more) in kinds.items()}, loss=loss,
+                 layers=layers, initial=partial(initial, config), alike=alike_by_kind(kinds), tied=tied)
 
 
 def transformer_in_words(family: str, settings: Transformer) -> str:

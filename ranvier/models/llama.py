@@ -13,14 +13,14 @@ or on both sides. On a mesh with more columns than heads of keys, columns comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ranvier.block import Initial, Model, State, alike_by_kind
+from ranvier.block import Initial, Model, State
 from ranvier.config.run import Transformer
 from ranvier.errors import ConfigError, RanvierError
 from ranvier.models import family
@@ -115,7 +115,7 @@ class Attention(Sublayer):
     """Causal grouped-query attention with rotary embeddings, where the layer has them. window: tokens that a token
     attends to; None for all."""
 
-    def __init__(self, config: Transformer, window: int | None, has_rotary: bool, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype, window: int | None, has_rotary: bool) -> None:
         super().__init__(config, dtype)
         heads, keys, width = config.heads, kv_heads(config), head_dim(config)
         self.width, self.window, self.softcap = width, window, config.attention_softcap
@@ -236,7 +236,7 @@ class Head(nn.Module):
 class ScoreHead(nn.Module):
     """Final norm and scores of each token, without bias: [B, S, C]."""
 
-    def __init__(self, config: Transformer, num_scores: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Transformer, dtype: torch.dtype, num_scores: int) -> None:
         super().__init__()
         self.norm = _norm(config, dtype)
         self.score = tensor.ClassifierHead(config.hidden, num_scores, bias=False, token=None, dtype=dtype)
@@ -250,26 +250,6 @@ class ScoreHead(nn.Module):
 def num_scores(config: Transformer, head: str) -> int:
     """C of a `ScoreHead`: one for the head "score", and one of each class for "classes"."""
     return 1 if head == "score" else family.num_classes(config)
-
-
-def _model(config: Transformer, head: str, dtype: torch.dtype) -> Model:
-    blocks: dict[str, Callable[[], nn.Module]] = {"embedding": partial(Embedding, config, dtype)}
-    layers = tuple((f"layer{index}.attention", f"layer{index}.mlp") for index in range(config.num_layers))
-    kinds: dict[str, Hashable] = {}
-    for index, (attention, mlp) in enumerate(layers):
-        kind = window_of(config, index), index not in config.nope_layers
-        kinds |= {attention: kind, mlp: "mlp"}
-        blocks[attention] = partial(Attention, config, *kind, dtype)
-        blocks[mlp] = partial(MLP, config, dtype)
-    loss: nn.Module
-    if head == "tokens":
-        blocks["head"], loss = partial(Head, config, dtype), NextTokenLoss(config.vocab)
-    else:
-        blocks["head"] = partial(ScoreHead, config, num_scores(config, head), dtype)
-        loss = RewardLoss() if head == "score" else LastTokenLoss()
-    tied = (("embedding.token.weight", "head.projection.weight"),) if config.tied and head == "tokens" else ()
-    return Model(blocks=blocks, loss=loss, layers=layers, initial=partial(initial, config),
-                 alike=alike_by_kind(kinds), tied=tied)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
@@ -319,7 +299,13 @@ class _Llama:
         return [*family.wrong_head("llama", head, ("tokens", "classes", "score")), *problems(settings)]
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
-        return _model(settings, head, dtype)
+        stack = partial(family.stack_layers, settings, dtype, Embedding, Attention, MLP, initial=initial,
+                        variant=lambda layer: (window_of(settings, layer), layer not in settings.nope_layers))
+        if head == "tokens":
+            tied = (("embedding.token.weight", "head.projection.weight"),) if settings.tied else ()
+            return stack(Head, loss=NextTokenLoss(settings.vocab), tied=tied)
+        return stack(partial(ScoreHead, num_scores=num_scores(settings, head)),
+                     loss=RewardLoss() if head == "score" else LastTokenLoss())
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
         ids_BS = torch.zeros(count, length := settings.sequence, dtype=torch.int64)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ranvier.block import Model
 from ranvier.config.run import Transformer
@@ -74,15 +73,9 @@ class Attention(family.FusedAttention):
         super().__init__(config, dtype, _norm(config, dtype), ("query", "key", "value"))
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSF = tensor.local_map(self._attend, self.qkv(self.norm(x_BSH)))
+        y_BSF = tensor.local_map(self.attend, self.qkv(self.norm(x_BSH)))
         y_BSH: Tensor = self.dropout(self.projection(y_BSF), onto=x_BSH)
         return y_BSH
-
-    def _attend(self, qkv_BSF: Tensor) -> Tensor:
-        """Attention within the heads that this column has."""
-        q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
-        y_BNSD = functional.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD)
-        return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class MLP(family.TwoLayerMLP):

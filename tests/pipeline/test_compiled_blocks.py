@@ -226,7 +226,7 @@ def test_evaluation_is_uncompiled_and_right():
             engine.forward_backward(share(engine, batches))
         return engine.evaluate(share(engine, batches)).loss
 
-    after, before = (on_mesh(lambda: chain(lambda: llama.Attention(config, None, True, torch.float64)), Mesh(),
+    after, before = (on_mesh(lambda: chain(lambda: llama.Attention(config, torch.float64, None, True)), Mesh(),
                              partial(work, trains), compile=True, run_seconds=300.0)[0] for trains in (True, False))
     assert after == before > 0.1
 

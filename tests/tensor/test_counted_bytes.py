@@ -117,7 +117,7 @@ def test_a_llamas_products_receive_what_is_predicted(scheme, row, col):
     config = Transformer(family="llama", hidden=36, heads=12, kv_heads=4, head_dim=6, intermediate=48)
     meter = Meter(scheme, row, col)
     with torch.device("meta"):
-        attention, mlp = (meter.split(block) for block in (llama.Attention(config, None, True, sizes.dtype),
+        attention, mlp = (meter.split(block) for block in (llama.Attention(config, sizes.dtype, None, True),
                                                            llama.MLP(config, sizes.dtype)))
     found = meter.run(meter.residual(sizes), lambda x: mlp(attention(x)))
     for name, (kind, into, out) in {"qkv": ("output", 36, 20 * 6), "projection": ("input", 12 * 6, 36),
