@@ -63,14 +63,14 @@ def _annotations(function: Callable[..., object]) -> Mapping[str, Any]:
 
 def fits(value: Any, annotation: Any) -> bool:
     """Whether `value` is one of the annotation's, or counts as one: NumPy's numbers, and tensors of one number."""
-    return any([_fits_one(value, *one) for one in _read(annotation)])
+    return any([_fits_one(value, *alternative) for alternative in _read(annotation)])
 
 
 @cache
 def _read(annotation: Any) -> list[tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]]:
     """Of each type of a union: itself without its bounds, its origin, its arguments, and the bounds."""
-    return [(kind, get_origin(kind), get_args(kind), getattr(one, "__metadata__", ()))
-            for one in alternatives(annotation) for kind in [bare(one)]]
+    return [(kind, get_origin(kind), get_args(kind), getattr(alternative, "__metadata__", ()))
+            for alternative in alternatives(annotation) for kind in [bare(alternative)]]
 
 
 def _fits_one(value: Any, kind: Any, origin: Any, items: tuple[Any, ...], bounds: tuple[Any, ...]) -> bool:
@@ -94,7 +94,7 @@ def _fits_one(value: Any, kind: Any, origin: Any, items: tuple[Any, ...], bounds
         return isinstance(value, Mapping) and all(fits(key, items[0]) and fits(value[key], items[1]) for key in value)
     if isinstance(origin, type) and issubclass(origin, Iterable):
         return (isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-                and getattr(value, "ndim", 1) > 0 and all(fits(one, items[0]) for one in value))
+                and getattr(value, "ndim", 1) > 0 and all(fits(item, items[0]) for item in value))
     if Callable in (kind, origin):
         return callable(value)
     kind = origin or kind
@@ -132,8 +132,8 @@ def bare(annotation: Any) -> Any:
 
 def words(annotation: Any) -> list[str]:
     """The words that a field, or an item of its list, may have, of those that are listed: "fp32", "bf16", "fp16"."""
-    kinds = [kind for one in map(bare, alternatives(annotation))
-             for kind in (map(bare, get_args(one)) if get_origin(one) is tuple else [one])]
+    kinds = [kind for alternative in map(bare, alternatives(annotation))
+             for kind in (map(bare, get_args(alternative)) if get_origin(alternative) is tuple else [alternative])]
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 

@@ -230,8 +230,9 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
     for block, build in model.blocks.items():
         if any(name.startswith(f"{block}.") for name in names):
             with meta_device():
-                here = dict(build().named_parameters(remove_duplicate=False))
-            found |= {name: here[inner] for name in names if (inner := name.removeprefix(f"{block}.")) in here}
+                parameters = dict(build().named_parameters(remove_duplicate=False))
+            found |= {name: parameters[inner]
+                      for name in names if (inner := name.removeprefix(f"{block}.")) in parameters}
     return found
 
 
@@ -296,8 +297,8 @@ def beside_modules(container: nn.Module) -> list[str]:
     container."""
     found = [] if type(container) in CONTAINERS else [f"the class {type(container).__name__}"]
     found += ["a forward"] if "forward" in vars(container) else []
-    found += [f"the parameter {name}" for name, one in container._parameters.items() if one is not None]
-    found += [f"the buffer {name}" for name, one in container._buffers.items() if one is not None]
+    found += [f"the parameter {name}" for name, parameter in container._parameters.items() if parameter is not None]
+    found += [f"the buffer {name}" for name, buffer in container._buffers.items() if buffer is not None]
     return found + [name.strip("_").replace("_", " ") for name in HOOKS if getattr(container, name)]
 
 

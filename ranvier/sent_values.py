@@ -42,7 +42,7 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
     gives the kind, and the structure of a leaf is empty. others: values, of which a tensor gives the device."""
     if isinstance(value, Tensor):
         return {name: value}
-    like = next((one for one in tree_leaves([value, list(others)]) if isinstance(one, Tensor) and one.dim()), None)
+    like = next((leaf for leaf in tree_leaves([value, list(others)]) if isinstance(leaf, Tensor) and leaf.dim()), None)
     try:
         leaves, structure = _flatten(value)
         packed = [_as_tensor(leaf, like) for leaf in leaves]
@@ -91,23 +91,23 @@ def _is_named_tuple(value: object) -> bool:
 def _without_classes(value: Any) -> Any:
     """A value with a dict, by the name of the class, in the place of each NamedTuple. TypeError for a class that is not
     found by its name."""
-    def without(one: Any) -> Any:
-        if not _is_named_tuple(one):
-            return one
-        path = f"{type(one).__module__}:{type(one).__qualname__}"
-        if _class_at(path) is not type(one):
+    def without(value: Any) -> Any:
+        if not _is_named_tuple(value):
+            return value
+        path = f"{type(value).__module__}:{type(value).__qualname__}"
+        if _class_at(path) is not type(value):
             raise TypeError(path)
-        return {_CLASS + path: [_without_classes(field) for field in one]}
+        return {_CLASS + path: [_without_classes(field) for field in value]}
 
-    return tree_map(without, value, is_leaf=lambda one: _is_size(one) or _is_named_tuple(one))
+    return tree_map(without, value, is_leaf=lambda value: _is_size(value) or _is_named_tuple(value))
 
 
 def _with_classes(value: Any) -> Any:
     """The inverse of `_without_classes`. Of the text that has arrived only a NamedTuple is made, whose module this
     program has imported."""
-    def path(one: object) -> str | None:
-        return next(iter(one)).removeprefix(_CLASS) if type(one) is dict and len(one) == 1 and str(
-            next(iter(one))).startswith(_CLASS) else None
+    def path(value: object) -> str | None:
+        return next(iter(value)).removeprefix(_CLASS) if type(value) is dict and len(value) == 1 and str(
+            next(iter(value))).startswith(_CLASS) else None
 
     def back(one: Any) -> Any:
         name = path(one)
@@ -120,7 +120,7 @@ def _with_classes(value: Any) -> Any:
                              remedy="Define it in a module that all ranks import, or return a tuple or a dict.")
         return found._make(_with_classes(field) for field in one[_CLASS + name])
 
-    return tree_map(back, value, is_leaf=lambda one: _is_size(one) or path(one) is not None)
+    return tree_map(back, value, is_leaf=lambda value: _is_size(value) or path(value) is not None)
 
 
 def _class_at(path: str) -> Any:

@@ -257,10 +257,10 @@ class Checkpoints:
     def wait(self) -> list[Written]:
         """Return when what `save` began has ended on every rank: all that has ended since the last call, on all."""
         self._join()
-        found, self._ended = [{**asdict(one), "folder": str(one.folder)} for one in self._ended], []
+        found, self._ended = [{**asdict(written), "folder": str(written.folder)} for written in self._ended], []
         with self.engine.during("Checkpoints.wait"):
             first = self._ranks.gather_objects(found)[0]
-        return [Written(**{**one, "folder": Path(one["folder"])}) for one in first]
+        return [Written(**{**entry, "folder": Path(entry["folder"])}) for entry in first]
 
     def broadcast_from_rank0(self, value: str) -> str:
         """Rank 0's `value`, on all ranks: files may be seen by it alone."""
@@ -298,10 +298,11 @@ class Checkpoints:
 
     def _warn_of_failures(self) -> None:
         """On rank 0, where nobody asks what has been written."""
-        failed = [] if self._asked else [one for one in self._ended if one.error is not None]
-        for one in failed:
-            self._ended.remove(one)
-            warnings.warn(f"the checkpoint of step {one.step} is not written: {one.error}. {one.remedy}", stacklevel=3)
+        failed = [] if self._asked else [written for written in self._ended if written.error is not None]
+        for failure in failed:
+            self._ended.remove(failure)
+            warnings.warn(f"the checkpoint of step {failure.step} is not written: {failure.error}. {failure.remedy}",
+                          stacklevel=3)
 
     def _warn_of_newer(self) -> None:
         """On rank 0, in the first save after the start or after `load`."""
@@ -477,8 +478,8 @@ class Checkpoints:
         saved = problem = None
         try:
             saved = Saved(folder)
-            mine = range(self._rank, len(saved.manifest.files), self._size)
-            problem = next(saved.damage(mine), None)
+            own_files = range(self._rank, len(saved.manifest.files), self._size)
+            problem = next(saved.damage(own_files), None)
         except CheckpointError as error:
             problem = error
         problems = self._ranks.gather_objects(problem and f"{problem.where}: {problem.what}")

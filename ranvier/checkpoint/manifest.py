@@ -403,7 +403,7 @@ def run_folders(path: Path, checkpoint: Path) -> list[Path]:
     """Folders that may hold the files of the run that wrote `checkpoint`, which was found at `path`."""
     folder, above = checkpoint.parent.resolve(), checkpoint.parent.parent
     return [path, *([path.parent] if path.name == BEST else []),
-            *([above] if folder in (one.resolve() for one in _folders(above)) else [])]
+            *([above] if folder in (other.resolve() for other in _folders(above)) else [])]
 
 
 def _folders(run: Path) -> list[Path]:

@@ -115,10 +115,10 @@ def _encode(value: object, tensors: list[Tensor], where: str) -> object:
         tensors.append(value)
         return ["tensor", len(tensors)]
     if type(value) in _LISTS.values() and isinstance(value, (list, tuple)):
-        return [kind, *(_encode(one, tensors, f"{where}[{number}]") for number, one in zip(count(), value))]
+        return [kind, *(_encode(item, tensors, f"{where}[{number}]") for number, item in zip(count(), value))]
     if type(value) in _DICTS.values() and isinstance(value, dict):
-        return [kind, *([_encode(key, tensors, where), _encode(one, tensors, f"{where}[{key!r}]")]
-                        for key, one in value.items())]
+        return [kind, *([_encode(key, tensors, where), _encode(item, tensors, f"{where}[{key!r}]")]
+                        for key, item in value.items())]
     raise _unsupported_error(where, kind)
 
 
@@ -136,5 +136,5 @@ def _decode(value: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "tensor":
         return tensors[rest[0] - 1]
     if kind in _LISTS:
-        return _LISTS[kind](_decode(one, tensors) for one in rest)
-    return _DICTS[kind]({_decode(key, tensors): _decode(one, tensors) for key, one in rest})
+        return _LISTS[kind](_decode(item, tensors) for item in rest)
+    return _DICTS[kind]({_decode(key, tensors): _decode(item, tensors) for key, item in rest})

@@ -165,8 +165,8 @@ def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, T
 
 def _trained_here(engine: Engine) -> dict[str, nn.Parameter]:
     """The parameters that the user's optimizer updates on this rank."""
-    mine = set(engine.parameters())
-    return {name: parameter for name, parameter in engine.named_parameters().items() if parameter in mine}
+    owned = set(engine.parameters())
+    return {name: parameter for name, parameter in engine.named_parameters().items() if parameter in owned}
 
 
 def _numbers_of_users(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iterator[Piece]:
@@ -280,8 +280,9 @@ def _origins(engine: Engine) -> dict[str, str]:
 
 def with_origins(engine: Engine, source: StateSource) -> StateSource:
     """`source`, in which parameters that were still tied when it was written are found under their own names, too."""
-    there = source.manifest.tensors.get("parameter", {})
-    origins = {name: origin for name, origin in _origins(engine).items() if name not in there and origin in there}
+    saved_parameters = source.manifest.tensors.get("parameter", {})
+    origins = {name: origin for name, origin in _origins(engine).items() if name not in saved_parameters
+               and origin in saved_parameters}
     return _Untied(source, origins) if origins else source
 
 
@@ -314,14 +315,15 @@ class _Untied:
 def load(engine: Engine, saved: Saved) -> None:
     """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
     check_fits(engine, saved)
-    there, here = saved.manifest.tensors.get("buffer", {}), engine.named_buffers()
-    mine = {name for name in there if _block_of(engine, name) in (None, *engine.blocks)}
-    for name in sorted(mine ^ here.keys()):
-        what = f"lacks the model's buffer {name}" if name in here else f"has the buffer {name}, and the model has none"
+    saved_buffers, buffers = saved.manifest.tensors.get("buffer", {}), engine.named_buffers()
+    own_names = {name for name in saved_buffers if _block_of(engine, name) in (None, *engine.blocks)}
+    for name in sorted(own_names ^ buffers.keys()):
+        what = (f"lacks the model's buffer {name}" if name in buffers
+                else f"has the buffer {name}, and the model has none")
         raise CheckpointError(what, code="checkpoint-of-other-buffers", where=f"checkpoint {saved.folder}",
                               remedy=_SAME_MODEL)
     fill(engine, saved)
-    set_extra_states(engine, {name: saved.read("buffer", name) for name in here if name.endswith("._extra_state")})
+    set_extra_states(engine, {name: saved.read("buffer", name) for name in buffers if name.endswith("._extra_state")})
     random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):
         if piece.name in random:
@@ -370,7 +372,8 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
         for name, start, stop, states in _flat_states(engine):
             copies = [kind for kind in ("master", EMA) if kind in states]
             if copies and (found := value(layout[name].owner)) is not None:
-                for piece in (one for kind in copies for one in _pieces(engine, kind, name, start, stop, states[kind])):
+                for piece in (piece for kind in copies
+                              for piece in _pieces(engine, kind, name, start, stop, states[kind])):
                     piece.tensor.copy_(found[index_of(piece.box, whole_box(found.shape))])
     scale = engine.loss_scale
     steps = None if engine.flat_optimizer is None else engine.flat_optimizer.steps
@@ -381,14 +384,15 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
     """All tensors have been read: the engine's counts become those of the manifest. What was frozen and had no states
     has begun with them now."""
-    scale, trained = manifest.loss_scale, {one.name for one in engine.layout.parameters if one.trainable}
+    scale = manifest.loss_scale
+    trained = {parameter.name for parameter in engine.layout.parameters if parameter.trainable}
     has_states = {name for kind, tensors in manifest.tensors.items() if kind not in NO_STATES and kind not in (
         "master", EMA) for name in tensors}
     missed = manifest.missed_updates | {name: manifest.optimizer_steps or 0 for name in manifest.frozen
                                         if name not in has_states}
-    there = manifest.tensors.get("parameter", {})
+    saved_parameters = manifest.tensors.get("parameter", {})
     missed |= {name: missed[origin] for name, origin in _origins(engine).items()
-               if name not in there and origin in missed}
+               if name not in saved_parameters and origin in missed}
     engine.restore_counters(manifest.step, optimizer_steps=manifest.optimizer_steps, last_norm=manifest.last_norm,
                             loss_scale=None if scale is None else asdict(scale),
                             missed_updates={name: steps for name, steps in missed.items() if steps and name in trained})

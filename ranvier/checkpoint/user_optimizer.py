@@ -81,7 +81,7 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
     where their settings differ there, and where it knows parameters of this rank that no group has."""
     of = {name: group for group in saved for name in group.parameters}
     found = []
-    for parameter in names.keys() - {one for group in optimizer.param_groups for one in group["params"]}:
+    for parameter in names.keys() - {parameter for group in optimizer.param_groups for parameter in group["params"]}:
         if names[parameter] in of:
             raise CheckpointError(f"has {names[parameter]} in a group of the optimizer, and this optimizer lacks it",
                                   code="optimizer-lacks-parameter", where=where, value=type(optimizer).__name__,

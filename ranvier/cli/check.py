@@ -112,12 +112,12 @@ remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 def _missing_here(run: ResolvedRun, found: Sequence[RanvierError]) -> list[RanvierError]:
     """Weights and data that are not on this machine: likewise."""
-    told = set(map(str, found))
+    reported = set(map(str, found))
     hub = [ConfigError("names no file or folder here, so that a run looks for it on the Hugging Face hub",
                        code="data-from-hub", where=setting, value=name,
                        remedy="If it is meant to be a file, give its path from ./ or / on.")
            for setting, name in hub_names(run)]
-    return [problem for problem in (*missing_weights(run), *data_problems(run), *hub) if str(problem) not in told]
+    return [problem for problem in (*missing_weights(run), *data_problems(run), *hub) if str(problem) not in reported]
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:

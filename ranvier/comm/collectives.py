@@ -315,7 +315,7 @@ class CheckedGroup:
         received, numbers = self.bytes_received, torch.empty(len(self.ranks), dtype=torch.int64, device="cpu")
         self.all_gather(numbers, torch.tensor([number], device="cpu")).wait()
         self.bytes_received = received
-        return [int(one) for one in numbers.tolist()]
+        return [int(number) for number in numbers.tolist()]
 
     def barrier(self) -> None:
         """See `protocol.Group`: an all-gather of one byte."""

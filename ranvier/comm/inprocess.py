@@ -299,10 +299,10 @@ class InProcessGroup(CheckedGroup):
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         def work(deposits: list[tuple[Tensor]]) -> None:
             (total,), *others = deposits
-            for (one,) in others:
-                reduce_into(total, one, op)
-            for (one,) in others:
-                one.copy_(total)
+            for (tensor,) in others:
+                reduce_into(total, tensor, op)
+            for (tensor,) in others:
+                tensor.copy_(total)
         return self._start(("all_reduce", op, tensor.dtype, tensor.numel()), (tensor,), work)
 
     def _reduce(self, tensor: Tensor, root: int) -> Work:
@@ -310,7 +310,8 @@ class InProcessGroup(CheckedGroup):
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
-            for (out, _), shares in zip(deposits, zip(*(one.chunk(len(deposits)) for _, one in deposits), strict=True),
+            for (out, _), shares in zip(deposits,
+                                        zip(*(tensor.chunk(len(deposits)) for _, tensor in deposits), strict=True),
                                         strict=True):
                 total = shares[0].clone()  # `out` may be one of the shares
                 for share in shares[1:]:
@@ -321,26 +322,26 @@ class InProcessGroup(CheckedGroup):
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
             for out, _ in deposits:  # without a copy of the whole, which no other backend makes
-                for place, (_, one) in zip(out.tensor_split(len(deposits)), deposits, strict=True):
-                    place.copy_(one)
+                for place, (_, tensor) in zip(out.tensor_split(len(deposits)), deposits, strict=True):
+                    place.copy_(tensor)
         return self._start(("all_gather", tensor.numel()), (output, tensor), work)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Work:
         def work(deposits: list[tuple[Tensor]]) -> None:
-            for index, (one,) in enumerate(deposits):
+            for index, (tensor,) in enumerate(deposits):
                 if index != root:
-                    one.copy_(deposits[root][0])
+                    tensor.copy_(deposits[root][0])
         return self._start(("broadcast", root, tensor.numel()), (tensor,), work)
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
-            shares = [one.split(sizes) for _, one, _, sizes in deposits]
+            shares = [tensor.split(sizes) for _, tensor, _, sizes in deposits]
             for index, (out, _, sizes, _) in enumerate(deposits):
-                mine = [share[index] for share in shares]
-                if [share.numel() for share in mine] != sizes:
+                parts = [share[index] for share in shares]
+                if [share.numel() for share in parts] != sizes:
                     raise self._error("all-to-all-sizes-differ", "all_to_all",
                                       f"member {index} expects other sizes than it receives",
-                                      (sizes, [share.numel() for share in mine]))
-                for place, share in zip(out.split(sizes), mine, strict=True):
+                                      (sizes, [share.numel() for share in parts]))
+                for place, share in zip(out.split(sizes), parts, strict=True):
                     place.copy_(share)
         return self._start(("all_to_all",), (output, tensor, received, sent), work)

@@ -173,7 +173,8 @@ def encode(message: Message) -> Tensor:
     """The message as one contiguous uint8 tensor on the host. Where tensors come from a CUDA device, it is pinned, and
     they are there once their device's current stream has got to this point."""
     head, places, total = _head(message)
-    wire = torch.empty(total, dtype=torch.uint8, pin_memory=any([one.is_cuda for one in message.tensors.values()]))
+    wire = torch.empty(total, dtype=torch.uint8,
+                       pin_memory=any([tensor.is_cuda for tensor in message.tensors.values()]))
     wire.numpy().data[:len(head)] = head
     _place(message, places, wire)
     return wire

@@ -211,8 +211,8 @@ class MPITransport(EdgesOfRank):
             if not found:
                 return []
             finished = set(found)
-            self._sent += [one for place, one in enumerate(self._sends, count) if place in finished]
-            self._sends = [one for place, one in enumerate(self._sends, count) if place not in finished]
+            self._sent += [send for place, send in enumerate(self._sends, count) if place in finished]
+            self._sends = [send for place, send in enumerate(self._sends, count) if place not in finished]
         return sorted(place for place in finished if place < count)
 
     def _finish(self, finished: Sequence[int]) -> None:

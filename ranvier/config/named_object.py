@@ -177,7 +177,8 @@ def _attribute(text: str, setting: str) -> object:
 
 
 def _similar(module: ModuleType, name: str) -> str:
-    near = difflib.get_close_matches(name, [one for one in vars(module) if not one.startswith("_")], n=1)
+    near = difflib.get_close_matches(name, [attribute for attribute in vars(module) if not attribute.startswith("_")],
+                                     n=1)
     return (f"Did you mean {module.__name__}:{near[0]}?" if near else
             f"Name a function, class or object of {module.__name__}.")
 

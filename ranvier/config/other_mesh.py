@@ -100,13 +100,13 @@ def difference(old: Mesh, new: Mesh) -> str:
                      if before != after) or "nothing"
 
 
-def microbatch_size(wanted: int, *, global_size: int, mesh: Mesh) -> int:
+def microbatch_size(size: int, *, global_size: int, mesh: Mesh) -> int:
     """`wanted`, or what a replica of `mesh` has of a global batch of `global_size` sequences where that is less.
 
     It is then the largest number of sequences that the rows can share, if there is any.
     """
     share = -(-global_size // mesh.data)
-    return wanted if wanted <= share else max(share - share % mesh.row, 1)
+    return size if size <= share else max(share - share % mesh.row, 1)
 
 
 def _pipes(pipe: int, num_ranks: int) -> list[int]:

@@ -579,10 +579,10 @@ def own_settings(run_dir: Path) -> Mapping[str, object]:
 def origin(run_dir: Path) -> str:
     """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
     try:
-        said = read_toml(run_dir / "run.toml", MOST_BYTES).get("resume")
+        resumed_from = read_toml(run_dir / "run.toml", MOST_BYTES).get("resume")
     except (OSError, ValueError):
         return "none"
-    return said if isinstance(said, str) and said else "none"
+    return resumed_from if isinstance(resumed_from, str) and resumed_from else "none"
 
 
 def check_out(path: Path) -> None:

@@ -104,7 +104,7 @@ def first_fault(error: ValidationError, origin: str) -> ConfigError:
     first = faults[0]
     (name, what), *others = [(".".join(str(part) for part in fault["loc"] if part != "[key]"), _SAID.get(
         fault["type"], fault["msg"].replace("Input should", "should"))) for fault in faults]
-    told = [f"{other} {said}" for other, said in others[:_MOST_FAULTS]] + (
+    told = [f"{other} {text}" for other, text in others[:_MOST_FAULTS]] + (
         [f"{len(others) - _MOST_FAULTS} more"] if len(others) > _MOST_FAULTS else [])
     more = f"Other faults: {', '.join(told)}. " if told else ""
     value = first["input"] if isinstance(first["input"], (str, int, float, bool)) else None

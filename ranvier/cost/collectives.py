@@ -52,12 +52,12 @@ def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -
     others = [axis for axis in mesh if axis not in axes]
     nodes, seen = min(_NODES_SEEN, -(-mesh.size // ranks_per_node)), set[tuple[int, int]]()
     for node in range(nodes):
-        here = range(node * ranks_per_node, min(mesh.size, (node + 1) * ranks_per_node))
-        alike = here.start % (mesh.pipeline_size * mesh.stage_size), len(here)
+        ranks = range(node * ranks_per_node, min(mesh.size, (node + 1) * ranks_per_node))
+        alike = ranks.start % (mesh.pipeline_size * mesh.stage_size), len(ranks)
         if alike in seen:  # the same places of another replica
             continue
         seen.add(alike)
-        groups = Counter(tuple(at[axis] for axis in others) for at in map(mesh.coordinates, here))
+        groups = Counter(tuple(at[axis] for axis in others) for at in map(mesh.coordinates, ranks))
         leaving = [count for count in groups.values() if count < members]
         if len(leaving) > worst.together or (len(leaving) == worst.together and leaving
                                              and min(leaving) < worst.inside):

@@ -301,8 +301,8 @@ def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], prec
     backward = backward_of(forward)
     weights = weight_gradients_of(forward, bytes.gradient, bytes.parameter if as_published else None)
 
-    def seconds(some: Sequence[Kernel]) -> float:
-        return device.it.seconds(some, precision, threads)
+    def seconds(kernels: Sequence[Kernel]) -> float:
+        return device.it.seconds(kernels, precision, threads)
 
     return _Seconds(*map(seconds, (forward, backward, weights)))
 
@@ -352,8 +352,8 @@ def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLa
             if layer.kind != "embedding" and own == size and cut > (1.0 - _ALIKE) * part:
                 near.setdefault(abs(cut - part) * size, []).append(place)
         places = near[min(near)] if near else []
-        return places, [device.it.seconds([each for each in some if each.kind == "product"], precision) / len(places)
-                        for some in ([kernel], backward_of([kernel]), weight_gradients_of(
+        return places, [device.it.seconds([each for each in kernels if each.kind == "product"], precision) / len(places)
+                        for kernels in ([kernel], backward_of([kernel]), weight_gradients_of(
                             [kernel], bytes.gradient, None)) if places]
 
     for places, seconds in map_distinct(kernels.it, shared):
@@ -639,8 +639,8 @@ class _StepCost:
             backward = self._held_up(first, layers, 1, [(each.backward, seconds) for each, seconds in trips],
                                      own.backward)
             gathers = [(each.weight, seconds) for each, seconds in trips]
-            weight, alone = (self._held_up(some, layers, 1, gathers, own.weight) - self._norms(layers)
-                             for some in (later, replace(later, weights=0.0)))
+            weight, alone = (self._held_up(weights, layers, 1, gathers, own.weight) - self._norms(layers)
+                             for weights in (later, replace(later, weights=0.0)))
             summed = self._receive_seconds(replace(later, activations=0.0), layers, 1) if later.weights else 0.0
             sizes = [layer.inputs * layer.outputs for layer in self.step.split_layers[block.name]]
             self._sent_apart_seconds[key] = _Apart(
@@ -823,9 +823,9 @@ class _StepCost:
         found = []
         for first in replica_offsets(self.mesh, per_node):
             node = (first + place * size) // per_node
-            here = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
-                    if 0 <= rank - first < size * self.mesh.pipeline_size}
-            found.append(max(sum(self.trained[other] for other in here), self.trained[place]) / len(here))
+            replicas = {(rank - first) // size for rank in range(node * per_node, (node + 1) * per_node)
+                        if 0 <= rank - first < size * self.mesh.pipeline_size}
+            found.append(max(sum(self.trained[other] for other in replicas), self.trained[place]) / len(replicas))
         return max(found)
 
     def _chunks(self, rank: int) -> int:

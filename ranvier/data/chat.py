@@ -65,8 +65,8 @@ class Chat(Task):
         tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
         stored = [_load_source(run, source, tokenizer, progress) for source in sources]
-        told = [one for source, parts in zip(sources, stored, strict=True)
-                for one in encoded_rows.counts_of(parts, (source.name, run.data.eval))]
+        counts = [one for source, parts in zip(sources, stored, strict=True)
+                  for one in encoded_rows.counts_of(parts, (source.name, run.data.eval))]
         words = encoded_rows.Words(samples="samples", silent=_SILENT, empty=_SILENT,
                                    too_long=f"whose answers lie beyond {run.model.sequence} tokens")
         train, held = ([_dataset(run, part) for part in parts] for parts in zip(*stored, strict=True))
@@ -83,8 +83,8 @@ class Chat(Task):
             padding=padding_text(lengths, run, can_pack=True),
             about=f"{', '.join(source.name for source in sources)}: {sizes[0]:,} conversations in "
                   f"{' and '.join(forms)}, {sizes[1]:,} held out, {targets:,} tokens of the assistant in "
-                  f"{int(lengths.sum()):,}{encoded_rows.about_counts(told, words, run.model.sequence)}",
-            warnings=tuple(warning for setting, counts in told for warning in encoded_rows.left_out_warning(
+                  f"{int(lengths.sum()):,}{encoded_rows.about_counts(counts, words, run.model.sequence)}",
+            warnings=tuple(warning for setting, counts in counts for warning in encoded_rows.left_out_warning(
                 "samples-left-out", counts, words, setting, run.model.sequence,
                 "Leave conversations without answers out of the data set.")),
             fingerprint=fingerprint("chat", tokenizer.fingerprint, [part.digest for parts in stored for part in parts],
@@ -188,11 +188,12 @@ def _load_source(run: Run, source: Source, tokenizer: ChatTokenizer, progress: P
                                        tokenizer.vocab, progress)
 
 
-def _encode(tokenizer: ChatTokenizer, sequence: int, one: Conversation) -> list[encoded_rows.Encoded]:
+def _encode(tokenizer: ChatTokenizer, sequence: int, conversation: Conversation) -> list[encoded_rows.Encoded]:
     """The samples of a conversation, which have one key."""
-    key = json.dumps([list(one.messages), one.tools, dict(one.variables)], sort_keys=True, default=str)
+    key = json.dumps([list(conversation.messages), conversation.tools, dict(conversation.variables)], sort_keys=True,
+                     default=str)
     found = []
-    for ids, is_target in tokenizer.encode(one):
+    for ids, is_target in tokenizer.encode(conversation):
         within = is_target[:sequence + 1]
         use: encoded_rows.Use = "cut" if len(ids) > sequence + 1 else "whole"
         if not within[1:].any():

@@ -289,10 +289,10 @@ def _rebuild(folder: Path, template: Path | None, content: str) -> ChatTokenizer
     return ChatTokenizer(folder, template)
 
 
-def _common_length(one: str, other: str) -> int:
+def _common_length(text: str, other: str) -> int:
     """Characters with which both texts begin."""
-    return next((place for place, (here, there) in enumerate(zip(one, other, strict=False)) if here != there),
-                min(len(one), len(other)))
+    return next((place for place, (here, there) in enumerate(zip(text, other, strict=False)) if here != there),
+                min(len(text), len(other)))
 
 
 def _overlap(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -96,7 +96,8 @@ class Classification(Task):
         source = fingerprint(train.fingerprint, held and held.fingerprint)
         is_decoder = _is_decoder(run)
         tokenizer = (sentence_tokenizer if is_decoder else run_tokenizer)(
-            run, lambda: (text for one in read_sentences(train, held).train for text in (one.text, one.pair)
+            run, lambda: (text for sentence in read_sentences(train, held).train
+                          for text in (sentence.text, sentence.pair)
                           if text is not None), source, progress)
         folder = cache / "classification" / fingerprint(
             source, tokenizer.fingerprint, tokenizer.pad, run.model.sequence, tokenizer.cuts_beginnings, "longer")
@@ -146,7 +147,7 @@ def encode_sentences(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer,
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     ids = np.full((len(part), sequence), tokenizer.pad or 0, dtype=dtype)
     lengths, firsts = np.empty(len(part), dtype=np.int32), np.empty(len(part), dtype=np.int32)
-    samples = tokenizer.encode_samples([(one.text, one.pair) for one in part], sequence)
+    samples = tokenizer.encode_samples([(sentence.text, sentence.pair) for sentence in part], sequence)
     for row, sample in enumerate(samples):
         if not sample.ids:
             raise DataError("has no token of the tokenizer", code="sentence-without-tokens", where=part[row].place,

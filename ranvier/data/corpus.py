@@ -232,10 +232,10 @@ def plain_bytes(name: str, column: str | None) -> int:
     """Bytes of the plain text of a corpus that is a file or folder. Compressed files and tables, which have more than
     their texts, count nothing: how much text they have is known once they are read. column: of their texts."""
     path = Path(os.path.expanduser(name))
-    there = _stat(path)
-    if there is None or tables.is_saved(path):
+    status = _stat(path)
+    if status is None or tables.is_saved(path):
         return 0
-    files = visible_files(path) if stat.S_ISDIR(there.st_mode) else [path]
+    files = visible_files(path) if stat.S_ISDIR(status.st_mode) else [path]
     return sum(found.st_size for file in files if (found := _stat(file)) is not None and stat.S_ISREG(found.st_mode)
                and not tables.is_compressed(file) and not is_rows(file, column))
 
@@ -276,7 +276,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
     names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
     stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
-    told: set[str] = set()  # a corpus is read again for its tokens once it has a tokenizer
+    reported: set[str] = set()  # a corpus is read again for its tokens once it has a tokenizer
 
     def read(max_bytes: int) -> Iterator[Document]:
         unreadable: dict[str, Exception] = {file: OSError("is not a file") for file in names if file not in stats}
@@ -300,8 +300,8 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
         if unreadable:
             some = ", ".join(map(ascii, sorted(unreadable)[:3])) + (", ..." if len(unreadable) > 3 else "")
             text = f"left out {len(unreadable)} of {len(names)} files of {name}, which are not UTF-8 text: {some}"
-            if text not in told:
-                told.add(text)
+            if text not in reported:
+                reported.add(text)
                 progress(text)
 
     endings = {tables.ending_of(Path(file)) for file in stats}

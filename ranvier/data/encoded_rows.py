@@ -123,7 +123,7 @@ def stored_samples(place: Path, train: str, held: str | None, rows: Callable[[st
         progress(f"tokenising {train}")
         samples, counts = read(train, "train")
         if held is None:
-            samples, held_samples = split_held_out(samples, held_out([one.key for one in samples]))
+            samples, held_samples = split_held_out(samples, held_out([sample.key for sample in samples]))
             held_counts = counts
         else:
             held_samples, held_counts = read(held, "eval")

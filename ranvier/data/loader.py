@@ -73,7 +73,7 @@ class Loader:
             return self._read(step)
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(ahead.copied)
-        for tensor in tree_leaves([(one.inputs, one.targets) for one in ahead.batch]):
+        for tensor in tree_leaves([(microbatch.inputs, microbatch.targets) for microbatch in ahead.batch]):
             if tensor is not None:
                 tensor.record_stream(stream)  # freed while a kernel reads it, its memory would be a later batch's
         return ahead.batch
@@ -137,8 +137,8 @@ class Loader:
     def _own_part(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
         """This rank's part of a microbatch, and how many of it count; the last sample is repeated where it must."""
         each = -(-len(samples) // self.num_parts)
-        mine = samples[self.part * each:(self.part + 1) * each]
-        return np.concatenate([mine, np.repeat(samples[-1:], each - len(mine))]), len(mine)
+        own = samples[self.part * each:(self.part + 1) * each]
+        return np.concatenate([own, np.repeat(samples[-1:], each - len(own))]), len(own)
 
     def _on_device(self, tensors: Targets) -> Targets:
         """The tensors on the device. On a CUDA device the copies are only started: from ordinary memory the host would

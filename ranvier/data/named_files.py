@@ -180,10 +180,10 @@ def files_of(name: str) -> list[Path]:
     """The files of rows that a name stands for, in the order of their paths."""
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        found = [one for one in path.rglob("*") if one.is_file()]
+        found = [file for file in path.rglob("*") if file.is_file()]
     else:
-        found = [path] if path.exists() else [Path(one) for one in glob.glob(str(path), recursive=True)]
-    return sorted(one for one in found if tables.ending_of(one) in tables.ROW_ENDINGS)
+        found = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
+    return sorted(file for file in found if tables.ending_of(file) in tables.ROW_ENDINGS)
 
 
 def _join_tables(name: str, parts: Sequence[tables.Table]) -> tables.Table:
@@ -193,9 +193,9 @@ def _join_tables(name: str, parts: Sequence[tables.Table]) -> tables.Table:
             raise DataError(f"has other columns than {parts[0].name}", code="other-columns", where=table.name,
                             value=", ".join(sorted(table.columns)), remedy="Give files with the same columns.")
 
-    def rows(wanted: Sequence[str]) -> Iterator[tables.Row]:
+    def rows(columns: Sequence[str]) -> Iterator[tables.Row]:
         for table in parts:
-            yield from table.rows(wanted)
+            yield from table.rows(columns)
 
     return tables.Table(name=name, columns=parts[0].columns, rows=rows,
                         fingerprint=fingerprint("tables", [table.fingerprint for table in parts]))

@@ -73,22 +73,22 @@ class PreferenceTask(Task):
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
         used = take_subsets(run, whole)
         train, held = used if self._scores else map(WithReference, used)
-        told = encoded_rows.counts_of(parts, (training_name(run.data), run.data.eval))
+        counts = encoded_rows.counts_of(parts, (training_name(run.data), run.data.eval))
         words = encoded_rows.Words(samples="pairs", silent="with an empty answer", empty="whose answers are the same",
                                    too_long=f"whose answers have more than {run.model.sequence} tokens together")
-        warnings = [warning for setting, counts in told for warning in encoded_rows.left_out_warning(
+        warnings = [warning for setting, counts in counts for warning in encoded_rows.left_out_warning(
             "pairs-left-out", counts, words, setting, run.model.sequence,
             "Leave pairs without a difference out of the data set.")]
         if not self._scores:
             warnings += [DataError("has margins, which the task reward alone reads", code="margin-without-effect",
                                    where=setting, value=counts.margins,
                                    remedy="Leave the column out, or set `--data.task reward`.")
-                         for setting, counts in told if counts.margins]
+                         for setting, counts in counts if counts.margins]
         return Prepared(
             train=train, eval=held, tokenizer=tokenizer, weight=1.0, transform=tokenizer.fingerprint,
             padding=padding_text(whole[0].sample_lengths, run, can_pack=False),
             about=f"{training_name(run.data)}: {len(whole[0]):,} pairs of answers, {len(whole[1]):,} held out"
-                  f"{encoded_rows.about_counts(told, words, run.model.sequence)}",
+                  f"{encoded_rows.about_counts(counts, words, run.model.sequence)}",
             warnings=tuple(warnings),
             scoring=partial(PreferenceScoring, None if self._scores else run.preference),
             fingerprint=fingerprint("preference", tokenizer.fingerprint, [part.digest for part in parts],
@@ -168,8 +168,8 @@ def _load_pairs(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, score
 
 def _encode_pair(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
     """The sample of a pair. Its key is its prompt, so that all pairs of a prompt lie together."""
-    prompt = [one for one, _ in takewhile(lambda turns: turns[0] == turns[1],
-                                          zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
+    prompt = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1],
+                                            zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
     key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
     answers = _answer(tokenizer, pair.chosen, scores), _answer(tokenizer, pair.rejected, scores)
     length = sum(len(ids) - (not scores) for ids, _ in answers)

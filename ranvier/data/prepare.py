@@ -89,8 +89,8 @@ def unwritable_cache(run: Run) -> list[DataError]:
     folder = cache_folder(run)
     if (problem := folder_problem(folder)) is not None:
         try:
-            for one in (run, *eval_set_runs(run).values()):
-                task_of(one).prepare(one, CacheOnly())
+            for each in (run, *eval_set_runs(run).values()):
+                task_of(each).prepare(each, CacheOnly())
         except NotInCache:
             return [DataError(f"lacks data of the run, and cannot be written: {problem}", code="cache-not-writable",
                               where=f"cache {folder}", remedy="Choose another folder with `--data.cache-dir`.")]

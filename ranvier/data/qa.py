@@ -301,6 +301,6 @@ def exact_match(answer: str, right: str) -> float:
 
 def f1_score(answer: str, right: str) -> float:
     """Harmonic mean of precision and recall of words."""
-    said, wanted = normalised(answer).split(), normalised(right).split()
-    same = (Counter(said) & Counter(wanted)).total()
-    return 2 * same / (len(said) + len(wanted)) if same else 0.0
+    words, right_words = normalised(answer).split(), normalised(right).split()
+    same = (Counter(words) & Counter(right_words)).total()
+    return 2 * same / (len(words) + len(right_words)) if same else 0.0

@@ -56,7 +56,8 @@ def form_of_table(table: Table, data: Data) -> RowForm:
     if is_object_name(name):
         return RowForm(words=f"the form {name}", columns=table.columns, read=partial(_call_users_function, name),
                        fingerprint=function_fingerprint(name))
-    column = next((one for one in ((data.messages_column,) if data.messages_column else _MESSAGES) if one in columns),
+    names = (data.messages_column,) if data.messages_column else _MESSAGES
+    column = next((name for name in names if name in columns),
                   None)
     if name == "auto":
         if data.messages_column or column:
@@ -82,7 +83,7 @@ def form_of_table(table: Table, data: Data) -> RowForm:
         case _:
             found = RowForm(words="the form of prompts and completions", columns=("prompt", "completion"),
                             more=OTHER_COLUMNS, read=_prompt_completion, fingerprint=name)
-    missing = next((one for one in found.columns if one not in columns), None)
+    missing = next((column for column in found.columns if column not in columns), None)
     if missing is not None:
         raise DataError(f"has no column `{missing}`, which the form {name} needs", code="form-column-missing",
                         where=table.name, value=", ".join(sorted(columns)), remedy="Set `--data.form auto`.")

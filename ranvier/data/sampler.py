@@ -95,8 +95,8 @@ def permutation(count: int, *key: object) -> np.ndarray:
     the hash can be inverted. Beside the result, 8 bytes of each number are needed for a moment."""
     hashes, keyed = np.empty(count, dtype=np.int64), keyed_random.key(*key)
     for start in range(0, count, _HASHED):
-        some = torch.arange(start, min(count, start + _HASHED), dtype=torch.int64)
-        hashes[start:start + _HASHED] = keyed_random.bits(keyed, some).numpy()
+        numbers = torch.arange(start, min(count, start + _HASHED), dtype=torch.int64)
+        hashes[start:start + _HASHED] = keyed_random.bits(keyed, numbers).numpy()
     return hashes.argsort()
 
 

@@ -56,8 +56,8 @@ def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
 def split_held_out(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray
                    ) -> tuple[list[_Sample], list[_Sample]]:
     """(training samples, held-out ones): the latter are those that are chosen."""
-    return ([one for one, here in zip(samples, chosen, strict=True) if not here],
-            [one for one, here in zip(samples, chosen, strict=True) if here])
+    return ([sample for sample, here in zip(samples, chosen, strict=True) if not here],
+            [sample for sample, here in zip(samples, chosen, strict=True) if here])
 
 
 def check_parted(train: Sequence[object], held: Sequence[object], what: str, name: str) -> None:
@@ -187,8 +187,8 @@ class Joined:
         self._parts = parts
         self._stops = np.cumsum([len(part) for part in parts])
         lengths = [sample_lengths(part) for part in parts]
-        self.sample_lengths = None if any(one is None for one in lengths) else np.concatenate(
-            [one for one in lengths if one is not None])
+        self.sample_lengths = None if any(length is None for length in lengths) else np.concatenate(
+            [length for length in lengths if length is not None])
 
     def __len__(self) -> int:
         return int(self._stops[-1])

@@ -106,13 +106,13 @@ class Table:
 
 def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> DataError:
     """The error for a table without a column. columns: those that it has."""
-    there = sorted(columns)
-    if not there:
+    names = sorted(columns)
+    if not names:
         return without_rows(table)
-    listed = ", ".join(there[:_MOST_COLUMNS]) + (", ..." if len(there) > _MOST_COLUMNS else "")
+    listed = ", ".join(names[:_MOST_COLUMNS]) + (", ..." if len(names) > _MOST_COLUMNS else "")
     return DataError(f"has no column `{column}`", code="column-missing", where=table, value=listed,
                      remedy="Give conversations as `--data.train`, with `--data.task chat`."
-                     if setting == "data.text-column" and _TALKS & set(there) else
+                     if setting == "data.text-column" and _TALKS & set(names) else
                      f"Set --{setting} to one of its columns, or give every row a `{column}`.")
 
 

@@ -202,8 +202,8 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     """
     try:
         document: Any = read_json(path, _MOST_BYTES)
-        if (told := _other_prefix_space(document, path)) is not None:
-            raise _damaged_error(path, f"another add_prefix_space than tokenizer_config.json, which says {told}",
+        if (setting := _other_prefix_space(document, path)) is not None:
+            raise _damaged_error(path, f"another add_prefix_space than tokenizer_config.json, which says {setting}",
                                  "Give add_prefix_space the same value in both files.")
         if not _is_plain(document):
             return _as_published(document, path)
@@ -235,8 +235,8 @@ def _is_plain(document: Any) -> bool:
     if not (around is None or (isinstance(around, dict) and around.get("type") == "ByteLevel")):
         return False
     others = isinstance(added, list) and any(
-        isinstance(one, dict) and (one.get("content") not in (vocab if isinstance(vocab, dict) else {})
-                                   or one.get("special") is False) for one in added)
+        isinstance(token, dict) and (token.get("content") not in (vocab if isinstance(vocab, dict) else {})
+                                     or token.get("special") is False) for token in added)
     return not (steps_aside or others or (isinstance(vocab, dict) and END_OF_TEXT not in vocab))
 
 
@@ -291,7 +291,7 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
     model = document["model"]
     if model.get("type", "BPE") not in ("BPE", "Unigram"):
         raise ValueError(f"a model of the kind {model.get('type')}, and not BPE or Unigram")
-    numbers = [one["id"] for one in document.get("added_tokens") or ()]
+    numbers = [token["id"] for token in document.get("added_tokens") or ()]
     if isinstance(model["vocab"], dict):
         numbers += model["vocab"].values()
     if any(type(number) is not int or not 0 <= number < _MOST_TOKENS for number in numbers):
@@ -301,9 +301,9 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
     inner = tokenizers.Tokenizer.from_str(json.dumps(
         {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
-    for one in document.get("added_tokens") or ():  # to one whose number is taken the library gives another
-        if vocab.get(one["content"]) != one["id"]:
-            raise ValueError(f"no place {one['id']} for its token {one['content']}")
+    for token in document.get("added_tokens") or ():  # to one whose number is taken the library gives another
+        if vocab.get(token["content"]) != token["id"]:
+            raise ValueError(f"no place {token['id']} for its token {token['content']}")
     if len(set(vocab.values())) < len(vocab):
         raise ValueError("tokens with the same number")
     end = next((end for end in (_named_beside(path, "eos_token"), *_ENDS) if end in vocab), None)
@@ -333,10 +333,11 @@ def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
 def _other_prefix_space(document: Any, path: Path) -> bool | None:
     """The setting of a space before a text in tokenizer_config.json, if tokenizer.json contradicts it: some classes of
     transformers take the one, and some the other."""
-    told = _beside(path, "tokenizer_config.json").get("add_prefix_space")
+    setting = _beside(path, "tokenizer_config.json").get("add_prefix_space")
     step = document.get("pre_tokenizer") if isinstance(document, dict) else None
-    differs = isinstance(told, bool) and any(bool(one.get("add_prefix_space")) != told for one in _byte_steps(step))
-    return told if differs else None
+    differs = isinstance(setting, bool) and any(bool(one.get("add_prefix_space")) != setting
+                                                for one in _byte_steps(step))
+    return setting if differs else None
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:

@@ -139,9 +139,9 @@ def _check_unused(path: Path, document: dict[str, Any]) -> None:
         raise _damaged_error(path, f"its pre_tokenizer is {step.get('type')}")
     if document["normalizer"].get("clean_text", True) is not True:
         raise _damaged_error(path, "it keeps control characters (clean_text)")
-    for one in added if isinstance(added, list) else []:
-        if isinstance(one, dict) and one.get("special") is False and one.get("content") not in SPECIAL:
-            raise _damaged_error(path, f"its token {str(one.get('content'))[:40]} is added beside WordPiece")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and token.get("special") is False and token.get("content") not in SPECIAL:
+            raise _damaged_error(path, f"its token {str(token.get('content'))[:40]} is added beside WordPiece")
 
 
 def _check_beside(path: Path, settings: dict[str, Any]) -> None:

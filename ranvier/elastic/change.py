@@ -47,9 +47,9 @@ class Change:
         """The change with the first schedule of `run` that has no `problem` there. Where each has one, with the run's
         own, and its problem."""
         own = replace(self, schedule=None)
-        there = own.apply_to(run)
-        found, why = first_that_fits(there, problem, lambda run, why: why is None)
-        return own if found == there else replace(own, schedule=schedule_settings(found)), why
+        fitted = own.apply_to(run)
+        found, why = first_that_fits(fitted, problem, lambda run, why: why is None)
+        return own if found == fitted else replace(own, schedule=schedule_settings(found)), why
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Change:

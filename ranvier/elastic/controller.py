@@ -310,8 +310,8 @@ class Controller:
         """The change to other frozen layers on the present mesh and cut; and the error if that may not fit."""
         here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
                               schedule=state.schedule)
-        there, problem = here.first_fitting(self.run, lambda run: facts.problem(run, wanted))
-        return (there if problem is None else here), problem
+        fitted, problem = here.first_fitting(self.run, lambda run: facts.problem(run, wanted))
+        return (fitted if problem is None else here), problem
 
     def _evaluate(self, state: ElasticState, facts: DecisionFacts, norms: tuple[float, ...]
                   ) -> tuple[ElasticState, FrozenLayers]:

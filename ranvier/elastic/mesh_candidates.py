@@ -187,31 +187,31 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         refused = frozenset(other for other in refused if other[2] == depth) | {key}
 
     chosen = None
-    here = next((each for each in candidates if each.mesh == present.mesh), None)
+    current = next((each for each in candidates if each.mesh == present.mesh), None)
     for candidate in candidates:
-        if candidate.too_large and candidate is not here:
+        if candidate.too_large and candidate is not current:
             refuse(candidate, "dropped", _drop_reason(candidate, depth, candidate.reason))
     for candidate in (candidate for candidate in candidates if candidate.fits):
-        if candidate is here and depth == present.frozen:
+        if candidate is current and depth == present.frozen:
             break
-        same = candidate is here and candidate.boundaries == tuple(present.boundaries)
+        same = candidate is current and candidate.boundaries == tuple(present.boundaries)
         problem = None if same else problem_of(candidate)
         if problem is not None:
             text = _drop_reason(candidate, depth, problem)
-            if candidate is here:  # its present cut is what it has, and slower meshes need not be judged
+            if candidate is current:  # its present cut is what it has, and slower meshes need not be judged
                 notes.append(Note(event="dropped", text=text))
                 break
             refuse(candidate, "dropped", text)
             continue
-        if candidate is here or rules.run.elastic.cut == "reference" or here is None or here.seconds is None:
+        if candidate is current or rules.run.elastic.cut == "reference" or current is None or current.seconds is None:
             chosen = candidate
             break
         # of a step here with the layers that are about to freeze: as measured without them, scaled as the model is
-        now = here.seconds if state.seconds is None else \
-            state.seconds * (here.seconds / facts.seconds if facts.seconds else 1.0)
+        now = current.seconds if state.seconds is None else \
+            state.seconds * (current.seconds / facts.seconds if facts.seconds else 1.0)
         decision = ledger.decide(
             step=step, old=mesh_text(present.mesh), new=mesh_text(candidate.mesh),
-            seconds_before=now, model_before=here.seconds_per_sample,
+            seconds_before=now, model_before=current.seconds_per_sample,
             model_after=candidate.seconds_per_sample, remaining_steps=remaining_steps,
             moved_bytes=candidate_moved_bytes(rules, present, candidate, facts, depth))
         if decision.pays:

@@ -29,9 +29,9 @@ def normalised(products: Tensor) -> Similarity:
     return found
 
 
-def similarity_loss(now: Sequence[Similarity], before: Sequence[Similarity]) -> float:
+def similarity_loss(current: Sequence[Similarity], before: Sequence[Similarity]) -> float:
     """Between two states of a layer, averaged over the rows of the mesh, whose samples are compared among themselves.
     0 to 4 / b; NaN where outputs were not finite."""
     squared = [(torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)).square().mean()
-               for one, other in zip(now, before, strict=True)]
+               for one, other in zip(current, before, strict=True)]
     return float(sum(squared)) / len(squared)

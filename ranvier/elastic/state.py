@@ -165,7 +165,7 @@ _FORM = TypeAdapter(ElasticState)
 def _as_json(value: Any) -> Any:
     """JSON has neither tuples nor sets, and no NaN or infinity: these are text, which numbers are read from as well."""
     if isinstance(value, Mapping):
-        return {name: _as_json(one) for name, one in value.items()}
+        return {name: _as_json(item) for name, item in value.items()}
     if isinstance(value, (tuple, list, frozenset)):
-        return [_as_json(one) for one in (sorted(value) if isinstance(value, frozenset) else value)]
+        return [_as_json(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     return repr(value) if isinstance(value, float) and not isfinite(value) else value

@@ -52,8 +52,8 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
 
     scoring: makes the scoring of one evaluation; None for the loss alone. tell: takes a line every ten seconds.
     """
-    began = told = time.monotonic()
-    mine = scoring() if scoring is not None and engine.is_last_stage else None
+    began = reported = time.monotonic()
+    own_scoring = scoring() if scoring is not None and engine.is_last_stage else None
     assert loader.total is not None  # held-out samples are gone through once
     total = weight = 0.0
     for number in range(-(-loader.total // loader.global_size)):
@@ -61,19 +61,19 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
 
         def observe(place: int, output: State, batch: Sequence[Microbatch] = batch) -> None:
             samples = batch[place].samples
-            assert mine is not None and samples is not None  # the loader numbers them
-            mine.add(output, batch[place].targets, samples)
+            assert own_scoring is not None and samples is not None  # the loader numbers them
+            own_scoring.add(output, batch[place].targets, samples)
 
-        result = engine.evaluate(batch, observe if mine is not None else None)
+        result = engine.evaluate(batch, observe if own_scoring is not None else None)
         if result.weight:
             total, weight = total + result.loss * result.weight, weight + result.weight
-        if time.monotonic() - told > _TELL_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - reported > _TELL_SECONDS:
+            reported = time.monotonic()
             tell(f"{min(loader.total, (number + 1) * loader.global_size):,} of {loader.total:,} samples evaluated")
     scores: dict[str, float] = {}
     if scoring is not None:
         # of the columns of a row, which have the same outputs, the first counts
-        part = mine.part() if mine is not None and engine.coordinates.is_first_with_samples else None
+        part = own_scoring.part() if own_scoring is not None and engine.coordinates.is_first_with_samples else None
         scores = scoring().total([one for one in ranks.gather_objects(part) if one is not None])
     return Evaluated(loss=total / weight if weight else float("nan"), weight=weight, scores=scores,
                      seconds=time.monotonic() - began)
@@ -150,11 +150,11 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
     loader = Loader(data, Sampler(len(data), None), total=len(data), lengths=data.sample_lengths,
                     global_size=min(len(data), SAMPLES_AT_ONCE * engine.mesh.num_replicas),
                     **loader_options(engine, microbatch_size))
-    mine: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    _predict_all(engine, loader, lambda samples, logits, targets: mine.append(
+    scores: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    _predict_all(engine, loader, lambda samples, logits, targets: scores.append(
         (samples, *continuation_scores(logits, targets))))
     counts = engine.coordinates.is_first_with_samples
-    part = [entry for scores in mine for entry in _entries(*scores)] if counts else []
+    part = [entry for scores in scores for entry in _entries(*scores)] if counts else []
     for number, total, is_greedy in chain.from_iterable(ranks.gather_objects(part)):
         found[scored[number]] = total, is_greedy
     return found

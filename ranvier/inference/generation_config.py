@@ -33,10 +33,10 @@ def repetition_penalty(folder: Path) -> float:
 def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
     """What the model in `folder` says, and `generate` does not follow, as a line for its user; empty where that is
     nothing. samples: tokens are drawn. given: flags that the user has set, which count instead."""
-    said = json_object(folder / _FILE, _MOST_BYTES)
-    draws = samples and said.get("do_sample") is True
-    flags = {name: value for name, value in _changing(said, _FLAGS).items() if draws and name not in given}
-    others = _changing(said, {**(_SAMPLING if draws else {}), **_OTHERS})
+    settings = json_object(folder / _FILE, _MOST_BYTES)
+    draws = samples and settings.get("do_sample") is True
+    flags = {name: value for name, value in _changing(settings, _FLAGS).items() if draws and name not in given}
+    others = _changing(settings, {**(_SAMPLING if draws else {}), **_OTHERS})
     parts = []
     if others:
         parts.append(f"{', '.join(f'{name} {value}' for name, value in others.items())}: not supported by generate")
@@ -46,6 +46,6 @@ def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
     return f"{folder / _FILE} names {'; '.join(parts)}" if parts else ""
 
 
-def _changing(said: Mapping[str, Any], neutral: Mapping[str, object]) -> dict[str, object]:
+def _changing(settings: Mapping[str, Any], neutral: Mapping[str, object]) -> dict[str, object]:
     """The fields of `neutral` that say something else than nothing."""
-    return {name: said[name] for name, none in neutral.items() if said.get(name) not in (None, none, [])}
+    return {name: settings[name] for name, none in neutral.items() if settings.get(name) not in (None, none, [])}

@@ -53,8 +53,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation behind its context."""
-        return self._loglikelihood_tokens([(one.args, *encode_pair(self._shared.tokenizer, *one.args))
-                                           for one in requests])
+        return self._loglikelihood_tokens([(request.args, *encode_pair(self._shared.tokenizer, *request.args))
+                                           for request in requests])
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **kwargs: Any
                               ) -> list[tuple[float, bool]]:

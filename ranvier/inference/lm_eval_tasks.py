@@ -68,7 +68,7 @@ class SharedEngine:
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Result of `ranvier.inference.evaluation.loglikelihoods`. Called by rank 0."""
         found: list[tuple[float, bool]] = self._call_all_ranks(
-            {"do": "score", "requests": [list(map(list, one)) for one in requests]})
+            {"do": "score", "requests": [list(map(list, request)) for request in requests]})
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], *, until: Sequence[str], max_tokens: int,

@@ -347,13 +347,13 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
     return results
 
 
-def _scores(run: ResolvedRun, found: Evaluated) -> dict[str, float]:
+def _scores(run: ResolvedRun, evaluated: Evaluated) -> dict[str, float]:
     """The numbers of one evaluation by name; of language models their perplexity."""
     targets = form_of(run.data).targets
-    perplexity = math.inf if found.loss > 709 else math.exp(found.loss)  # of more the exponential is not a number
-    return {"loss": found.loss, **({"perplexity": perplexity} if families.head_of(run) == "tokens" else {}),
-            **{name.removeprefix("eval_"): score for name, score in found.scores.items() if name != "eval_count"},
-            targets: found.scores.get("eval_count", found.weight)}
+    perplexity = math.inf if evaluated.loss > 709 else math.exp(evaluated.loss)  # a float's largest exponential
+    return {"loss": evaluated.loss, **({"perplexity": perplexity} if families.head_of(run) == "tokens" else {}),
+            **{name.removeprefix("eval_"): score for name, score in evaluated.scores.items() if name != "eval_count"},
+            targets: evaluated.scores.get("eval_count", evaluated.weight)}
 
 
 def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepared]) -> Tokenizer:

@@ -65,12 +65,12 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
                  setting=setting, transport=transport, torch=torch.__version__.partition("+")[0], nccl=nccl)
 
 
-def exchange(seen: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
+def exchange(devices: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
     """Devices that all ranks see, in rank order. LaunchError if a rank has not published it within the store's time
     limit."""
-    store.set(f"{DEVICES_KEY}{seen.rank}", json.dumps(asdict(seen)))
+    store.set(f"{DEVICES_KEY}{devices.rank}", json.dumps(asdict(devices)))
     keys = [f"{DEVICES_KEY}{rank}" for rank in range(size)]
-    if seen.rank == 0 and not await_keys(store, keys, TELL_SECONDS):
+    if devices.rank == 0 and not await_keys(store, keys, TELL_SECONDS):
         tell_missing([rank for rank, key in enumerate(keys) if not store.check([key])], size)
     ranks = []
     for rank in range(size):
@@ -123,17 +123,17 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
                         reason="as set" if setting == "cuda" else reason)
 
 
-def claim_device(seen: RankDevices, store: SharedStore) -> int | None:
+def claim_device(devices: RankDevices, store: SharedStore) -> int | None:
     """The number of a CUDA device for a rank that joins a run: one that neither a rank with which the run was started
     has, nor another one that joins has claimed. None if there is none."""
     published = takewhile(lambda number: store.check([f"{DEVICES_KEY}{number}"]), count())
-    here = [rank for rank in (_read(store, number) for number in published) if rank.machine == seen.machine]
-    taken = {rank.devices[number] for rank, number in zip(here, choose_devices(here).devices, strict=True)
-             if number is not None} if here else set()
-    for number, uuid in enumerate(seen.devices):
+    neighbours = [rank for rank in (_read(store, number) for number in published) if rank.machine == devices.machine]
+    taken = {rank.devices[number] for rank, number in zip(neighbours, choose_devices(neighbours).devices, strict=True)
+             if number is not None} if neighbours else set()
+    for number, uuid in enumerate(devices.devices):
         own = secrets.token_hex(8)
         if uuid not in taken and store.compare_set(
-                f"{DEVICES_KEY}{seen.machine}/{uuid}", "", own).decode() == own:
+                f"{DEVICES_KEY}{devices.machine}/{uuid}", "", own).decode() == own:
             return number
     return None
 

@@ -167,7 +167,7 @@ class LostRanks:
         """An agreement, why there is none, or None if another lost rank has been reported meanwhile."""
         store, rank, members = self._world.store, self._world.rank, self._world.members
         place = f"{_LOST}{len(reported)}/"
-        gone = {one.member: one for one in reported}
+        gone = {loss.member: loss for loss in reported}
         lost = {number: gone[name] for number, name in enumerate(members) if name in gone}
         survivors = [number for number in range(len(members)) if number not in lost]
         if 0 in lost:

@@ -247,8 +247,8 @@ def _owned_intervals(inside: Sequence[int], owners: Mapping[int, int], places: M
     """The interval of a chunk with these gradients, which begins at `begin`, that each member updates."""
     shares = []
     for member in range(size):
-        mine = [places[number] for number in inside if owners[number] == member]
-        shares.append((mine[0][0], mine[-1][1]) if mine else (begin, begin))
+        owned = [places[number] for number in inside if owners[number] == member]
+        shares.append((owned[0][0], owned[-1][1]) if owned else (begin, begin))
     return tuple(shares)
 
 

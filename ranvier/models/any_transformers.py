@@ -76,13 +76,13 @@ def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
         cut = from_transformers(model.train(), loss=NextTokenLoss(int(model.config.get_text_config().vocab_size)))
     modules = {name: build() for name, build in cut.blocks.items()}
     there = {id(parameter): name for name, parameter in model.named_parameters()}
-    here = {f"{block}.{name}": parameter for block, module in modules.items()
-            for name, parameter in module.named_parameters() if f"{block}.{name}" not in {
-                other for group in cut.tied for other in group[1:]}}
+    placed = {f"{block}.{name}": parameter for block, module in modules.items()
+              for name, parameter in module.named_parameters() if f"{block}.{name}" not in {
+                  other for group in cut.tied for other in group[1:]}}
     return CutModel(
         blocks=replace(cut, blocks={name: partial(_block, folder, dtype, name) for name in modules}), modules=modules,
-        names={name: there[id(parameter)] for name, parameter in here.items()},
-        shapes={name: tuple(parameter.shape) for name, parameter in here.items()})
+        names={name: there[id(parameter)] for name, parameter in placed.items()},
+        shapes={name: tuple(parameter.shape) for name, parameter in placed.items()})
 
 
 def release() -> None:
@@ -94,7 +94,8 @@ def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
     """A copy of a block on the device of the context; what it knows of modules in other blocks has no data."""
     block, device = cut_model(folder, dtype).modules[name], torch.empty(0).device
     own = (*block.parameters(), *block.buffers())
-    others = (tensor for one in block.modules() if isinstance(one, Elsewhere) for module in one._module
+    others = (tensor for submodule in block.modules() if isinstance(submodule, Elsewhere)
+              for module in submodule._module
               for tensor in (*module.parameters(), *module.buffers()))
     memo: dict[int, Any] = {id(value): value for name, value in vars(block).items() if name in ("_call", "_calls")}
     for tensors, place in ((own, device), (others, torch.device("meta"))):
@@ -110,7 +111,7 @@ def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
 def sizes_of(folder: str) -> Mapping[str, Any]:
     """The settings that a folder decides. ModelError where its config.json is of no such model."""
     config = _config(folder)
-    found = {ours: getattr(config, there, None) for there, ours in _SIZES.items()}
+    found = {ours: getattr(config, theirs, None) for theirs, ours in _SIZES.items()}
     found["max_positions"] = getattr(config, "max_position_embeddings", None)
     for name, value in found.items():
         if not isinstance(value, int) and (value is not None or name in ("num_layers", "hidden", "vocab")):
@@ -162,8 +163,8 @@ def _items(document: object) -> Iterator[tuple[str, object]]:
     """Keys and values of a JSON document, nested ones included."""
     if isinstance(document, dict):
         yield from document.items()
-    for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
-        yield from _items(one)
+    for item in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from _items(item)
 
 
 @contextmanager

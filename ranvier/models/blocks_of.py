@@ -72,18 +72,18 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
     return _blocks(module, traces)
 
 
-def carried_output(found: Any) -> Any:
+def carried_output(output: Any) -> Any:
     """The tensor, or dict of tensors, in what a module returned; None beside tensors is left out."""
-    if isinstance(found, dict):
-        return {name: value for name, value in found.items() if value is not None}
-    if type(found) in (tuple, list):
-        kept = [value for value in found if value is not None]
+    if isinstance(output, dict):
+        return {name: value for name, value in output.items() if value is not None}
+    if type(output) in (tuple, list):
+        kept = [value for value in output if value is not None]
         if len(kept) == 1:
             return kept[0]
-        raise ModelError(f"returns {len(found)} values, and the loss takes one tensor or a dict of tensors",
+        raise ModelError(f"returns {len(output)} values, and the loss takes one tensor or a dict of tensors",
                          code="forward-returns-several", where="forward",
                          remedy="Pass output=f, for example output=lambda found: found[0].")
-    return found
+    return output
 
 
 # --- where to cut ----------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
         raise ModelError('must be a list of names of submodules, or "auto"', code="cut-form", where="cut", value=cut,
                          remedy=f'Pass cut=["{cut}"].' if isinstance(cut, str) else 'Pass cut=["layer2"], or no cut.')
     paths = [name for name, _ in module.named_modules() if name]
-    aliases = {name: one for name, one in module.named_modules(remove_duplicate=False)}
+    aliases = {name: submodule for name, submodule in module.named_modules(remove_duplicate=False)}
     found: list[str] = []
     for pattern in cut:
         matching = [name for name in paths if name.count(".") == pattern.count(".")
@@ -130,13 +130,14 @@ def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
 def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
     """Names of the arguments of forward that microbatches have."""
     parameters = inspect.signature(module.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    named = [name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    named = [name for name, parameter in parameters.items()
+             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
     needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
     where = f"forward of {type(module).__name__}"
     if inputs is None:
         if len(needed) == 0:
-            wraps = [name for name, one in module.named_children()] if not named else []
+            wraps = [name for name, submodule in module.named_children()] if not named else []
             raise ModelError("has no argument without a default", code="forward-without-inputs", where=where,
                              remedy=f"Pass the module that it wraps, model.{wraps[0]}." if len(wraps) == 1 else
                              "Pass inputs= with the names of those that microbatches have.")
@@ -191,9 +192,10 @@ class _Block(nn.Module):
         """Have the block, and what it has in place of the modules around its submodules, follow their modes and
         tensors."""
         self.stands_for = type(module)
-        self.stand_ins = StandIns((original, one) for path, one in self.named_modules()
-                                  if (original := module.get_submodule(path)) is not one)
-        self._around = [path for path, one in self.named_modules() if path and one is not module.get_submodule(path)]
+        self.stand_ins = StandIns((original, submodule) for path, submodule in self.named_modules()
+                                  if (original := module.get_submodule(path)) is not submodule)
+        self._around = [path for path, submodule in self.named_modules() if path
+                        and submodule is not module.get_submodule(path)]
 
     def forward(self, state: State) -> State:
         if self._has_modes:
@@ -281,9 +283,9 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
         for mode, trace in traces.items():
             block._parts[mode] = _part(module, block, trace.graph, number, place in ("last", "only"))
         block._has_modes = has_modes
-    placed = {id(one) for block in blocks.values() for one in (*block.parameters(), *block.buffers())}
-    for name, one in (*module.named_parameters(), *module.named_buffers()):
-        if id(one) not in placed:  # unused by forward, and part of the module's state nevertheless
+    placed = {id(tensor) for block in blocks.values() for tensor in (*block.parameters(), *block.buffers())}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if id(tensor) not in placed:  # unused by forward, and part of the module's state nevertheless
             _put(module, blocks[starts[-1]], name)
     read = ReadAttributes(traces[True].reads | traces[False].reads)
     for block in blocks.values():
@@ -304,7 +306,8 @@ def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
     mine = [node for node in nodes if block_of(node) == number and node.op != "output"]
     output = next(node for node in nodes if node.op == "output")
-    wanted = dict.fromkeys(one for node in [*mine, *([output] if is_last else [])] for one in node.all_input_nodes)
+    wanted = dict.fromkeys(source for node in [*mine, *([output] if is_last else [])]
+                           for source in node.all_input_nodes)
     for node in wanted:
         if node.op != "get_attr" and block_of(node) < number:
             copies[node] = own.placeholder(node.name)
@@ -313,8 +316,8 @@ def _part(module: nn.Module, block: nn.Module, graph: fx.Graph, number: int, is_
     for node in graph.nodes:  # in order: a module's call may change its buffers
         if node in own_nodes:
             copies[node] = own.node_copy(node, copies.__getitem__)
-    later = {one for node in nodes if block_of(node) > number or node is output for one in node.all_input_nodes
-             if one.op != "get_attr"}
+    later = {source for node in nodes if block_of(node) > number or node is output for source in node.all_input_nodes
+             if source.op != "get_attr"}
     gives = [node for node in mine if node in later]
     if is_last:
         own.output(fx.map_arg(output.args[0], copies.__getitem__))

@@ -192,13 +192,14 @@ def _free_given_values(graph: fx.Graph) -> None:
         if not isinstance(value, fx.Node) or (value.meta["block"] == node.meta["block"] and value.op != "placeholder"):
             continue
         related = {value}
-        for neighbours in (lambda one: one.all_input_nodes, lambda one: [*one.users]):
+        for neighbours in (lambda node: node.all_input_nodes, lambda node: [*node.users]):
             waiting = [*related]
             while waiting:
-                new = {one for one in neighbours(waiting.pop()) if one is not node} - related
+                new = {neighbour for neighbour in neighbours(waiting.pop()) if neighbour is not node} - related
                 related |= new
                 waiting += new
-        if all(order[user] <= order[node] for one in related if order[one] < order[node] for user in one.users):
+        if all(order[user] <= order[node] for neighbour in related if order[neighbour] < order[node]
+               for user in neighbour.users):
             node.target = _out_of_place
 
 
@@ -243,7 +244,8 @@ def _random_states() -> tuple[object, ...]:
 def _without_error(frame: FrameType) -> bool | None:
     """The value of the condition that `frame` evaluates with which the code does not raise: of an assertion, or of an
     `if` or `elif` whose first branch does nothing but raise. None for other conditions."""
-    if not any("JUMP" in one.opname for one in dis.get_instructions(frame.f_code) if one.offset == frame.f_lasti):
+    if not any("JUMP" in instruction.opname
+               for instruction in dis.get_instructions(frame.f_code) if instruction.offset == frame.f_lasti):
         return None
     for node in ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))):
         raises = isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)
@@ -265,7 +267,7 @@ def _operand_values(test: ast.expr, value: bool) -> Iterator[bool | None]:
             yield None
     else:
         chained = isinstance(test, ast.Compare) and len(test.ops) > 1 and not value
-        yield None if chained or any(isinstance(one, ast.IfExp) for one in ast.walk(test)) else value
+        yield None if chained or any(isinstance(node, ast.IfExp) for node in ast.walk(test)) else value
 
 
 def _running(frame: FrameType) -> str:
@@ -285,8 +287,8 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                   training: bool, strict: bool) -> Trace:
     """Trace in one mode. strict: refuse cuts that are not called, or more than once; otherwise do without these."""
     tracer = _Tracer(cuts, inputs, output)
-    traced = [(name, one) for name, one in module.named_modules()
-              if not tracer.is_leaf_module(one, name) or one is module]
+    traced = [(name, submodule) for name, submodule in module.named_modules()
+              if not tracer.is_leaf_module(submodule, name) or submodule is module]
     for name, one in traced:
         one.training = training
         if any(getattr(one, hooks) for hooks in HOOKS):
@@ -331,7 +333,7 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
     where = lines[-1] if lines else f"forward of {type(module).__name__}"
     reason = str(error) if isinstance(error, fx.proxy.TraceError) else f"{type(error).__name__}: {error}"
     reason = reason.partition("\n")[0].partition(". ")[0]
-    names = {id(one): name for name, one in module.named_modules()}
+    names = {id(submodule): name for name, submodule in module.named_modules()}
     traced = [names[id(frame.f_locals["self"])] for frame, _ in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
     inner = traced[-1] if traced else ""
@@ -349,8 +351,8 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
 def refuse_changes(module: nn.Module) -> Iterator[None]:
     """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
     where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
-    before = [(one, name, container, kind(container)) for one in module.modules()
-              for name, container in [("", vars(one)), *vars(one).items()]
+    before = [(submodule, name, container, kind(container)) for submodule in module.modules()
+              for name, container in [("", vars(submodule)), *vars(submodule).items()]
               for kind in (dict, list, set) if isinstance(container, kind)]
     try:
         yield
@@ -372,5 +374,5 @@ def _entries(container: dict[Any, Any] | list[Any] | set[Any]) -> set[tuple[Any,
     """Entries of a container: numbers and strings by value, since storing an equal one changes nothing, and others by
     identity."""
     pairs = container.items() if isinstance(container, dict) else enumerate(container) if isinstance(
-        container, list) else ((id(one), one) for one in container)
+        container, list) else ((id(entry), entry) for entry in container)
     return {(key, type(value), value if isinstance(value, (int, float, str)) else id(value)) for key, value in pairs}

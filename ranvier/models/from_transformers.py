@@ -137,7 +137,7 @@ class _Slot:
 def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
     """Run the model once, find its list of layers, and note what runs before and after them."""
     arguments = inspect.signature(model.forward).parameters
-    takes = "use_cache" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+    takes = "use_cache" in arguments or any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     options: dict[str, object] = {"use_cache": False} if hasattr(_text_config(model), "use_cache") and takes else {}
     lists = {name: len(module) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList) and not beside_modules(module) and len(module)
@@ -412,7 +412,7 @@ class _NoValues(TorchFunctionMode):
         if func is Tensor.__bool__ and args[0].is_meta:
             return True
         if getattr(func, "__name__", "").endswith("grouped_mm") and args[0].is_meta:
-            halves = [one.bfloat16() if one.is_floating_point() else one for one in args]
+            halves = [arg.bfloat16() if arg.is_floating_point() else arg for arg in args]
             return func(*halves, **(kwargs or {})).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
@@ -505,14 +505,14 @@ def _text_config(model: nn.Module) -> Any:
     return config
 
 
-def _output(found: Any) -> State:
-    if isinstance(found, Tensor):
-        return found
+def _output(output: Any) -> State:
+    if isinstance(output, Tensor):
+        return output
     for names in (("logits",), ("start_logits", "end_logits"), ("last_hidden_state",)):
-        if all(name in found for name in names):
-            return {name: found[name] for name in names} if len(names) > 1 else found[names[0]]
+        if all(name in output for name in names):
+            return {name: output[name] for name in names} if len(names) > 1 else output[names[0]]
     raise ModelError("is neither logits nor hidden states", code="model-output-unknown", where="output of the model",
-                     value=list(found),
+                     value=list(output),
                      remedy="Pass output=f with f(what the model returns) -> a tensor or a dict of tensors.")
 
 
@@ -553,8 +553,8 @@ def _running_alone(block: str, kind: type[Exception] = Exception) -> Iterator[No
                          where=f"block {block}", remedy=REMEDY) from error
 
 
-def _compare(model: nn.Module, expected: State, found: State) -> None:
-    theirs, ours = ({"": one} if isinstance(one, Tensor) else one for one in (expected, found))
+def _compare(model: nn.Module, expected: State, output: State) -> None:
+    theirs, ours = ({"": one} if isinstance(one, Tensor) else one for one in (expected, output))
     for name, wanted in theirs.items():
         difference = (ours[name].detach().double() - wanted.detach().double()).abs().max()
         epsilon = torch.finfo(wanted.dtype).eps if wanted.is_floating_point() else 0.0

@@ -75,8 +75,10 @@ def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tup
     """A copy with the same settings, without states, and with two small tensors in each group."""
     twin: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin} | {  # which methods and settings may know
-        id(one): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for one in group["params"]}
-    settings = {name: OrderedDict() if name.startswith("_optimizer_") else one for name, one in vars(optimizer).items()
+        id(parameter): nn.Parameter(torch.empty(0))
+        for group in optimizer.param_groups for parameter in group["params"]}
+    settings = {name: OrderedDict() if name.startswith("_optimizer_") else value
+                for name, value in vars(optimizer).items()
                 if name not in ("param_groups", "state", "step")}
     for one in tree_leaves(settings):
         if isinstance(one, nn.Module) or (isinstance(one, Tensor) and id(one) not in memo and one.numel() > _LARGEST):
@@ -84,7 +86,7 @@ def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tup
     vars(twin).update(deepcopy(settings, memo), state=defaultdict(dict), param_groups=[])
     pairs = []
     for number, group in enumerate(optimizer.param_groups):
-        copied = deepcopy({name: one for name, one in group.items() if name != "params"}, memo) | {"params": []}
+        copied = deepcopy({name: value for name, value in group.items() if name != "params"}, memo) | {"params": []}
         rate = group.get("lr")
         twin.param_groups.append(copied | {"lr": torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0})
         if group["params"]:
@@ -106,6 +108,6 @@ def _half(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(0, (size + 1) // 2) for size in tensor.shape)
 
 
-def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
+def _differ(tensors: list[Tensor], others: list[Tensor]) -> bool:
     return any(float((one - other).norm()) > _TOLERANCE * float(one.norm())
-               for one, other in zip(some, others, strict=True))
+               for one, other in zip(tensors, others, strict=True))

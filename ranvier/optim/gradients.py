@@ -83,7 +83,7 @@ class Gradients:
         groups: dict[Group | None, Group] = {spec.group: spec.group or group for spec in specs} | {None: group}
         if order is None:
             order = flat_order(specs, {
-                key: (len(one.ranks), one.index) for key, one in groups.items()}, chunk_size, reuse, shard=shard)
+                key: (len(group.ranks), group.index) for key, group in groups.items()}, chunk_size, reuse, shard=shard)
         self._specs = [specs[number] for number in order.order]
         self.places: dict[nn.Parameter, tuple[int, int]] = {
             specs[number].parameter: order.places[number] for number in order.order}
@@ -545,13 +545,13 @@ def maker_of(grad: Tensor | None) -> ref[Gradients] | None:
     return getattr(grad.untyped_storage(), _MAKER, None)
 
 
-def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], mine: Gradients | None, *, applied: bool) -> None:
+def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], own: Gradients | None, *, applied: bool) -> None:
     """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
     `applied`, in any."""
     for name, parameter in parameters:
         maker = maker_of(parameter.grad)
         other = None if maker is None else maker()
-        if other is not None and other is not mine and parameter in other.places and (
+        if other is not None and other is not own and parameter in other.places and (
                 applied or (other.unapplied and not other.were_zeroed())):
             raise ConfigError("has the gradient of another engine of its module", code="gradient-of-another-engine",
                               where=f"parameter {name}",

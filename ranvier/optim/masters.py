@@ -35,7 +35,7 @@ class MasterCopies:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, dict.fromkeys(parameters)
         self._watch = Watch(parameters[0].device.type if parameters else "cpu")
-        self._refuse({id(one) for one in parameters})
+        self._refuse({id(parameter) for parameter in parameters})
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
         self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
@@ -52,8 +52,8 @@ class MasterCopies:
 
     def _take_places(self) -> None:
         """In groups and states, also of parameters that a program has added to groups."""
-        has = {one for group in self._optimizer.param_groups for one in group["params"]
-               if one in self._parameters and one not in self.of}
+        has = {parameter for group in self._optimizer.param_groups for parameter in group["params"]
+               if parameter in self._parameters and parameter not in self.of}
         for parameter in self._parameters if has else ():
             if parameter in has:
                 master = self.of[parameter] = nn.Parameter(parameter.detach().to(wide(parameter.dtype)))

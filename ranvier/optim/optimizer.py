@@ -307,8 +307,8 @@ class FlatOptimizer:
                 for spec, segment in self._groups if spec.parameter not in left_alone]
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return max(one[0], other[0]) < min(one[1], other[1])
+def _overlap(interval: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(interval[0], other[0]) < min(interval[1], other[1])
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:

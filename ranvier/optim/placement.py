@@ -202,8 +202,8 @@ def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Updat
                   ) -> None:
     """New parameters from their master copies. Frozen ones stay as they are: whoever froze them may have set them."""
     for segment in within(update.segments, bucket.start, bucket.stop):
-        here = slice(segment.start - bucket.start, segment.stop - bucket.start)
-        weights[here].copy_(master[here], non_blocking=non_blocking)
+        span = slice(segment.start - bucket.start, segment.stop - bucket.start)
+        weights[span].copy_(master[span], non_blocking=non_blocking)
 
 
 class Resident(_Flat):
@@ -287,12 +287,12 @@ class Streamed(_Flat):
         assert slot is not None, f"bucket {bucket.number} is updated out of the order of prefetch"
         if slot.loaded is not None:
             torch.cuda.current_stream(self._weights.device).wait_event(slot.loaded)
-        here = {name: tensor[:len(self._bucket_state(bucket, name))] for name, tensor in slot.tensors.items()}
-        self._finish_bucket(bucket, update, here)
+        states = {name: tensor[:len(self._bucket_state(bucket, name))] for name, tensor in slot.tensors.items()}
+        self._finish_bucket(bucket, update, states)
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._weights.device))
         with _stream_context(self._out):
-            for name, tensor in here.items():
+            for name, tensor in states.items():
                 self._bucket_state(bucket, name).copy_(tensor, non_blocking=True)
             slot.stored = _event(self._out)
         slot.bucket = None
@@ -378,7 +378,7 @@ class OnHost(_Flat):
         self._stagings = [_Staging(host(gradient_dtype), host(weights.dtype))
                           for _ in range(max(1, min(in_flight, len(buckets))))]
         self._scaled = host(self._dtype) if gradient_dtype is not self._dtype else None
-        self.staging = [tensor for one in self._stagings for tensor in (one.gradients, one.weights)]
+        self.staging = [tensor for staging in self._stagings for tensor in (staging.gradients, staging.weights)]
         self.staging += [] if self._scaled is None else [self._scaled]
         self._out = _stream(weights)
 

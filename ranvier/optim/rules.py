@@ -147,10 +147,10 @@ def states_per_element(rules: Rules, parameters: Iterable[Parameter]) -> float:
     if rules.tensors is None:
         return len(rules.elementwise.states)
     elements, states = 0, 0
-    for one in (one for one in parameters if one.is_owner):
-        shapes = rules.state_shapes(one.settings_name, one.shape, in_layer=one.in_layer)
-        elements += one.numel
-        states += sum(one.numel if shape is None else prod(shape) for shape in shapes.values())
+    for parameter in (parameter for parameter in parameters if parameter.is_owner):
+        shapes = rules.state_shapes(parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)
+        elements += parameter.numel
+        states += sum(parameter.numel if shape is None else prod(shape) for shape in shapes.values())
     return states / max(1, elements)
 
 
@@ -160,8 +160,8 @@ def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
     flops = getattr(rules.tensors, "flops", None)
     if flops is None:
         return 0.0
-    return float(sum(flops(one.shape) for one in parameters if one.is_owner and rules.needs_whole(
-        one.settings_name, one.shape, in_layer=one.in_layer)))
+    return float(sum(flops(parameter.shape) for parameter in parameters if parameter.is_owner and rules.needs_whole(
+        parameter.settings_name, parameter.shape, in_layer=parameter.in_layer)))
 
 
 def working_bytes(rules: Rules, specs: Iterable[GradientSpec], elements: int, element_bytes: int) -> int:

@@ -211,8 +211,9 @@ class Updater:
                                          "built: on ranks that train nothing it is not called. Where another engine "
                                          "trains that, as of a GAN, give it a group with lr=0.") from error
             refuse_closures(self.users)
-            in_groups = {id(one) for group in getattr(self.users, "param_groups", ()) for one in group["params"]}
-            if in_groups and in_groups.isdisjoint(id(one) for one in owned):
+            in_groups = {id(parameter) for group in getattr(self.users, "param_groups", ())
+                         for parameter in group["params"]}
+            if in_groups and in_groups.isdisjoint(id(parameter) for parameter in owned):
                 warnings.warn(f"optimizer: {type(self.users).__name__} has none of the parameters that it was given: "
                               "unless it writes into them by itself, nothing trains here. Build it from its argument: "
                               "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)", stacklevel=2)

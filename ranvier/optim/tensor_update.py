@@ -64,9 +64,9 @@ class TensorUpdate:
         arrived = sent.new_empty(largest * len(boxes))
         group.all_gather(arrived, sent).wait()
         found = part.new_empty(self.shape)
-        for box, one in zip(boxes, arrived.view(len(boxes), largest), strict=True):
+        for box, values in zip(boxes, arrived.view(len(boxes), largest), strict=True):
             place = found[index_of(box, whole_box(self.shape))]
-            place.copy_(one[:box_size(box)].view(place.shape))
+            place.copy_(values[:box_size(box)].view(place.shape))
         return found
 
     def part(self, tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
     if isinstance(value, nn.Module):
         hooks = map(attributes, own.get("_forward_pre_hooks", {}).values())
         computed = {hook.get(name) for hook in hooks for name in ("name", "_tensor_name")}
-        return [*((name, one) for name, one in own.items()
+        return [*((name, value) for name, value in own.items()
                   if name not in OF_EVERY_MODULE and name not in computed),
                 *own.get("_buffers", {}).items()]
     return list(own.items())
@@ -60,7 +60,7 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
 
 def entries_of(value: Any, names: Collection[object]) -> list[tuple[str | None, Any]]:
     """Those of these attributes or variables that there are, as `contents` has them."""
-    return [(name, one) for name, one in contents(value) if name in names]
+    return [(name, entry) for name, entry in contents(value) if name in names]
 
 
 def attributes_of(value: Any) -> list[Any] | None:
@@ -77,7 +77,7 @@ def attributes_of(value: Any) -> list[Any] | None:
 
 def elements(value: object) -> list[Any] | None:
     """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
-    return None if container(value) is None else [one for _, one in elements_with_keys(value)]
+    return None if container(value) is None else [element for _, element in elements_with_keys(value)]
 
 
 def is_data(value: object) -> bool:
@@ -157,7 +157,7 @@ def _slots(value: Any) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=1 << 12)
 def slots_of(kind: Any) -> tuple[Any, ...]:
-    return tuple(slot for one in kind.__mro__ if not is_foreign(one) for slot in vars(one).values()
+    return tuple(slot for base in kind.__mro__ if not is_foreign(base) for slot in vars(base).values()
                  if isinstance(slot, MemberDescriptorType))
 
 
@@ -194,10 +194,10 @@ def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
 def constants(value: Any) -> dict[str, Any]:
     """Numbers and texts among the attributes of an object and its classes."""
     found: dict[str, Any] = {}
-    for one in (*reversed(type(value).__mro__), value):
-        here = dict_of(one) if isinstance(one, type) else own_dict(one)
+    for owner in (*reversed(type(value).__mro__), value):
+        here = dict_of(owner) if isinstance(owner, type) else own_dict(owner)
         found |= {name: other for name, other in (here or {}).items() if not isinstance(found.get(name), property)}
-    return {name: one for name, one in found.items() if type(one) in (int, str)}
+    return {name: value for name, value in found.items() if type(value) in (int, str)}
 
 
 def is_per_stage(value: object) -> bool:
@@ -213,10 +213,10 @@ def is_per_stage(value: object) -> bool:
         return False
 
 
-def is_foreign(one: Any) -> bool:
+def is_foreign(kind: Any) -> bool:
     """Of a function this is said by the module that it runs in: `functools.wraps` gives it another one's name."""
-    of = vars(one) if isinstance(one, ModuleType) else one.__globals__ if isinstance(one, FunctionType) else None
-    name = getattr(one, "__module__", "") if of is None else of.get("__name__", "")
+    of = vars(kind) if isinstance(kind, ModuleType) else kind.__globals__ if isinstance(kind, FunctionType) else None
+    name = getattr(kind, "__module__", "") if of is None else of.get("__name__", "")
     package = str(name).partition(".")[0]
     return package in _FOREIGN or _is_without_torch(package, len(sys.modules))
 
@@ -228,5 +228,5 @@ def _is_without_torch(package: str, modules: int) -> bool:
     place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
     if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):
         return False
-    inside = [one for name, one in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
-    return not any(vars(one).get("torch") is sys.modules["torch"] for one in inside if isinstance(one, ModuleType))
+    inside = [module for name, module in list(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+    return not any(vars(item).get("torch") is sys.modules["torch"] for item in inside if isinstance(item, ModuleType))

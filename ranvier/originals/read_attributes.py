@@ -75,13 +75,15 @@ def variables_of(values: Iterable[object]) -> Reads:
     while waiting:
         function = waiting.pop()
         codes, reader = list(codes_in(function.__code__)), function.__qualname__
-        own: Reads = {f"variable {one.argval} of {reader}": partial(function.__globals__.get, one.argval, _MISSING)
-                      for code in codes for one in dis.get_instructions(code)
-                      if one.opname == "LOAD_GLOBAL" and one.argval in function.__globals__}
+        own: Reads = {f"variable {instruction.argval} of {reader}": partial(function.__globals__.get,
+                                                                            instruction.argval, _MISSING)
+                      for code in codes for instruction in dis.get_instructions(code)
+                      if instruction.opname == "LOAD_GLOBAL" and instruction.argval in function.__globals__}
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             own[f"variable {name} of {reader}"] = partial(_cell_value, cell)
         names = {name for code in codes for name in code.co_names}
-        new = {one: None for value in own.values() for one in _functions_of(value(), names) if one not in known}
+        new = {function: None for value in own.values()
+               for function in _functions_of(value(), names) if function not in known}
         known |= new
         waiting += new
         found |= own
@@ -103,9 +105,9 @@ def _functions_of(value: object, names: Collection[str]) -> Iterator[FunctionTyp
         if str(value.__module__).partition(".")[0] != "torch":
             yield value
     elif not isinstance(value, nn.Module):
-        for one in (value if isinstance(value, type) else type(value)).__mro__:  # of a function with super() its bases
-            for name in vars(one).keys() & names:
-                yield from _functions_of(vars(one)[name], ())
+        for base in (value if isinstance(value, type) else type(value)).__mro__:  # of a function with super() its bases
+            for name in vars(base).keys() & names:
+                yield from _functions_of(vars(base)[name], ())
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -177,11 +179,11 @@ def _fingerprint(value: object, depth: int = 0, *, fields: bool = False) -> obje
         if depth == _MOST_DEPTH or len(value) > _MOST_ENTRIES:
             return type(value), len(value)
         if isinstance(value, dict):
-            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _fingerprint(one, depth + 1))
-                                 for key, one in value.items()]
+            return type(value), [(repr(key) if isinstance(key, _PLAIN) else type(key), _fingerprint(item, depth + 1))
+                                 for key, item in value.items()]
         if isinstance(value, set):
-            return type(value), sorted(repr(one) for one in value if isinstance(one, _PLAIN))
-        return type(value), [_fingerprint(one, depth + 1) for one in value]
+            return type(value), sorted(repr(item) for item in value if isinstance(item, _PLAIN))
+        return type(value), [_fingerprint(item, depth + 1) for item in value]
     if fields and not isinstance(value, ModuleType | logging.Logger):  # whose cache changes with every new level
         return type(value), _fingerprint(dict(getattr(value, "__dict__", {})))
     return type(value)

@@ -41,9 +41,9 @@ def extent(tensor: Tensor) -> tuple[int, int]:
     return start, start + tensor.itemsize * (1 + sum((size - 1) * step for size, step in sizes)) * bool(tensor.numel())
 
 
-def overlaps(one: Tensor, other: Tensor) -> bool:
+def overlaps(tensor: Tensor, other: Tensor) -> bool:
     """Whether both, of one storage, lie over the same memory, or one between the elements of the other."""
-    (start, stop), (first, last) = extent(one), extent(other)
+    (start, stop), (first, last) = extent(tensor), extent(other)
     return start < last and first < stop
 
 
@@ -52,8 +52,8 @@ class ByMemory(Generic[_Key]):
 
     def __init__(self, keyed: Iterable[tuple[_Key, Tensor]]) -> None:
         self._of_storage: dict[int, list[tuple[_Key, Tensor]]] = {}
-        for key, one in keyed:
-            self._of_storage.setdefault(storage_of(one), []).append((key, one))
+        for key, tensor in keyed:
+            self._of_storage.setdefault(storage_of(tensor), []).append((key, tensor))
         self._of_storage.pop(0, None)
 
     def __bool__(self) -> bool:
@@ -61,7 +61,7 @@ class ByMemory(Generic[_Key]):
 
     def overlapping(self, tensor: Tensor) -> list[_Key]:
         """The keys of those that lie over the same memory as a tensor."""
-        return [key for key, one in self._of_storage.get(storage_of(tensor), ()) if overlaps(tensor, one)]
+        return [key for key, other in self._of_storage.get(storage_of(tensor), ()) if overlaps(tensor, other)]
 
 
 def mark_as_engines(tensor: Tensor) -> None:
@@ -82,9 +82,9 @@ class ViewsOfParameters:
         """Tensors that cannot follow: over several parameters, over other values too, or over one whose elements are
         not in order."""
         shared: dict[int, list[nn.Parameter]] = {}
-        for one in parameters:
-            if start := storage_of(one):
-                shared.setdefault(start, []).append(one)
+        for parameter in parameters:
+            if start := storage_of(parameter):
+                shared.setdefault(start, []).append(parameter)
         shared = {start: group for start, group in shared.items() if _num_references(group[0]) > len(group)}
         if shared:
             for tensor in _all_tensors():
@@ -95,12 +95,12 @@ class ViewsOfParameters:
         if hasattr(tensor, _IS_ENGINES) or hasattr(tensor._base, _IS_ENGINES):
             return
         start, stop = extent(tensor)
-        for one in parameters:
-            first, last = extent(one)
-            if one is tensor or stop <= first or last <= start:
+        for parameter in parameters:
+            first, last = extent(parameter)
+            if parameter is tensor or stop <= first or last <= start:
                 continue
-            if first <= start and stop <= last and one.is_contiguous() and one.dtype == tensor.dtype:
-                self._following.append((tensor, one, (start - first) // one.itemsize))
+            if first <= start and stop <= last and parameter.is_contiguous() and parameter.dtype == tensor.dtype:
+                self._following.append((tensor, parameter, (start - first) // parameter.itemsize))
             else:
                 self.left.append(ref(tensor))
 

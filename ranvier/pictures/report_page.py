@@ -62,12 +62,12 @@ def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline
     number = representative_step(timelines)
     if number is None:
         return None
-    shown, some = first_ranks(timelines)
+    shown, note = first_ranks(timelines)
     steps = [next(step for step in line.steps if step.step == number) for line in shown]
     start_ns, stop_ns = min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
     rows = [(row_name(mesh, line.rank),
              join_spans(within(line, start_ns, stop_ns), gap_ns=(stop_ns - start_ns) / 1e5)) for line in shown]
-    return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms{some}", rows=rows,
+    return StepTimeline(title=f"Step {number}: {(stop_ns - start_ns) * 1e-6:,.0f} ms{note}", rows=rows,
                         start_ns=start_ns, stop_ns=stop_ns)
 
 

@@ -46,7 +46,7 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     number = representative_step(timelines)
     if number is None:
         return None
-    shown, some = first_ranks(timelines)
+    shown, note = first_ranks(timelines)
     steps = {line.rank: next(step for step in line.steps if step.step == number) for line in shown}
     zero_ns, end_ns = min(step.start_ns for step in steps.values()), max(step.stop_ns for step in steps.values())
     span_ms = (end_ns - zero_ns) * 1e-6
@@ -71,7 +71,7 @@ def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str)
     waits.tick_params(length=0, labelsize=9, colors=FAINT)
     waits.spines["right"].set_visible(False)
     bubble = statistics.fmean(map(_waiting_seconds, steps.values()))
-    figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{some}",
+    figure.suptitle(f"Step {number} on mesh {mesh_text(mesh)}, {policy}: {span_ms:,.0f} ms, bubble {bubble:.1%}{note}",
                     fontsize=12, color=INK, x=0.01, ha="left")
     figure.legend(handles=_legend(shares(windows)), loc="outside lower left", ncols=6, fontsize=9,
                   frameon=False, handlelength=1.2, handleheight=1.0)

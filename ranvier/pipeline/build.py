@@ -168,8 +168,8 @@ class StageCopies:
 
 def _has_views(block: str, module: nn.Module) -> bool:
     """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
-    trained = ByMemory((None, one) for one in module.parameters() if one.requires_grad)
-    return any(trained.overlapping(one) for _, one in tensors_in(reached_from(block, module)))
+    trained = ByMemory((None, parameter) for parameter in module.parameters() if parameter.requires_grad)
+    return any(trained.overlapping(tensor) for _, tensor in tensors_in(reached_from(block, module)))
 
 
 def copy_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -26,8 +26,8 @@ def sharing(state: Mapping[str, Tensor]) -> list[str]:
     if len(state) < 2:
         return []
     tensors = {name: tensor for name, tensor in state.items() if tensor.layout is torch.strided}
-    return [name for name, one in tensors.items()
-            if any(_share(one, two) for other, two in tensors.items() if other != name)]
+    return [name for name, tensor in tensors.items()
+            if any(_share(tensor, two) for other, two in tensors.items() if other != name)]
 
 
 def in_buffers(state: Mapping[str, Tensor], blocks: Iterable[nn.Module]) -> set[str]:
@@ -36,8 +36,8 @@ def in_buffers(state: Mapping[str, Tensor], blocks: Iterable[nn.Module]) -> set[
     return {name for name, tensor in state.items() if buffers.overlapping(tensor)}
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and overlaps(one, other)
+def _share(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata and overlaps(tensor, other)
 
 
 class SharedMemory:
@@ -56,7 +56,7 @@ class SharedMemory:
         if not self._watched:
             return sharing(state)
         return sorted({*sharing(state), *(name for name, tensor in state.items()
-                                          if any(_share(tensor, one) for _, one, _ in self._watched))})
+                                          if any(_share(tensor, other) for _, other, _ in self._watched))})
 
     def check(self) -> None:
         """ModelError where one has been changed; those watched so far are let go."""
@@ -115,7 +115,8 @@ def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
     """Refuse so what the next block is given of tensors with hooks."""
     tensors = {"": state} if isinstance(state, Tensor) else state if isinstance(state, dict) else dict(enumerate(
         tree_leaves(state)))
-    found = {str(name): one for name, one in tensors.items() if isinstance(one, Tensor) and one._backward_hooks}
+    found = {str(name): tensor
+             for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor._backward_hooks}
     if found:
         refuse_outside(found, hooked_tensors(found), in_pass)
 

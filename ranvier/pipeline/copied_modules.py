@@ -28,22 +28,22 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 
 
 class CopiedModules:
-    """given: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of the copies that
+    """modules: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of the copies that
     this rank has. parameters: those of the copies, by name. part: of a parameter's name and whole value, this rank's.
 
     Modules are not kept in memory here: a program may drop its model."""
 
-    def __init__(self, given: Mapping[str, nn.Module], blocks: Iterable[tuple[int, str, nn.Module]],
+    def __init__(self, modules: Mapping[str, nn.Module], blocks: Iterable[tuple[int, str, nn.Module]],
                  parameters: Mapping[str, nn.Parameter], part: Callable[[str, Tensor], Tensor]) -> None:
-        self._copies = {name: ref(module) for _, name, module in blocks if name in given}
-        self._modules = [(name, path, ref(one)) for name, module in given.items()
-                         if name in self._copies or name == LOSS for path, one in module.named_modules()]
+        self._copies = {name: ref(module) for _, name, module in blocks if name in modules}
+        self._modules = [(name, path, ref(submodule)) for name, module in modules.items()
+                         if name in self._copies or name == LOSS for path, submodule in module.named_modules()]
         self._parameters, self._part = parameters, part
         self._batches, self._has_warned, self._has_warned_of_hooks = 0, False, False
         self._modes = self._modes_now()
         self._marks = self._marks_now()
-        self._whole = {f"{block}.{name}": (ref(one), _version(one)) for block in self._copies
-                       for name, one in given[block].named_parameters() if f"{block}.{name}" in parameters}
+        self._whole = {f"{block}.{name}": (ref(parameter), _version(parameter)) for block in self._copies
+                       for name, parameter in modules[block].named_parameters() if f"{block}.{name}" in parameters}
         self._norms = with_norms(self._parameters_now().values())
 
     def _modes_now(self) -> list[bool | None]:
@@ -53,7 +53,7 @@ class CopiedModules:
         return [{} if (one := module()) is None else _marks(one) for _, _, module in self._modules]
 
     def _parameters_now(self) -> dict[str, nn.Parameter]:
-        return {name: held for name, (one, _) in self._whole.items() if (held := one()) is not None}
+        return {name: held for name, (parameter, _) in self._whole.items() if (held := parameter()) is not None}
 
     def begin(self) -> None:
         """A training batch begins."""
@@ -98,10 +98,10 @@ class CopiedModules:
             if (now := _version(held)) == self._whole[name][1] and held not in by_value:
                 continue
             self._whole[name] = ref(held), now
-            mine = self._parameters[name].detach()
+            copied = self._parameters[name].detach()
             if held.numel() and not held.is_meta:
                 part = self._part(name, held.detach())
-                if part.shape == mine.shape and not torch.equal(part.to(mine), mine):
+                if part.shape == copied.shape and not torch.equal(part.to(copied), copied):
                     return name
         if by_value:
             self._norms = with_norms(self._parameters_now().values())
@@ -120,10 +120,11 @@ def _marks(module: nn.Module) -> dict[str, object]:
     for kind in HOOKS:
         if hooks := [number for number, hook in own[kind].items() if not type(hook).__module__.startswith("ranvier.")]:
             found[kind.strip("_")] = hooks
-    for name, one in (*own["_modules"].items(), *own["_buffers"].items()):
-        found[name] = id(one)
-    for name, one in own["_parameters"].items():
-        found[name] = one is not None and (id(one), one.requires_grad, len(one._backward_hooks or ()))
+    for name, member in (*own["_modules"].items(), *own["_buffers"].items()):
+        found[name] = id(member)
+    for name, parameter in own["_parameters"].items():
+        found[name] = parameter is not None and (id(parameter), parameter.requires_grad,
+                                                 len(parameter._backward_hooks or ()))
     return found
 
 

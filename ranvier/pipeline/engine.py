@@ -311,11 +311,11 @@ class Engine:
     def gradients(self) -> dict[str, Tensor]:
         """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
         loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
-        mine = self._updater.gradients
+        gradients = self._updater.gradients
         self._users_changes.refuse_gradients(applied=True)
-        return {spec.name: torch.zeros_like(spec.parameter, dtype=mine.dtype) if grad is None else grad.detach()
-                for spec in mine.owned_specs() if (grad := spec.parameter.grad) is not None
-                or spec.name in mine.unreached}
+        return {spec.name: torch.zeros_like(spec.parameter, dtype=gradients.dtype) if grad is None else grad.detach()
+                for spec in gradients.owned_specs() if (grad := spec.parameter.grad) is not None
+                or spec.name in gradients.unreached}
 
     def counters(self) -> dict[str, Any]:
         """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
@@ -643,11 +643,11 @@ class Engine:
         """Blocks of this rank whose outputs come from a cache."""
         return self._stages.first.cached_blocks
 
-    def agree(self, mine: bool) -> bool:
-        """Whether `mine` is true on all ranks of this stage of this replica; they all call it."""
+    def agree(self, own: bool) -> bool:
+        """Whether `own` is true on all ranks of this stage of this replica; they all call it."""
         if self._connections.tensor_mesh is None:
-            return mine
-        least = torch.tensor([int(mine)], dtype=torch.int32)
+            return own
+        least = torch.tensor([int(own)], dtype=torch.int32)
         for group in (self._connections.tensor_mesh.over_cols, self._connections.tensor_mesh.over_rows):
             group.all_reduce(least, "min").wait()
         return bool(least)
@@ -775,7 +775,7 @@ class Engine:
                            training=training)
         if has_loss and self._looks_at_shift:
             self._looks_at_shift = False
-            if any(NextTokenLoss.is_unshifted(one.inputs, one.targets) for one in batch):
+            if any(NextTokenLoss.is_unshifted(microbatch.inputs, microbatch.targets) for microbatch in batch):
                 warnings.warn("the targets of the batch are the inputs of their own positions, and the loss is that of "
                               "the next token: the model learns to repeat each token. Models of transformers shift "
                               "their labels themselves; here give each position the label of the next one: "

@@ -83,8 +83,8 @@ class HeldParameters:
         for here, known in self._places:
             if len(here) != len(known):
                 return False
-            for name, one in known:
-                if here.get(name) is not one:
+            for name, tensor in known:
+                if here.get(name) is not tensor:
                     return False
         return True
 
@@ -105,14 +105,14 @@ class HeldParameters:
                 raise _changed_error(name, "was added to the model")
         stand_ins = [found for _, _, block in self._blocks
                      if isinstance(found := vars(block).get("stand_ins"), StandIns)]
-        for one in stand_ins:
-            one.follow()
+        for stand_in in stand_ins:
+            stand_in.follow()
         if not self._as_they_were():
             self._adopt_replaced()
             self._look()
         buffers: dict[tuple[nn.Module, str], Tensor] = {}
-        for one in stand_ins:
-            one.settle(buffers)
+        for stand_in in stand_ins:
+            stand_in.settle(buffers)
         for block, name, held, known in self._formats:
             if (now := (held.shape, held.dtype, held.device)) != known:
                 raise _error("parameter-form-changed", block, name,
@@ -123,9 +123,9 @@ class HeldParameters:
 
     def _adopt_replaced(self) -> None:
         replaced: dict[nn.Parameter, tuple[str, nn.Parameter]] = {}
-        names = {one: f"{block}.{name}" for block, other in self._others if (module := other()) is not None
-                 for name, one in module.named_parameters()}  # new ones, too
-        names |= {one: f"{block}.{name}" for (block, name), one in reversed(self._held.items())}
+        names = {parameter: f"{block}.{name}" for block, other in self._others if (module := other()) is not None
+                 for name, parameter in module.named_parameters()}  # new ones, too
+        names |= {parameter: f"{block}.{name}" for (block, name), parameter in reversed(self._held.items())}
         found = set()
         for block, name, parameter, module in list(self._block_parameters()):
             held = self._held.get((block, name))
@@ -211,10 +211,10 @@ class SteadyParameters:
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
-        self._named = {one: f"{block}.{name}" for _, block, module in reversed(blocks)
-                       for name, one in module.named_parameters()}
-        self._places = [(f"{block}.{path}".removesuffix("."), one) for _, block, module in blocks
-                        for path, one in module.named_modules()]
+        self._named = {parameter: f"{block}.{name}" for _, block, module in reversed(blocks)
+                       for name, parameter in module.named_parameters()}
+        self._places = [(f"{block}.{path}".removesuffix("."), submodule) for _, block, module in blocks
+                        for path, submodule in module.named_modules()]
         self._before: list[tuple[bool, int, int]] = []
         self._gradients: list[Tensor | None] = []
         """So that no other tensor gets the identity of one of them."""
@@ -231,40 +231,41 @@ class SteadyParameters:
 
     def note_values(self) -> None:
         """The first forward of a batch has run."""
-        buffers = (one for _, module in self._places for one in module._buffers.values() if one is not None)
-        self._values = [(one, one._version, norm) for one, norm in with_norms((*self._named, *buffers))]
+        buffers = (buffer for _, module in self._places for buffer in module._buffers.values() if buffer is not None)
+        self._values = [(tensor, tensor._version, norm) for tensor, norm in with_norms((*self._named, *buffers))]
 
     def tell_torch(self, roots: Iterable[Node]) -> None:
         """Another forward has run before the first one's backward: tensors that it has changed without a new version,
         as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
         roots: of the graphs of all forwards under way, this one too."""
-        changed = changed_norms([(one, norm) for one, version, norm in self._values if one._version == version])
+        changed = changed_norms([(tensor, norm)
+                                 for tensor, version, norm in self._values if tensor._version == version])
         self._values = []
         if changed:
             _leave_out_statistics(roots)
             torch.autograd.graph.increment_version(changed)
-            places = {id(one): name for name, (one, _) in self._buffers_now().items()}
-            self._unnoticed.update((places[id(one)], one) for one in changed if id(one) in places)
+            places = {id(buffer): name for name, (buffer, _) in self._buffers_now().items()}
+            self._unnoticed.update((places[id(tensor)], tensor) for tensor in changed if id(tensor) in places)
 
     def note_buffers(self) -> None:
         self._buffers = self._buffers_now()
         self._norms = with_norms(self._unnoticed.values())
 
     def _buffers_now(self) -> dict[str, tuple[Tensor, int]]:
-        return {f"{place}.{name}": (one, one._version) for place, module in self._places
-                for name, one in module._buffers.items() if one is not None and not one.is_inference()}
+        return {f"{place}.{name}": (buffer, buffer._version) for place, module in self._places
+                for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_inference()}
 
     def check_buffers(self, *, backward: bool) -> None:
         """Note the buffers that a forward has changed since `note_buffers`; ModelError where a backward has changed one
         of them."""
         before, self._buffers = self._buffers, {}
-        changed = [name for name, (one, version) in self._buffers_now().items() if name in before and (
-            before[name][0] is not one or before[name][1] != version)]
+        changed = [name for name, (buffer, version) in self._buffers_now().items() if name in before and (
+            before[name][0] is not buffer or before[name][1] != version)]
         if not backward:
             self._forward_changes.update(changed)
             return
         rewritten = set(changed_norms(self._norms))
-        changed += [name for name, one in self._unnoticed.items() if one in rewritten]
+        changed += [name for name, buffer in self._unnoticed.items() if buffer in rewritten]
         for name in changed:
             if name in self._forward_changes or name in self._unnoticed:
                 raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
@@ -274,7 +275,7 @@ class SteadyParameters:
                                         "leave what changes the buffer out of the checkpoint.")
 
     def note(self) -> None:
-        self._before, self._gradients = self._snapshot(), [one.grad for one in self._named]
+        self._before, self._gradients = self._snapshot(), [parameter.grad for parameter in self._named]
         self.note_buffers()
 
     def check(self) -> None:
@@ -283,9 +284,9 @@ class SteadyParameters:
         self._gradients = []
         if now == self._before:
             return
-        for (one, name), was, found in zip(self._named.items(), self._before, now, strict=True):
+        for (parameter, name), was, found in zip(self._named.items(), self._before, now, strict=True):
             if was[0] != found[0]:
-                raise _frozen_during_batch(name, one)
+                raise _frozen_during_batch(name, parameter)
             if was != found:
                 raise ModelError("has got or lost a gradient in a forward: by backward() or zero_grad() of a block or "
                                  "the loss, whose part of it the engine cannot tell from that of the batch",
@@ -299,20 +300,21 @@ class SteadyParameters:
 
 def with_norms(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Each plain tensor of real numbers with its norm, for `changed_norms`."""
-    return [(one, _norm(one)) for one in tensors if type(one) in (Tensor, nn.Parameter) and one.dtype in _WITH_NORM
-            and one.layout is torch.strided and not (one.is_meta or one.is_inference())]
+    return [(tensor, _norm(tensor))
+            for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _WITH_NORM
+            and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())]
 
 
 def changed_norms(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Those of these tensors whose norm is another now. The host waits once for each device."""
     by_device = dict[torch.device, list[tuple[Tensor, Tensor]]]()
-    for one, norm in before:
-        by_device.setdefault(one.device, []).append((one, norm))
+    for tensor, norm in before:
+        by_device.setdefault(tensor.device, []).append((tensor, norm))
     found = list[Tensor]()
     for noted in by_device.values():
-        was, now = torch.stack([norm for _, norm in noted]), torch.stack([_norm(one) for one, _ in noted])
+        was, now = torch.stack([norm for _, norm in noted]), torch.stack([_norm(tensor) for tensor, _ in noted])
         differs = ((was != now) & (was == was)).tolist()
-        found += [one for (one, _), yes in zip(noted, differs, strict=True) if yes]
+        found += [tensor for (tensor, _), yes in zip(noted, differs, strict=True) if yes]
     return found
 
 
@@ -328,7 +330,7 @@ def _leave_out_statistics(roots: Iterable[Node]) -> None:
                 if (saved := getattr(node, name, None)) is not None:
                     with suppress(RuntimeError):  # it is None, or has hooks
                         saved.register_hooks(_itself, _itself)
-        following = {one for one, _ in node.next_functions if one is not None} - seen
+        following = {source for source, _ in node.next_functions if source is not None} - seen
         seen |= following
         todo += following
 
@@ -353,11 +355,11 @@ def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:
 
 def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
     """Such a table is changed by a forward, in the rows that this replica looks up."""
-    for path, one in module.named_modules():
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None:
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None:
             raise ModelError(f"renormalizes the rows that each of {replicas} replicas looks up for itself, so that "
                              "their tables would differ", code="embedding-max-norm",
-                             where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={one.max_norm}",
+                             where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={submodule.max_norm}",
                              remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
                                     "weight.copy_(weight.renorm(2, 0, max_norm)).")
 
@@ -369,11 +371,11 @@ def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, 
     if not tensors:
         return
     reach = CodeReach.from_roots([*((block, module) for _, block, module in blocks), ("loss", loss)])
-    for name, one in tensors_in(reach.found.values()):
-        if id(one) in tensors:
+    for name, tensor in tensors_in(reach.found.values()):
+        if id(tensor) in tensors:
             raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
                              "order: Ranvier's optimizer, which moves parameters, would leave it with their old values",
-                             code="tensor-over-parameters", where=f"tensor {name}", value=tuple(one.shape),
+                             code="tensor-over-parameters", where=f"tensor {name}", value=tuple(tensor.shape),
                              remedy="Compute it from the parameters in the forward, or give the engine a torch "
                                     "optimizer, which leaves them where they are: Engine(optimizer=...).")
 

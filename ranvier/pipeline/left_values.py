@@ -89,11 +89,11 @@ class LeftValues:
         if self._watches is None:
             self._watches, found = [Watch(place, value, self._found) for place, value in self._places], list[Change]()
         elif self._steady.is_same():
-            return [change for one in self._unsteady for change in one.changes()]
+            return [change for watch in self._unsteady for change in watch.changes()]
         else:
-            found = [change for one in self._watches for change in one.changes()]
-        self._steady = Identities(one for one in self._watches if one.is_steady)
-        self._unsteady = [one for one in self._watches if not one.is_steady]
+            found = [change for watch in self._watches for change in watch.changes()]
+        self._steady = Identities(watch for watch in self._watches if watch.is_steady)
+        self._unsteady = [watch for watch in self._watches if not watch.is_steady]
         return found
 
     def count_made(self) -> dict[tuple[int, Entry], int]:
@@ -162,7 +162,7 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
     if kind is None and own is None:
         return crc32(repr(value).encode())
     inside = list(own.items()) if kind is None and own is not None else objects.elements_with_keys(value)
-    parts = [f"{0 if kind is set else key!r} {_number(one, found, depth - 1)}" for key, one in inside if depth]
+    parts = [f"{0 if kind is set else key!r} {_number(item, found, depth - 1)}" for key, item in inside if depth]
     return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in whatever order
 
 
@@ -224,15 +224,15 @@ class Mark:
         self._add(value, found if is_found else (), found, _MOST_DEPTH)
         self.tensors = [] if PLAIN.issuperset(map(type, self.kept)) else [
             one for one in self.kept if isinstance(one, Tensor) or objects.is_array(one)]
-        self.versions = [_version(one) for one in self.tensors]
+        self.versions = [_version(tensor) for tensor in self.tensors]
         self.is_opaque = any(type(one) not in PLAIN and objects.is_opaque(one) for one in self.kept)
         """Whether nobody can tell that it is as it was."""
         self.is_sampled |= self.is_opaque or any(map(objects.is_array, self.tensors))
 
     @property
     def has_gradient(self) -> bool:
-        return any(isinstance(one, Tensor) and one.requires_grad and not isinstance(one, nn.Parameter)
-                   for one in self.tensors)
+        return any(isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+                   for tensor in self.tensors)
 
     def _add(self, value: object, left_out: Collection[int], found: Collection[int], depth: int) -> None:
         if type(value) in PLAIN or id(value) in left_out:
@@ -253,8 +253,8 @@ class Mark:
         if isinstance(value, dict):
             self.kept += dict.keys(value)
         if depth and not PLAIN.issuperset(map(type, inside)):
-            for one in inside:
-                self._add(one, found, found, depth - 1)
+            for item in inside:
+                self._add(item, found, found, depth - 1)
 
     def is_same(self, other: Mark) -> bool:
         """Whether it is the same value, with the same elements: numbers and texts are, if they are equal."""
@@ -285,7 +285,7 @@ class Watch:
         self._look()
 
     def _look(self) -> None:
-        self.marks = {entry: self.mark(one) for entry, one in self.entries()}
+        self.marks = {entry: self.mark(element) for entry, element in self.entries()}
         self.iterators = self._iterators()
         """What gives all that there is, for a comparison by identity; None where that does not tell."""
         self._identities = None if self.iterators is None else Identities((self,))
@@ -295,13 +295,13 @@ class Watch:
         """Whether it can be compared together with others, which hardly ever change."""
         return self.iterators is not None and not self.has_changed
 
-    def mark(self, one: object) -> Mark:
-        return Mark(one, self._found, is_found=one is not self.value)
+    def mark(self, value: object) -> Mark:
+        return Mark(value, self._found, is_found=value is not self.value)
 
     def entries(self) -> Iterable[tuple[Entry, Any]]:
         """What there is now."""
         if self.place.keys is not None and not objects.is_data(self.value):
-            return [(Element(key), one) for key, one in objects.elements_with_keys(self.value)]
+            return [(Element(key), element) for key, element in objects.elements_with_keys(self.value)]
         if None in self.place.read or ANY_NAME in self.place.read:
             return objects.contents(self.value)
         return objects.entries_of(self.value, self.place.read)
@@ -329,10 +329,10 @@ class Watch:
             if (mappings := objects.attributes_of(self.value)) is None:
                 return None
             names = list(self.marks) if ANY_NAME in self.place.read else self.place.read
-            for one in mappings:
-                found.append(partial(map, one.get, names, repeat(_NOTHING)))
-                found += [one.keys().__iter__] if ANY_NAME in self.place.read else []
-        containers = [one for mark in marks for one in mark.containers]
+            for mapping in mappings:
+                found.append(partial(map, mapping.get, names, repeat(_NOTHING)))
+                found += [mapping.keys().__iter__] if ANY_NAME in self.place.read else []
+        containers = [container for mark in marks for container in mark.containers]
         for one in (self.value, *containers) if self.place.keys is not None else containers:
             if isinstance(one, dict):
                 found += [dict.values(one).__iter__, dict.keys(one).__iter__]
@@ -348,10 +348,10 @@ class Identities:
 
     def __init__(self, watches: Iterable[Watch]) -> None:
         watches = list(watches)
-        self._iterators = [one for watch in watches for one in watch.iterators or ()]
+        self._iterators = [iterator for watch in watches for iterator in watch.iterators or ()]
         self._there = list(chain.from_iterable(map(call, self._iterators)))
-        self._tensors = [one for watch in watches for mark in watch.marks.values() for one in mark.tensors
-                         if not one.is_inference() and not _is_trained(one)]
+        self._tensors = [tensor for watch in watches for mark in watch.marks.values() for tensor in mark.tensors
+                         if not tensor.is_inference() and not _is_trained(tensor)]
         self._versions = list(map(_version_of, self._tensors))
 
     def is_same(self) -> bool:
@@ -367,8 +367,8 @@ def _sample(value: Any) -> list[Any]:
     """The size of a container that holds data, and the ends of what has some."""
     found = [objects.size_of(value)]
     if isinstance(value, dict):
-        found += [one for ends in (dict.__iter__(value), dict.__reversed__(value))
-                  for key in (next(ends),) for one in (key, dict.__getitem__(value, key))]
+        found += [item for ends in (dict.__iter__(value), dict.__reversed__(value))
+                  for key in (next(ends),) for item in (key, dict.__getitem__(value, key))]
     elif isinstance(value, list | tuple):
         found += [list.__getitem__(value, end) if isinstance(value, list) else tuple.__getitem__(value, end)
                   for end in (0, -1)]
@@ -386,8 +386,8 @@ def _version(value: Any) -> object:
     return crc32(objects.bytes_of(value, _SAMPLED))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in PLAIN and one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) and type(value) in PLAIN and value == other)
 
 
 _NOTHING = Mark(object())

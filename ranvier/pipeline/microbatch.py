@@ -102,7 +102,7 @@ def _has_samples(leaf: object, sizes: set[int | None]) -> bool:
 
 def _is_list_of_values(tree: object) -> bool:
     return isinstance(tree, list) and bool(tree) and not any(
-        isinstance(one, (Tensor, list, tuple, Mapping)) for one in tree)
+        isinstance(item, (Tensor, list, tuple, Mapping)) for item in tree)
 
 
 def as_microbatches(batch: Batch, where: str = "batch") -> list[Microbatch]:
@@ -119,9 +119,9 @@ def as_microbatches(batch: Batch, where: str = "batch") -> list[Microbatch]:
 
 def check_microbatches(batch: Sequence[Microbatch], *, needs_inputs: bool, needs_targets: bool, training: bool) -> None:
     """ModelError where a rank that needs inputs or targets has none, and where those of training require a gradient."""
-    for number, one in enumerate(batch):
-        for what, stage, is_needed, value in (("inputs", "first", needs_inputs, one.inputs),
-                                              ("targets", "last", needs_targets, one.targets)):
+    for number, microbatch in enumerate(batch):
+        for what, stage, is_needed, value in (("inputs", "first", needs_inputs, microbatch.inputs),
+                                              ("targets", "last", needs_targets, microbatch.targets)):
             if is_needed and value is None:
                 raise ModelError(f"has no {what} on the {stage} stage", code="microbatch-lacks-data",
                                  where=f"microbatch {number}",

@@ -63,14 +63,14 @@ from ranvier.world import World
 class EngineParts:
     """container: the module in which a user has given the blocks. The other arguments are those of `Engine`."""
 
-    def __init__(self, given: PreparedModel, plan: Plan, world: World, *, container: nn.Module | None,
+    def __init__(self, prepared: PreparedModel, plan: Plan, world: World, *, container: nn.Module | None,
                  optimizer: OptimizerFactory | None, policy: Policy | None, guard: Guard | None, seed: int,
                  nominal_weight: float | Literal["auto"], buffers: BufferSync, frozen_dropout: bool,
                  compile: bool | Literal["auto"], timeout_seconds: float, check_order: bool) -> None:
-        self._given, self._plan, self._world, layout = given, plan, world, plan.layout
+        self._given, self._plan, self._world, layout = prepared, plan, world, plan.layout
         self._at = at = plan.mesh.coordinates(world.rank)
-        if (optimizer is not None or plan.own_optimizer) and not given.frozen and not any(
-                one.trainable for one in plan.layout.parameters):
+        if (optimizer is not None or plan.own_optimizer) and not prepared.frozen and not any(
+                parameter.trainable for parameter in plan.layout.parameters):
             raise ModelError("has no trainable parameter, so that steps would change nothing",
                              code="nothing-trains", where="model", value=f"{len(plan.layout.parameters)} parameters",
                              remedy="Set requires_grad_(True) where it should train, or leave the optimizer out.")
@@ -83,23 +83,24 @@ class EngineParts:
         # this rank's part of the model
         self.connections = Connections(world, layout, plan.tensor, check_order=check_order)
         self.model, self.copies = self._split_model(), StageCopies()
-        self.blocks, self.cast_buffers = build_stage(self.model, layout, at, seed=seed, dtype=given.dtype,
+        self.blocks, self.cast_buffers = build_stage(self.model, layout, at, seed=seed, dtype=prepared.dtype,
                                                      device=world.device, copies=self.copies)
         if self.cast_buffers and at.is_first_on_pipeline_rank:
-            warnings.warn(cast_warning(self.cast_buffers, given.dtype), stacklevel=4)
+            warnings.warn(cast_warning(self.cast_buffers, prepared.dtype), stacklevel=4)
         self.parameters = stage_parameters(layout, self.blocks)
-        self.elsewhere = TrainedElsewhere(ready_made(given.model), (name for _, name, _ in self.blocks),
+        self.elsewhere = TrainedElsewhere(ready_made(prepared.model), (name for _, name, _ in self.blocks),
                                           self.parameters.values(),
                                           splits=self.connections.tensor_mesh is not None)
         self.held = HeldParameters(
             self.blocks, container, others=self.elsewhere.blocks,
-            owners={one.name: one.owner for one in layout.parameters},
+            owners={parameter.name: parameter.owner for parameter in layout.parameters},
             replicas=1 if plan.optim.update_in_backward else plan.mesh.count(samples_over))
 
         # the way to other ranks, and the values that start alike on several
         ties, arrived = ties_of(layout, world.rank, self.parameters), TieMessages()
-        settings = settings_of(plan, guard, dtype=given.dtype, autocast=given.autocast, float8=given.float8,
-                               nominal_weight=nominal_weight, frozen=given.frozen, frozen_above=given.frozen_above,
+        settings = settings_of(plan, guard, dtype=prepared.dtype, autocast=prepared.autocast, float8=prepared.float8,
+                               nominal_weight=nominal_weight, frozen=prepared.frozen,
+                               frozen_above=prepared.frozen_above,
                                buffers=buffers)
         largest = 1 << 20 if plan.stages.costs is None else 4096 + max(  # of the carried state, and its description
             (plan.stages.costs[cut - 1].output_bytes for cut in plan.stages.boundaries), default=0)
@@ -125,28 +126,31 @@ class EngineParts:
             warn_of_norms(self.updater.gradients, splits=self.connections.tensor_mesh is not None)
             if self.updater.users is not None:
                 refuse_coupled(self.updater.users, splits=self.connections.tensor_mesh is not None, cuts=len({
-                    layout.pipe_of(one.block) for one in layout.parameters if one.trainable and one.is_owner}) > 1)
+                    layout.pipe_of(parameter.block) for parameter in layout.parameters
+                    if parameter.trainable and parameter.is_owner}) > 1)
         masters = self.updater.masters
         self.elsewhere.note_optimizer(self.updater.users, masters.of if masters is not None else {})
         if (flat := self.updater.flat) is not None:
             refuse_left_behind(flat.left_behind, self.blocks, self.model.loss if numbers[-1] == last else None)
         self.ties.send_values(self.connections.board.calls, trained=False)  # parameters have their places in memory
-        refuse_initializers(one for name, one in self.parameters.items() if one.shape != layout[name].shape)
-        self.stages = RankStages([self._build_stage(one, seed, compile, tables) for one in numbers],
-                                 eval_blocks=range(0 if frozen_dropout else given.frozen_blocks))
+        refuse_initializers(parameter for name, parameter in self.parameters.items()
+                            if parameter.shape != layout[name].shape)
+        self.stages = RankStages([self._build_stage(number, seed, compile, tables) for number in numbers],
+                                 eval_blocks=range(0 if frozen_dropout else prepared.frozen_blocks))
         self.stages.last.looks_at_mean = at.is_first_on_pipeline_rank
         self.runner = BatchRunner(
             plan, at, policy=policy, stages=self.stages, connections=self.connections, updater=self.updater,
             statistics=self.statistics, timeline=self.timeline,
-            nominal_weight=NominalWeight(self.connections.all) if given.dtype is torch.float16 else None,
+            nominal_weight=NominalWeight(self.connections.all) if prepared.dtype is torch.float16 else None,
             takes_nominal_weight=nominal_weight == "auto", forwards_ended=self.held.forwards_ended)
         self.values = SharedValues(self.updater, self.ties, self.buffers, self.held, self.elsewhere, self.stages,
                                    self.connections.board)
         self.users_changes = UsersChanges(
-            layout, self.parameters, given.names_in_whole, self.updater.gradients, held=self.held,
+            layout, self.parameters, prepared.names_in_whole, self.updater.gradients, held_parameters=self.held,
             elsewhere=self.elsewhere, buffers=SharedBufferChanges(plan.stages.shared_buffers, self.blocks),
             copied=None if self.connections.tensor_mesh is None else CopiedModules(
-                ready_made(given.model) | ({LOSS: given.model.loss} if isinstance(given.model.loss, nn.Module) else {}),
+                ready_made(prepared.model) | ({LOSS: prepared.model.loss} if isinstance(prepared.model.loss, nn.Module)
+                                              else {}),
                 self.blocks, self.parameters, lambda name, whole: whole[
                     tuple(slice(*edges) for edges in layout.box(layout[name], at.position))]),
             is_of_mean=nominal_weight != "auto" and plan.mesh.count(samples_over) == 1)
@@ -211,8 +215,8 @@ class EngineParts:
             self._left.append(left)
         if code := code & plan.stages.with_others_parameters:
             others = OthersParameters(self.elsewhere, given.names_in_whole, {
-                name: one for other, block, module in self.blocks if other not in numbers
-                for path, one in module.named_parameters()
+                name: parameter for other, block, module in self.blocks if other not in numbers
+                for path, parameter in module.named_parameters()
                 if layout[name := f"{block}.{path}"].block not in numbers}, code)
         sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
         known = gradients.note_deferred, gradients.note_added, gradients.added_rows
@@ -229,9 +233,9 @@ class EngineParts:
             weight_gradients=WeightGradients(*known, after=None if mesh is None else mesh.sums.call_after))
 
 
-def compiles(how: bool | Literal["auto"], device: torch.device) -> bool | Literal["auto"]:
+def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool | Literal["auto"]:
     """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""
-    return how if how is True or (how == "auto" and device.type == "cuda" and has_triton()) else False
+    return setting if setting is True or (setting == "auto" and device.type == "cuda" and has_triton()) else False
 
 
 def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
@@ -295,7 +299,7 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
                          names_in_whole=names, in_evaluation=in_evaluation)
 
 
-def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Sample | Microbatch | None, *,
+def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: Sample | Microbatch | None, *,
               policy: Policy | None, pipeline: Pipeline | None, tensor: TensorParallel | None, memory: Memory | None,
               optim: Optim | None, own_optimizer: bool) -> Plan:
     """The plan of an engine that is given none. ConfigError for a mesh of another size, and as of `plan.make`."""
@@ -314,8 +318,9 @@ def make_plan(given: PreparedModel, world: World, mesh: Mesh | None, sample: Sam
                       "is Ranvier's own optimizer's", stacklevel=4)
     one = None if sample is None else as_microbatches([sample], "Engine(sample=...)")[0]
     shape = None if one is None or one.inputs is None else (one.inputs, one.targets)
-    return make(given.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
-                memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy, dtype=given.dtype,
+    return make(prepared.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),
+                memory=memory or Memory(), optim=optim, own_optimizer=own_optimizer, policy=policy,
+                dtype=prepared.dtype,
                 device=world.device.type)
 
 
@@ -343,7 +348,8 @@ def check_learning_rate(rate: float) -> float:
 def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
     """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
     precision, as transformers loads most models, or some in fp64."""
-    found = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    found = {parameter.dtype for module in modules
+             for parameter in module.parameters() if parameter.is_floating_point()}
     if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
         warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
                       "with fp32 master copies", stacklevel=5)

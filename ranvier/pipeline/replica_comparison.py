@@ -65,7 +65,7 @@ class ReplicaComparison:
         if int(wrong) == 0:
             return
         texts = self._everyone.gather_objects(found_here if self._stage.index == 0 else [])
-        (name, what), *others = [one for each in texts for one in each]
+        (name, what), *others = [text for each in texts for text in each]
         more = f"; {len(others)} more {'parameters differ' if len(others) > 1 else 'parameter differs'}"
         raise RanvierError(f"{what}{more if others else ''}", code="replicas-differ", where=f"parameter {name}",
                            remedy="Resume from the last checkpoint (`--resume auto`), or by its path from one before "
@@ -80,10 +80,10 @@ class ReplicaComparison:
         longest = min(PIECE, max((parameter.numel() for parameter in parameters), default=0))
         if len(self._weights) < longest:
             self._weights = (bits(0, torch.arange(longest)) | 1).to(self._device)
-        mine = [checksum(parameter, self._weights) for parameter in parameters]
-        if not mine:
+        checksums = [checksum(parameter, self._weights) for parameter in parameters]
+        if not checksums:
             return [[] for _ in self._stage.ranks]
-        sums = torch.stack(mine)
+        sums = torch.stack(checksums)
         gathered = sums.new_empty(len(self._stage.ranks) * len(sums))
         self._stage.all_gather(gathered, sums).wait()
         return gathered.view(len(self._stage.ranks), -1).tolist()

@@ -63,7 +63,7 @@ class SameTargets:
         A leaf whose elements are all equal in the whole batch, or nearly so for real numbers, may stand in for targets
         that the rank has not: it cannot say.
         """
-        leaves = [(place, leaf) for one in batch for place, leaf in enumerate(tree_leaves(one.targets))
+        leaves = [(place, leaf) for microbatch in batch for place, leaf in enumerate(tree_leaves(microbatch.targets))
                   if isinstance(leaf, Tensor) and leaf.numel()
                   and _is_comparable(leaf.dtype)] if self._takes_part else []
         if not leaves or any(
@@ -154,7 +154,8 @@ class OwnSamples:
         if not (self._looks and batch):
             return nothing
         self._looks = False
-        leaves = [_sample_elements(leaf.detach()).cpu() for one in batch for leaf in tree_leaves(one.inputs)
+        leaves = [_sample_elements(leaf.detach()).cpu() for microbatch in batch
+                  for leaf in tree_leaves(microbatch.inputs)
                   if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel() and not leaf.is_meta]
         if all(bool((leaf == leaf[0]).all()) for leaf in leaves):
             return nothing
@@ -271,8 +272,8 @@ def settings_of(plan: Plan, guard: Guard | None, **others: object) -> dict[str, 
     found = {"Engine(model=...)": f"blocks and parameters with the checksum {crc32(model):x}", "mesh": str(plan.mesh),
              "pipeline.stages-per-rank": str(placement.per_rank), "pipeline.placement": placement.how,
              "pipeline.boundaries": str(plan.stages.boundaries)}
-    found |= {f"{section}.{one.name.replace('_', '-')}": repr(getattr(values, one.name))
-              for section, values in sections.items() for one in fields(values) if one.name not in _OF_THE_RANK}
+    found |= {f"{section}.{field.name.replace('_', '-')}": repr(getattr(values, field.name))
+              for section, values in sections.items() for field in fields(values) if field.name not in _OF_THE_RANK}
     return found | {f"Engine({name}=...)": repr(value) for name, value in others.items()}
 
 

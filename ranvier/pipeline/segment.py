@@ -68,13 +68,13 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, moved: Sequence[_Moved]) -> None:
         TorchDispatchMode.__init__(self)
-        self._ready = [(one.parameter, one.parameter._version + one.changes) for one in moved if one.changes]
-        self._unwritten = {one.parameter: one.parameter.data_ptr() for one in moved if not one.changes}
+        self._ready = [(entry.parameter, entry.parameter._version + entry.changes) for entry in moved if entry.changes]
+        self._unwritten = {entry.parameter: entry.parameter.data_ptr() for entry in moved if not entry.changes}
         self.early: set[nn.Parameter] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            kinds = [bool(one.alias_info and one.alias_info.is_write) for one in func._schema.arguments]
+            kinds = [bool(argument.alias_info and argument.alias_info.is_write) for argument in func._schema.arguments]
             read = [value for value, is_written in zip(args, kinds, strict=False) if not is_written]
             unready = [parameter for parameter, version in self._ready if parameter._version != version]
             unready += [parameter for parameter, place in self._unwritten.items() if parameter.data_ptr() == place]
@@ -90,7 +90,7 @@ def _parameters_under(tensor: object, parameters: Iterable[nn.Parameter]) -> lis
     """The parameters in whose memory a tensor begins."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return []
-    return [one for one in parameters if 0 <= tensor.data_ptr() - one.data_ptr() < one.nbytes]
+    return [parameter for parameter in parameters if 0 <= tensor.data_ptr() - parameter.data_ptr() < parameter.nbytes]
 
 
 class ChangedInPlace:
@@ -247,9 +247,10 @@ class Segment:
             with _COMPUTED if reads is None else reads:
                 yield
         finally:
-            for one in moved:
-                if (reads is not None and one.parameter in reads.early) or not torch.equal(one.parameter, one.value):
-                    raise self._changed_parameter(one.parameter)
+            for entry in moved:
+                if (reads is not None and entry.parameter in reads.early) or not torch.equal(
+                        entry.parameter, entry.value):
+                    raise self._changed_parameter(entry.parameter)
 
     def _changed_parameter(self, changed: nn.Parameter) -> ModelError:
         name = next(f"{block}.{name}" for block, module in self._blocks for name, parameter in module.named_parameters()

@@ -83,10 +83,10 @@ class Sequencer:
     def _check(self, action: Action | None) -> None:
         if self._group is not None:
             self._sent += 1
-            said = self._group.gather_objects([self._sent, str(action)])
-            if any(word != said[0] for word in said):
+            actions = self._group.gather_objects([self._sent, str(action)])
+            if any(word != actions[0] for word in actions):
                 raise TransportError("the ranks of a stage run different actions", code="stage-order-differs",
-                                     where="stage order", value=said,
+                                     where="stage order", value=actions,
                                      remedy="This is a bug in Ranvier: please report it with this text.")
 
     def close(self) -> None:

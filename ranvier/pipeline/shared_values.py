@@ -157,7 +157,7 @@ class ReplicaBuffers:
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], replicas: Group, how: BufferSync) -> None:
         self._blocks, self._replicas, self._average = blocks, replicas, how == "average"
         self._shared = how != "local" and len(replicas.ranks) > 1
-        parameters = ByMemory((None, one) for _, _, module in blocks for one in module.parameters())
+        parameters = ByMemory((None, parameter) for _, _, module in blocks for parameter in module.parameters())
         self._values_of_parameters = {
             f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
             if parameters.overlapping(buffer)}

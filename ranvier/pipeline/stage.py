@@ -485,7 +485,7 @@ class Stage:
                 error.add_note(f"block {self.blocks[-1][1]} returned a {type(state).__name__}. {hint}")
             raise
         if not total.requires_grad and torch.is_grad_enabled() and any(
-                one.requires_grad for one in tree_leaves(state) if isinstance(one, Tensor)) and (
+                leaf.requires_grad for leaf in tree_leaves(state) if isinstance(leaf, Tensor)) and (
                 weight and total):  # on a GPU only here a wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
@@ -574,13 +574,13 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=device)
 
 
-def _compiled_blocks(how: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
+def _compiled_blocks(setting: bool | Literal["auto"], gradients: WeightGradients, forwards: DeferringForwards,
                      recomputed: Sequence[nn.Module], watched: Collection[str]) -> CompiledBlocks | None:
-    if how is False:
+    if setting is False:
         return None
     from ranvier.tensor.compiled import CompiledBlocks  # imports torch's compiler, which takes seconds
 
-    return CompiledBlocks(how, gradients, forwards, recomputed, watched)
+    return CompiledBlocks(setting, gradients, forwards, recomputed, watched)
 
 
 def _own_attributes(tensor: Tensor) -> list[str]:

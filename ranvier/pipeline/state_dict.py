@@ -120,9 +120,9 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
             raise CheckpointError(what.format(was=was[key], now=now[key]), code="state-dict-of-another-engine",
                                   where="load_state_dict", remedy=_CHECKPOINTS)
     if engine.optimizer is not None:
-        mine = engine.optimizer.param_groups
+        groups = engine.optimizer.param_groups
         sizes, own = ([len(group["params"]) for group in groups] for groups in (
-            state["optimizer"]["states"].get("param_groups", mine), mine))
+            state["optimizer"]["states"].get("param_groups", groups), groups))
         if sizes != own:
             raise CheckpointError(f"has groups of {sizes} parameters of the optimizer, and this engine of {own}",
                                   code="state-dict-of-other-groups", where="load_state_dict", remedy=_CHECKPOINTS)
@@ -178,28 +178,28 @@ def gather_full_state(engine: Engine, ranks: Group) -> dict[str, Tensor] | None:
     parameters = _gather_parameters(engine, ranks) | _gather_buffers(engine, ranks)
     if engine.world.rank:
         return None
-    found = {one.name: parameters[one.owner] for one in engine.layout.parameters} | parameters
+    found = {parameter.name: parameters[parameter.owner] for parameter in engine.layout.parameters} | parameters
     return {own: tensor for name, tensor in found.items() for own in engine.names_in_whole.get(name, (name,))}
 
 
 def _gather_parameters(engine: Engine, ranks: Group) -> dict[str, Tensor]:
     """Gather the parameters on rank 0, by their owners' names; the result of other ranks is meaningless."""
-    layout, mine = engine.layout, engine.named_parameters()
+    layout, parameters = engine.layout, engine.named_parameters()
     formats = {name: dtype for rank in ranks.gather_objects({
-        name: str(parameter.dtype).removeprefix("torch.") for name, parameter in mine.items()}) for name, dtype
+        name: str(parameter.dtype).removeprefix("torch.") for name, parameter in parameters.items()}) for name, dtype
         in rank.items()}
     found: dict[str, Tensor] = {}
-    here = {one.parameter for one in layout.held_slices(0) if one.box == whole_box(layout[one.parameter].shape)}
-    for one in (one for one in layout.parameters if one.is_owner):
+    whole = {one.parameter for one in layout.held_slices(0) if one.box == whole_box(layout[one.parameter].shape)}
+    for parameter in (parameter for parameter in layout.parameters if parameter.is_owner):
         if engine.world.rank == 0:
-            found[one.name] = torch.empty(one.shape, dtype=getattr(torch, formats[one.name]))
-            if one.name in here:
-                found[one.name].copy_(dense(mine[one.name].detach()))
+            found[parameter.name] = torch.empty(parameter.shape, dtype=getattr(torch, formats[parameter.name]))
+            if parameter.name in whole:
+                found[parameter.name].copy_(dense(parameters[parameter.name].detach()))
     for rank in range(engine.mesh.size):
         for piece in layout.owned_slices(rank):
-            if piece.parameter in here:
+            if piece.parameter in whole:
                 continue
-            held = dense(mine[piece.parameter].detach()) if engine.world.rank == rank else None
+            held = dense(parameters[piece.parameter].detach()) if engine.world.rank == rank else None
             for box in filter(box_size, piece.boxes()):
                 part = torch.empty([stop - start for start, stop in box], device=engine.world.device,
                                    dtype=getattr(torch, formats[piece.parameter]))

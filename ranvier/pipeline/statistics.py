@@ -96,8 +96,8 @@ class BatchStatistics:
         self._targets = self._same_targets.numbers(() if predicts else batch)
         self._samples = self._own_samples.numbers(batch if training else ())
 
-    def reduce(self, mine: Tensor | None, *, at_once: bool = False) -> None:
-        """Start the sum over all ranks. mine: [2] fp64 of this rank, None where another rank counts the same.
+    def reduce(self, own: Tensor | None, *, at_once: bool = False) -> None:
+        """Start the sum over all ranks. own: [2] fp64 of this rank, None where another rank counts the same.
         at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
         other collective."""
         earlier, ranks, ties = self._earlier, self._ranks, self._ties
@@ -138,8 +138,8 @@ class BatchStatistics:
             if earlier is not None and not zeroed:  # unless somebody has set gradients to zero, on any rank
                 sums[:2].add_(earlier)
 
-        parts = [(self._targets, sums[of_targets])] if mine is None else [
-            (mine, sums[:2]), (self._targets, sums[of_targets])]
+        parts = [(self._targets, sums[of_targets])] if own is None else [
+            (own, sums[:2]), (self._targets, sums[of_targets])]
         waits, copies = self._on_device and not at_once, list[tuple[HostCopy, Tensor]]()
         for source, target in parts:
             if waits and source.is_cuda:

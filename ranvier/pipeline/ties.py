@@ -112,7 +112,7 @@ def tied_parameters(layout: Layout) -> tuple[str, ...]:
 
 
 def _text(layout: Layout, owner: str) -> str:
-    others = [one.name for one in layout.parameters if one.owner == owner and not one.is_owner]
+    others = [parameter.name for parameter in layout.parameters if parameter.owner == owner and not parameter.is_owner]
     return f"parameter {owner}, tied as {', '.join(others)}"
 
 
@@ -357,7 +357,7 @@ def _number_of(tie: Tie) -> int:
     for (start, stop), size in zip(tie.box, tie.shape, strict=True):
         places = places.unsqueeze(-1) * size + torch.arange(start, stop, device=values.device)
     bits = values.view(-1).view(_INTEGERS[values.itemsize]).view(values.numel(), -1)
-    for some, at in zip(bits.split(_ELEMENTS), places.view(-1).split(_ELEMENTS), strict=True):
-        mixed = (some.to(torch.int64) ^ (at * 2 + 1).unsqueeze(-1) * ODD) * ODD  # depends on value and place
+    for chunk, at in zip(bits.split(_ELEMENTS), places.view(-1).split(_ELEMENTS), strict=True):
+        mixed = (chunk.to(torch.int64) ^ (at * 2 + 1).unsqueeze(-1) * ODD) * ODD  # depends on value and place
         total += int((mixed >> 64 - NUMBER_BITS).sum())  # the highest bits, which depend on all others
     return total % (1 << NUMBER_BITS)

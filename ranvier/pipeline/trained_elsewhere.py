@@ -42,8 +42,9 @@ class _OldValues(SplitHook):
     def look(self, module: nn.Module, *_: object) -> None:
         """Let the module go, plain as it was, where new values have been written: hooks are in the way of torch.compile
         and torch.jit."""
-        old = {name: (one, version) for name, (one, version) in self.known.items()
-               if (held := one()) is not None and held is module._parameters.get(name) and held._version == version}
+        old = {name: (reference, version) for name, (reference, version) in self.known.items()
+               if (held := reference()) is not None and held is module._parameters.get(name)
+               and held._version == version}
         if not old:
             self.remove(module)
         self.known = old
@@ -75,14 +76,15 @@ class _OldValues(SplitHook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OldValues:
         """The record of a copied module, whose values are as old."""
-        copies = {name: (memo.get(id(one())), version == getattr(one(), "_version", None))
-                  for name, (one, version) in self.known.items()}
-        return _OldValues(self.told, [], {name: (ref(one), one._version) for name, (one, is_old) in copies.items()
-                                          if one is not None and is_old})
+        copies = {name: (memo.get(id(reference())), version == getattr(reference(), "_version", None))
+                  for name, (reference, version) in self.known.items()}
+        return _OldValues(self.told, [],
+                          {name: (ref(reference), reference._version) for name, (reference, is_old) in copies.items()
+                                          if reference is not None and is_old})
 
     def __reduce__(self) -> tuple[object, ...]:
         """An empty record: the module is saved as a whole."""
-        if any(getattr(one(), "_version", None) == version for one, version in self.known.values()):
+        if any(getattr(reference(), "_version", None) == version for reference, version in self.known.values()):
             self._warn("the module")
         return _OldValues, ([], [], {})
 
@@ -98,23 +100,23 @@ def gradient_state(parameter: nn.Parameter) -> tuple[bool, int, int]:
 
 
 class TrainedElsewhere:
-    """given: all blocks that the user has made. own: the names of this rank's. held: the parameters of those. splits:
+    """modules: all blocks that the user has made. own: the names of this rank's. held: the parameters of those. splits:
     these are parts, on rows and columns, so that nobody trains the blocks that the user has made."""
 
-    def __init__(self, given: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter], *,
+    def __init__(self, modules: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter], *,
                  splits: bool = False) -> None:
-        mine, self._here, self._told = set(own), {id(one) for one in held}, list[str]()
-        self._rewritten = [ref(module) for block in given if splits or block not in mine
-                           for module in given[block].modules()
-                           if any(one is not None and id(one) not in self._here
-                                  for one in module._parameters.values())]
+        own_blocks, self._here, self._told = set(own), {id(parameter) for parameter in held}, list[str]()
+        self._rewritten = [ref(module) for block in modules if splits or block not in own_blocks
+                           for module in modules[block].modules()
+                           if any(parameter is not None and id(parameter) not in self._here
+                                  for parameter in module._parameters.values())]
         """Modules trained elsewhere without old values until the next update. Not kept alive here: a program may drop
         the model, of which this rank needs a part only."""
-        self._own = [(f"{block}.{path}".removesuffix("."), module) for block in given if block in mine
-                     for path, module in given[block].named_modules()]
-        self.blocks = [(block, ref(module)) for block, module in given.items() if block not in mine]
-        self.others = [(f"{block}.{name}", ref(one)) for block in given if block not in mine
-                        for name, one in given[block].named_parameters() if id(one) not in self._here]
+        self._own = [(f"{block}.{path}".removesuffix("."), module) for block in modules if block in own_blocks
+                     for path, module in modules[block].named_modules()]
+        self.blocks = [(block, ref(module)) for block, module in modules.items() if block not in own_blocks]
+        self.others = [(f"{block}.{name}", ref(parameter)) for block in modules if block not in own_blocks
+                        for name, parameter in modules[block].named_parameters() if id(parameter) not in self._here]
         """Name and parameter of each that this rank does not hold."""
         self.may_be_old = False
         """Whether other ranks may have values by now that this one has not."""
@@ -132,24 +134,25 @@ class TrainedElsewhere:
 
     def _look_at_optimizer(self) -> None:
         """What it updates, to which a program may add."""
-        updated = [one for group in getattr(self._optimizer, "param_groups", ()) for one in group["params"]]
+        updated = [parameter for group in getattr(self._optimizer, "param_groups", ()) for parameter in group["params"]]
         if len(updated) != self._num_updated:
-            known = self._here.union((id(one()) for _, one in self.others), map(id, self._copies.values()))
-            self._of_no_block = [(None, ref(one)) for one in updated if id(one) not in known]
+            known = self._here.union((id(reference()) for _, reference in self.others), map(id, self._copies.values()))
+            self._of_no_block = [(None, ref(parameter)) for parameter in updated if id(parameter) not in known]
             self._num_updated = len(updated)
 
     def begin(self) -> None:
         """A training batch begins."""
         self.may_be_old = True
         self._look_at_optimizer()
-        self._at_start = [(name, one, gradient_state(held)) for name, one in (*self.others, *self._of_no_block)
-                          if (held := one()) is not None]
+        self._at_start = [(name, reference, gradient_state(held))
+                          for name, reference in (*self.others, *self._of_no_block)
+                          if (held := reference()) is not None]
 
     def reached_parameters(self) -> Iterator[str]:
         """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here.
         ModelError for one that the optimizer updates and no block has: it is of the sum of this rank's losses."""
-        for name, one, before in self._at_start:
-            if (held := one()) is None or gradient_state(held) == before:
+        for name, reference, before in self._at_start:
+            if (held := reference()) is None or gradient_state(held) == before:
                 continue
             if name is None:
                 raise ModelError("has a parameter that no block has, and the batch gives it a gradient, which is "
@@ -188,9 +191,9 @@ class TrainedElsewhere:
     def after_update(self) -> None:
         """All ranks have updated what they train. Costs something after the first update and after new values only."""
         rewritten, self._rewritten[:] = self._rewritten[:], []
-        for module in filter(None, (one() for one in rewritten)):
-            known = {name: (ref(one), one._version) for name, one in module._parameters.items()
-                     if one is not None and one.requires_grad and id(one) not in self._here}
+        for module in filter(None, (reference() for reference in rewritten)):
+            known = {name: (ref(parameter), parameter._version) for name, parameter in module._parameters.items()
+                     if parameter is not None and parameter.requires_grad and id(parameter) not in self._here}
             for note in _notes(module):
                 if note.known.keys() <= known.keys():  # of an earlier engine
                     note.remove(module)
@@ -236,7 +239,7 @@ class OthersParameters(TorchDispatchMode):
 
     def __enter__(self) -> OthersParameters:
         elsewhere = [(name, one) for name, held in self._elsewhere.others if (one := held()) is not None]
-        self._before = [(name, one, _form(one)) for name, one in (*elsewhere, *self._here.items())]
+        self._before = [(name, parameter, _form(parameter)) for name, parameter in (*elsewhere, *self._here.items())]
         self._written = ByMemory((*elsewhere, *self._here.items()))
         self._read = ByMemory(one for one in elsewhere if self._elsewhere.may_be_old and one[1].requires_grad)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -245,8 +248,8 @@ class OthersParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         before, self._before = self._before, []
-        for name, one, form in before if error is None else ():  # what no operation shows: one.data = other
-            if _form(one) != form:
+        for name, parameter, form in before if error is None else ():  # what no operation shows: one.data = other
+            if _form(parameter) != form:
                 raise self._error(name)
 
     def around(self, name: str) -> AbstractContextManager[object]:
@@ -262,14 +265,14 @@ class OthersParameters(TorchDispatchMode):
             self._look(self._read, (args, kwargs))
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-            self._look(self._written, [given.get(one.name) for one in func._schema.arguments
-                                       if one.alias_info is not None and one.alias_info.is_write])
+            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            self._look(self._written, [given.get(argument.name) for argument in func._schema.arguments
+                                       if argument.alias_info is not None and argument.alias_info.is_write])
         return func(*args, **kwargs)
 
     def _look(self, parameters: ByMemory[str], values: object) -> None:
-        for one in tree_leaves(values) if parameters else ():
-            for name in parameters.overlapping(one) if isinstance(one, Tensor) else ():
+        for leaf in tree_leaves(values) if parameters else ():
+            for name in parameters.overlapping(leaf) if isinstance(leaf, Tensor) else ():
                 raise self._error(name)
 
     def _error(self, name: str) -> ModelError:

@@ -36,16 +36,16 @@ class UsersChanges:
     train copies. is_of_mean: whether one microbatch has the gradient of the mean loss, and one replica computes it."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, nn.Parameter],
-                 names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held: HeldParameters,
+                 names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held_parameters: HeldParameters,
                  elsewhere: TrainedElsewhere, buffers: SharedBufferChanges, copied: CopiedModules | None,
                  is_of_mean: bool) -> None:
-        self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held
+        self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held_parameters
         self._elsewhere, self._buffers, self._copied = elsewhere, buffers, copied
-        self._frozen = [(name, one) for name, one in parameters.items() if not layout[name].trainable]
+        self._frozen = [(name, parameter) for name, parameter in parameters.items() if not layout[name].trainable]
         """Frozen since the start."""
         self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed_axes(name)}
         """Those of which, or of whose gradient, each row or column has a part."""
-        self._trained = [(name, one) for name, one in parameters.items() if layout[name].trainable]
+        self._trained = [(name, parameter) for name, parameter in parameters.items() if layout[name].trainable]
         self._is_of_mean, self._has_warned, self._has_warned_of_saved = is_of_mean, False, False
 
     def refuse_gradients(self, *, applied: bool) -> None:
@@ -69,10 +69,11 @@ class UsersChanges:
                                  code="parameter-unfrozen", where=f"parameter {self._name(name)}",
                                  remedy="Build a new engine to train more parameters.")
         if not self._has_warned and (hooked := next((
-                name for name, one in self._trained if one._backward_hooks or one._post_accumulate_grad_hooks), None)):
+                name for name, parameter in self._trained
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks), None)):
             self._warn_of_hook(hooked, num_microbatches)
         if (hooks := _saved_tensor_hooks(True)) and not self._has_warned_of_saved and not any(
-                str(getattr(one, "__module__", "")).startswith("torch.") for one in hooks):
+                str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks):
             self._has_warned_of_saved = True
             warnings.warn("torch.autograd.graph.saved_tensors_hooks around a training batch get other tensors than in "
                           "a plain loop: a part of one, or none where weight gradients are deferred. They may move and "
@@ -131,8 +132,8 @@ class SharedBufferChanges:
     def begin(self) -> None:
         """A training batch begins."""
         self._batches += 1
-        self._before = {name: (one, one._version, one.clone() if self._batches <= BATCHES_BY_VALUE else one)
-                        for name, one in self._buffers_now()}
+        self._before = {name: (buffer, buffer._version, buffer.clone() if self._batches <= BATCHES_BY_VALUE else buffer)
+                        for name, buffer in self._buffers_now()}
 
     def check(self) -> None:
         """The batch has run. ModelError for a buffer that it has changed."""

@@ -92,7 +92,7 @@ class Uses:
     @classmethod
     def union(cls, several: Sequence[Uses]) -> Uses:
         """Those of several functions."""
-        found: dict[str, Any] = {one.name: [getattr(uses, one.name) for uses in several] for one in fields(cls)}
+        found: dict[str, Any] = {field.name: [getattr(uses, field.name) for uses in several] for field in fields(cls)}
         merged: dict[str, Any] = {name: any(each) if name.endswith("_any") else frozenset().union(*each)
                                   for name, each in found.items()}
         return cls(**merged)
@@ -116,15 +116,16 @@ def uses_of(code: CodeType, own: str | None = None) -> Uses:
 def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]]) -> Iterator[Uses]:
     node = trees.node_of(code, source)
     yield _all_names(code) if node is None else _Function(code, node, own).uses()
-    for one in code.co_consts:
-        if isinstance(one, CodeType) and (node is None or one.co_name not in _INLINE):
-            yield from _uses_of_all(one, own if own in one.co_freevars else None, source)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType) and (node is None or constant.co_name not in _INLINE):
+            yield from _uses_of_all(constant, own if own in constant.co_freevars else None, source)
 
 
 def _all_names(code: CodeType) -> Uses:
     """Every name of a function is read, and what it stores comes of what there was."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
-    stores = names & {one.argval for one in dis.get_instructions(code) if one.opname.startswith(("STORE", "DELETE"))}
+    stores = names & {instruction.argval for instruction in dis.get_instructions(code)
+                      if instruction.opname.startswith(("STORE", "DELETE"))}
     return Uses(own=names, others=names, given=names, whole=names,
                 stores=stores, accumulates=names, reads_any=not (_READS_ANY | trees.BY_NAME).isdisjoint(
                     names), stores_any=not (_STORES_ANY | trees.BY_NAME).isdisjoint(names))
@@ -139,8 +140,8 @@ class _Function(FunctionTree):
         reads_any = names & _READS_ANY or computed & {"getattr", "hasattr"} or any(
             isinstance(node, ast.MatchClass) for node in self._numbers)
         new = f"{self._own}." if self._code.co_name == "__init__" else "."  # an object that had nothing
-        stored = ((one.name, "stores") for one in self._stores
-                  if one.place not in self._locals and one.place != f"{new}{one.name}")
+        stored = ((store.name, "stores") for store in self._stores
+                  if store.place not in self._locals and store.place != f"{new}{store.name}")
         found: dict[str, set[Any]] = {}
         for what, kind in chain(stored, *map(self._uses_of_node, self._numbers)):
             found.setdefault(kind, set()).add(what)
@@ -150,7 +151,7 @@ class _Function(FunctionTree):
     def _uses_of_node(self, node: Any) -> Iterator[tuple[Any, str]]:
         """Names, and the fields of `Uses` that have them."""
         if isinstance(node, ast.ImportFrom):
-            yield from ((one.name, kind) for one in node.names for kind in ("others", "whole"))
+            yield from ((name.name, kind) for name in node.names for kind in ("others", "whole"))
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or (
                 isinstance(node, ast.Name) and node.id in self._locals):
             return
@@ -215,16 +216,17 @@ class _Function(FunctionTree):
         parent, around = self._parents[node], [node, *self._around(node)]
         place = parent if isinstance(parent, ast.Subscript) and parent.value is node else node
         number, text, names = self._numbers[node], text_of(place), _names_in(place)
-        others = [one for one in self._stores if one.name in names and (one.place != text or one.name in names[:-1])]
+        others = [store for store in self._stores if store.name in names
+                  and (store.place != text or store.name in names[:-1])]
         for store in self._stores:
             statement = store.statement
             if store.number < number and isinstance(statement, ast.Assign) and text in map(
                     text_of, statement.targets) and self._precedes(statement, around):
-                loops = {one for one in around if isinstance(one, _LOOPS)}.difference(self._around(store.node))
+                loops = {outer for outer in around if isinstance(outer, _LOOPS)}.difference(self._around(store.node))
                 if not any(store.number < one.number < number or loops.intersection(self._around(one.node))
                            for one in others) and not any(  # the new value may come of the old one
-                        self._numbers[one] < store.number and one is not getattr(store.node, "value", None)
-                        for one in self._reads[self._name(node)]):
+                        self._numbers[read] < store.number and read is not getattr(store.node, "value", None)
+                        for read in self._reads[self._name(node)]):
                     return True
         return False
 
@@ -234,13 +236,13 @@ class _Function(FunctionTree):
         """Whether the function stores there afterwards, and needs the old value that it reads here: always, but where
         it stores one only for want of an old one, and goes on alike with both."""
         text = text_of(node) if self._stores else ""
-        return any(self._needs_old(node, one) for one in self._stores
-                   if one.place == text and one.number > self._numbers[node] and one.place not in self._locals
-                   and one.node not in (node, self._parents[node]))
+        return any(self._needs_old(node, store) for store in self._stores
+                   if store.place == text and store.number > self._numbers[node] and store.place not in self._locals
+                   and store.node not in (node, self._parents[node]))
 
     def _needs_old(self, node: Any, store: Store) -> bool:
         around, asking = [node, *self._around(node)], list[Any]()
-        for branch in (one for one in self._around(store.node) if isinstance(one, _BRANCHES)):
+        for branch in (outer for outer in self._around(store.node) if isinstance(outer, _BRANCHES)):
             here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
             if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
                 call = _value(store)
@@ -250,8 +252,8 @@ class _Function(FunctionTree):
             if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
                 return False  # not both of them run
             asking.append(branch)
-        asking = [one for one in asking if self._depends_on_place(one)]
-        return not asking or self._goes_on(around, store) or any(self._has_effects(one, store) for one in asking)
+        asking = [outer for outer in asking if self._depends_on_place(outer)]
+        return not asking or self._goes_on(around, store) or any(self._has_effects(outer, store) for outer in asking)
 
     def _arm(self, branch: Any, around: list[Any]) -> Any:
         """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
@@ -260,20 +262,21 @@ class _Function(FunctionTree):
 
     def _depends_on_place(self, branch: Any) -> bool:
         """Whether it depends on what is in a place that the function stores in."""
-        places = {one.place for one in self._stores if one.place not in self._locals}
-        places |= {one.place for one in self._stores if one.place in self._locals and not places.isdisjoint(
-            map(text_of, _places_in(_value(one))))}
+        places = {store.place for store in self._stores if store.place not in self._locals}
+        places |= {store.place for store in self._stores if store.place in self._locals and not places.isdisjoint(
+            map(text_of, _places_in(_value(store))))}
         tests = branch.body if isinstance(branch, ast.Try | ast.TryStar) else [
             getattr(branch, name) for name in ("test", "subject", "iter") if hasattr(branch, name)]
-        return any(text_of(one) in places for test in tests for one in _places_in(test))
+        return any(text_of(place) in places for test in tests for place in _places_in(test))
 
     def _goes_on(self, around: list[Any], store: Store) -> bool:
         """Whether a variable that has been computed from the old value is used after the new one is stored."""
-        assign = next((one for one in around if isinstance(one, ast.Assign | ast.NamedExpr)), None)
-        targets = {one.place for one in self._stores if one.node in ast.walk(assign)} if assign is not None else ()
-        return any(self._numbers[one] > store.number and not any(
-            self._numbers[assign] < new.number < self._numbers[one] and new.place == one.id for new in self._stores)
-            for one in self._loads(targets))
+        assign = next((outer for outer in around if isinstance(outer, ast.Assign | ast.NamedExpr)), None)
+        targets = () if assign is None else {
+            store.place for store in self._stores if store.node in ast.walk(assign)}
+        return any(self._numbers[load] > store.number and not any(
+            self._numbers[assign] < new.number < self._numbers[load] and new.place == load.id for new in self._stores)
+            for load in self._loads(targets))
 
     def _has_effects(self, branch: Any, mark: Store) -> bool:
         """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
@@ -281,40 +284,41 @@ class _Function(FunctionTree):
         if isinstance(branch, ast.IfExp | ast.BoolOp):
             return True
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
-        stores = [one for one in self._stores if one.node in inside]
-        local = {one.place for one in stores if one.place in self._locals}
+        stores = [store for store in self._stores if store.node in inside]
+        local = {store.place for store in stores if store.place in self._locals}
         changed = {name for name in local if name not in self._stored_locals or not all(
-            trees.place_in(_value(one)) is not None or (one.node in inside and self._is_stored_next(one))
-            for one in self._stores if one.place == name)}
-        last = max(self._numbers[one] for one in inside if one in self._numbers)
+            trees.place_in(_value(store)) is not None or (store.node in inside and self._is_stored_next(store))
+            for store in self._stores if store.place == name)}
+        last = max(self._numbers[inner] for inner in inside if inner in self._numbers)
         of_mark = mark.place.rpartition(".")[0] or mark.place
-        is_used_later = any(one not in inside and not self._is_set(one, last) for one in self._loads(changed))
+        is_used_later = any(load not in inside and not self._is_set(load, last) for load in self._loads(changed))
         changes_another_object = any(root in self._locals - local and not f"{text}.".startswith(f"{of_mark}.")
                                      for root, text in _changed_objects(inside))
         stores_another_value = any(
-            one.place == other.place and _text(one) != _text(other) and other.node not in inside
-            for one in stores if one.place not in self._locals for other in self._stores)
+            store.place == other.place and _text(store) != _text(other) and other.node not in inside
+            for store in stores if store.place not in self._locals for other in self._stores)
         return is_used_later or changes_another_object or stores_another_value or self._leaves(inside, changed)
 
     def _leaves(self, inside: set[Any], changed: set[str]) -> bool:
         """Whether a branch yields, leaves a loop, or returns something else than the function does elsewhere. changed:
         local variables that it changes."""
-        kinds = {type(one) for one in inside}
+        kinds = {type(inner) for inner in inside}
         if not kinds.isdisjoint((ast.Yield, ast.Break, ast.Continue)):
             return True
         if ast.Return not in kinds:
             return False
         returned = {_VARIABLE.sub(lambda one: self._stored_locals.get(one[0], one[0]),
-                                  ast.unparse(one.value or ast.Pass()))
-                    for one in self._numbers if isinstance(one, ast.Return)}
-        return len(returned) > 1 or not changed.isdisjoint(one for text in returned for one in _VARIABLE.findall(text))
+                                  ast.unparse(node.value or ast.Pass()))
+                    for node in self._numbers if isinstance(node, ast.Return)}
+        return len(returned) > 1 or not changed.isdisjoint(name for text in returned
+                                                           for name in _VARIABLE.findall(text))
 
     @cached_property
     def _stored_locals(self) -> dict[str, str]:
         """Local variables that have what is in a place, found or stored there, and the place."""
         found: dict[str, str] = {}
-        for one in (one for one in self._numbers if isinstance(one, ast.Assign | ast.NamedExpr)):
-            values = [one.value, *(one.targets if isinstance(one, ast.Assign) else [one.target])]
+        for node in (node for node in self._numbers if isinstance(node, ast.Assign | ast.NamedExpr)):
+            values = [node.value, *(node.targets if isinstance(node, ast.Assign) else [node.target])]
             places = [place for value in values if (place := trees.place_in(value)) is not None]
             found |= {value.id: text_of(places[0]) for value in values if places and isinstance(value, ast.Name)
                       and value.id in self._locals.difference(self._arguments)}
@@ -323,23 +327,25 @@ class _Function(FunctionTree):
     def _is_stored_next(self, store: Store) -> bool:
         """Whether the new value of a local variable is stored in a place, too, on each way from there."""
         around = [store.node, *self._around(store.node)]
-        for one in self._numbers:
-            if isinstance(one, ast.Assign) and any(trees.place_in(target) is not None for target in one.targets) and (
-                    one is store.statement or (isinstance(one.value, ast.Name) and one.value.id == store.place and any(
-                        part in around for body in trees.bodies(self._parents[one]) if one in body
-                        for part in body[:body.index(one)]))):
+        for node in self._numbers:
+            if isinstance(node, ast.Assign) and any(trees.place_in(target) is not None for target in node.targets) and (
+                    node is store.statement or (isinstance(node.value, ast.Name) and node.value.id == store.place
+                                                and any(
+                        part in around for body in trees.bodies(self._parents[node]) if node in body
+                        for part in body[:body.index(node)]))):
                 return True
         return False
 
     def _loads(self, names: Iterable[str]) -> Iterator[Any]:
-        return (one for name in names for one in self._reads.get(name, ()) if isinstance(one, ast.Name))
+        return (read for name in names for read in self._reads.get(name, ()) if isinstance(read, ast.Name))
 
     def _is_set(self, load: Any, number: int) -> bool:
         """Whether a variable gets a value after this number, on each way to where it is used."""
         around = [load, *self._around(load)]
-        return any(number < one.number < self._numbers[load] and one.statement is not None and (
-            self._precedes(one.statement, around) or (isinstance(one.statement, ast.For) and one.statement in around))
-            for one in self._stores if one.place == load.id)
+        return any(number < store.number < self._numbers[load] and store.statement is not None and (
+            self._precedes(store.statement, around)
+            or (isinstance(store.statement, ast.For) and store.statement in around))
+            for store in self._stores if store.place == load.id)
 
     # ------------------------------------------------------------------ keys
 
@@ -367,28 +373,28 @@ class _Function(FunctionTree):
                 return self._key(self._once[name], depth - 1)
             case ast.Tuple(elts=parts) | ast.JoinedStr(values=parts) if depth:
                 kind = "tuple" if isinstance(node, ast.Tuple) else "text"
-                return kind, tuple(self._key(one, depth - 1) for one in parts)
+                return kind, tuple(self._key(part, depth - 1) for part in parts)
         return ANY
 
 
 def _names_in(node: Any) -> list[str]:
     """Names of variables and attributes, the last one of a path last."""
-    found = [one.id if isinstance(one, ast.Name) else one.attr for one in ast.walk(node)
-             if isinstance(one, ast.Name | ast.Attribute)]
+    found = [inner.id if isinstance(inner, ast.Name) else inner.attr for inner in ast.walk(node)
+             if isinstance(inner, ast.Name | ast.Attribute)]
     return found[::-1]
 
 
 def _places_in(node: Any) -> Iterator[Any]:
     """Variables and attributes that an expression reads."""
-    return (one for one in (() if node is None else ast.walk(node))
-            if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, ast.Load))
+    return (inner for inner in (() if node is None else ast.walk(node))
+            if isinstance(inner, ast.Name | ast.Attribute) and isinstance(inner.ctx, ast.Load))
 
 
 def _changed_objects(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """The objects whose attributes, elements or values are changed: the variable that has them, and as texts."""
-    for one in inside:
-        match one:
-            case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(one.ctx, ast.Load):
+    for inner in inside:
+        match inner:
+            case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(inner.ctx, ast.Load):
                 pass
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=place, attr=name))) if (
                     name in trees.CHANGES or (name.endswith("_") and not name.startswith("_"))):
@@ -412,7 +418,7 @@ def with_values(key: Key, values: Mapping[str, Any]) -> Key:
         case "own", name:
             return ("is", values[name]) if name in values else ANY
         case "tuple" | "text", parts:
-            found = tuple(with_values(one, values) for one in parts)
+            found = tuple(with_values(part, values) for part in parts)
             is_whole_text = key[0] == "text" and all(one[0] == "is" for one in found)
             return ("is", "".join(str(one[1]) for one in found)) if is_whole_text else (key[0], found)
     return key

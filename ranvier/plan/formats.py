@@ -49,13 +49,13 @@ class BlockFormats:
             return cls(dtype=dtype)
         names = dict(_floating(module))
         kept = {name for name in names if any(_is_named(f"{block}.{name}", pattern) for pattern in model.keep_fp32)}
-        for path, one in module.named_modules(remove_duplicate=False):
+        for path, submodule in module.named_modules(remove_duplicate=False):
             inside = f"{path}." if path else ""
-            for part in _kept_parts(one, dtype):
+            for part in _kept_parts(submodule, dtype):
                 kept |= {name for name in names if name.startswith(inside) and part.search(name.removeprefix(inside))}
-            kinds = getattr(one, "stands_for", type(one)).__mro__
+            kinds = getattr(submodule, "stands_for", type(submodule)).__mro__
             if any(kind.__module__.partition(".")[0] in _TRANSFORMERS for kind in kinds):
-                kept |= {inside + name for name in one._non_persistent_buffers_set
+                kept |= {inside + name for name in submodule._non_persistent_buffers_set
                          if inside + name in names and names[inside + name].dtype is torch.float32}
         ids = {id(names[name]) for name in kept}
         return cls(dtype=dtype, kept=frozenset(name for name, one in names.items() if id(one) in ids))
@@ -73,7 +73,8 @@ class BlockFormats:
         """
         moved = {} if moved is None else moved
         tensors = dict(_floating(module))
-        kept = {id(one) for name in self.kept for one in (tensors[name], tensors[name].grad) if one is not None}
+        kept = {id(tensor) for name in self.kept
+                for tensor in (tensors[name], tensors[name].grad) if tensor is not None}
         before = dict(module.named_buffers())
         buffers = {id(buffer) for buffer in before.values()}
         here: dict[int, Tensor] = {}
@@ -101,9 +102,10 @@ class BlockFormats:
 
 def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All floating-point parameters and buffers, under all their names."""
-    for name, one in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
-        if one.is_floating_point():
-            yield name, one
+    for name, tensor in (*module.named_parameters(remove_duplicate=False),
+                         *module.named_buffers(remove_duplicate=False)):
+        if tensor.is_floating_point():
+            yield name, tensor
 
 
 def _kept_parts(module: nn.Module, dtype: torch.dtype) -> list[re.Pattern[str]]:

@@ -36,14 +36,14 @@ def source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
     file for a lambda, which may stand in the midst of anything."""
     lines, first = linecache.getlines(code.co_filename), code.co_firstlineno - 1
     codes = list(codes_in(code))
-    here = "".join(lines[first:max(line or 0 for one in codes for _, line, _, _ in one.co_positions())])
-    names = {name[name.find("__", 1):] if "__" in name[1:] else name for one in codes for name in one.co_names}
-    if not all(part in here or part.startswith(("@", "__")) for name in names for part in name.split(".")):
+    text = "".join(lines[first:max(line or 0 for code in codes for _, line, _, _ in code.co_positions())])
+    names = {name[name.find("__", 1):] if "__" in name[1:] else name for code in codes for name in code.co_names}
+    if not all(part in text or part.startswith(("@", "__")) for name in names for part in name.split(".")):
         return {}  # the file has changed since
     if code.co_name == "<lambda>":
         return _functions_in("".join(lines))
-    is_inside = here[:1].isspace() and first > 0
-    return _functions_in("\n" * (first - is_inside) + "if 1:\n" * is_inside + here)
+    is_inside = text[:1].isspace() and first > 0
+    return _functions_in("\n" * (first - is_inside) + "if 1:\n" * is_inside + text)
 
 
 @lru_cache(maxsize=1 << 6)
@@ -80,9 +80,9 @@ class _Plain(ast.NodeTransformer):
         super().generic_visit(node)
         for body in bodies(node):
             for number in reversed(range(len(body) - 1)):
-                one = body[number]
-                if isinstance(one, ast.If) and isinstance(one.body[-1], _LEAVES) and not one.orelse:
-                    one.orelse, body[number + 1:] = body[number + 1:], []
+                statement = body[number]
+                if isinstance(statement, ast.If) and isinstance(statement.body[-1], _LEAVES) and not statement.orelse:
+                    statement.orelse, body[number + 1:] = body[number + 1:], []
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -108,10 +108,10 @@ class _Plain(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)) if len(targets) == len(
-                    values) and {text_of(one) for one in targets}.isdisjoint(
-                    text_of(one) for value in values for one in ast.walk(value) if isinstance(one, ast.expr)):
-                return [ast.copy_location(ast.Assign([one], value), one)
-                        for one, value in zip(targets, values, strict=True)]
+                    values) and {text_of(target) for target in targets}.isdisjoint(
+                    text_of(inner) for value in values for inner in ast.walk(value) if isinstance(inner, ast.expr)):
+                return [ast.copy_location(ast.Assign([target], value), target)
+                        for target, value in zip(targets, values, strict=True)]
         return node
 
 
@@ -135,20 +135,20 @@ class FunctionTree:
         self._parents: dict[Any, Any] = {}
         self._numbers: dict[Any, int] = {}
         """The order in which nodes run, loops left aside."""
-        for one in node.body if isinstance(node.body, list) else [node.body]:
-            self._add(one, node)
+        for statement in node.body if isinstance(node.body, list) else [node.body]:
+            self._add(statement, node)
         nodes = list(self._numbers)
         self._places = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute)]
         self._reads: dict[str, list[Any]] = {}
-        for one in self._places:
-            self._reads.setdefault(self._name(one), []).extend([one] if isinstance(one.ctx, ast.Load) else [])
-        stored = Counter(one.id for one in self._places if isinstance(one, ast.Name)
-                         and not isinstance(one.ctx, ast.Load))
+        for place in self._places:
+            self._reads.setdefault(self._name(place), []).extend([place] if isinstance(place.ctx, ast.Load) else [])
+        stored = Counter(place.id for place in self._places if isinstance(place, ast.Name)
+                         and not isinstance(place.ctx, ast.Load))
         self._once = {target.id: one.value for one in nodes if isinstance(one, ast.Assign) for target in one.targets
                       if isinstance(target, ast.Name) and stored[target.id] == 1 and target.id not in self._arguments}
         """Local variables with one value."""
-        inner = {one.id for node in nodes if isinstance(node, ast.comprehension) for one in ast.walk(node.target)
-                 if isinstance(one, ast.Name)}
+        inner = {inner.id for node in nodes if isinstance(node, ast.comprehension) for inner in ast.walk(node.target)
+                 if isinstance(inner, ast.Name)}
         self._locals = {*code.co_varnames, *inner.difference(code.co_names, code.co_freevars)} - {*code.co_cellvars}
         self._own = own if own not in stored else None
         self._stores = [Store(text_of(place), self._name(place), one, self._statement(one), self._numbers[one])
@@ -156,20 +156,24 @@ class FunctionTree:
 
     def _add(self, node: Any, parent: Any) -> None:
         self._parents[node] = parent
-        inside = [one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.expr_context | ast.operator)]
+        inside = [child for child in ast.iter_child_nodes(node)
+                  if not isinstance(child, ast.expr_context | ast.operator)]
         if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
-            inside = [one for one in inside if one not in (node.body if isinstance(node.body, list) else [node.body])]
+            body = node.body if isinstance(node.body, list) else [node.body]
+            inside = [inner for inner in inside if inner not in body]
         if (first := getattr(node, "value", getattr(node, "iter", None))) in inside:  # before the target
             inside.remove(first)
             inside.insert(0, first)
-        for one in inside:
-            self._add(one, node)
+        for inner in inside:
+            self._add(inner, node)
         self._numbers[node] = len(self._numbers)
 
     def _name(self, node: Any) -> str:
         """Private ones with their class."""
         name: str = node.id if isinstance(node, ast.Name) else node.attr
-        return next((one for one in self._code.co_names if one.endswith(name)), name) if name.startswith("__") else name
+        if not name.startswith("__"):
+            return name
+        return next((variable for variable in self._code.co_names if variable.endswith(name)), name)
 
     def _is_own(self, node: Any) -> bool:
         """Whether it is an attribute of the method's own object."""
@@ -186,7 +190,8 @@ class FunctionTree:
         return self._call(method) if isinstance(method, ast.Attribute) else None
 
     def _statement(self, node: Any) -> Any:
-        return next((one for one in (node, *self._around(node)) if isinstance(one, ast.stmt | ast.NamedExpr)), None)
+        return next((outer for outer in (node, *self._around(node)) if isinstance(outer, ast.stmt | ast.NamedExpr)),
+                    None)
 
     def _around(self, node: Any) -> Iterator[Any]:
         """What a node is a part of, inside of the function."""
@@ -206,8 +211,8 @@ class FunctionTree:
 
     def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
         """Whether it comes before another one, on each way to that: in the same list of statements."""
-        return any(one in around for body in bodies(self._parents[statement]) if statement in body
-                   for one in body[body.index(statement) + 1:])
+        return any(later in around for body in bodies(self._parents[statement]) if statement in body
+                   for later in body[body.index(statement) + 1:])
 
 
 def bodies(node: Any) -> Iterator[list[Any]]:

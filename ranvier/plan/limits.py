@@ -328,9 +328,9 @@ def first_that_fits(run: ResolvedRun, look: Callable[[ResolvedRun], _Found], fit
     return own
 
 
-def schedule_note(asked: ResolvedRun, found: ResolvedRun) -> str:
+def schedule_note(asked: ResolvedRun, run: ResolvedRun) -> str:
     """A note on how the available memory has changed the run's schedule; empty if it has not."""
-    before, after = asked.pipeline, found.pipeline
+    before, after = asked.pipeline, run.pipeline
     if after == before:
         return ""
     limit = "none" if before.memory is None else f"{before.memory:g}"

@@ -45,7 +45,7 @@ class LiveBytes(MemoryTracker):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, passing = kwargs or {}, list[Tensor]()
         if self._casts and func in INTO_WIDER:
-            passing = [kwargs["out"].new_empty(distinct_bytes(one) // one.element_size()) for one in args[-3:-1]]
+            passing = [kwargs["out"].new_empty(distinct_bytes(arg) // arg.element_size()) for arg in args[-3:-1]]
             self.most_cast = max(self.most_cast, sum(copy.nbytes for copy in passing))
         elif self._drawn_bytes and func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.bool:
             passing = [torch.empty(prod(args[0]) * self._drawn_bytes + prod(args[0][1:]) * _INDEX_BYTES,

@@ -211,8 +211,9 @@ class CodeReach:
         for _, name, is_inside in self._holders(value):
             if name is None or is_inside or name in self.uses.whole:
                 return None
-            for key, kind in {(one.key, kind) for uses, kind in self._functions.values() for one in uses.elements
-                              if one.name == name}:
+            for key, kind in {(element.key, kind) for uses, kind in self._functions.values()
+                              for element in uses.elements
+                              if element.name == name}:
                 found |= self._values_of(key, kind)
         is_from_end = any(key[0] == "is" and isinstance(key[1], int) and key[1] < 0 for key in found)
         return None if is_from_end and type(value) is list else found
@@ -235,7 +236,8 @@ class CodeReach:
             return {with_values(key, {})}
         if kind is None or not issubclass(kind, nn.Module) or self.uses.stores_any:  # a forward may make others
             return {ANY}
-        return {with_values(key, {name: one for name, one in constants(value).items() if name not in self.uses.stores})
+        return {with_values(key, {name: constant
+                                  for name, constant in constants(value).items() if name not in self.uses.stores})
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
 
     def own_names(self, value: Any) -> frozenset[str]:
@@ -256,9 +258,9 @@ class CodeReach:
         called nowhere but in its own block (`pipeline/trained_elsewhere`); others of its methods may be."""
         if id(value) in self.found and self.found[id(value)].is_part:
             return True
-        if not isinstance(value, nn.Module) or not any(one.requires_grad for one in value.parameters()):
+        if not isinstance(value, nn.Module) or not any(parameter.requires_grad for parameter in value.parameters()):
             return True
-        names = {name for one in type(value).__mro__ if not is_foreign(one) for name, method in vars(one).items()
+        names = {name for base in type(value).__mro__ if not is_foreign(base) for name, method in vars(base).items()
                  if isinstance(method, FunctionType | property | cached_property)} - _NOT_IN_A_FORWARD - {"forward"}
         return id(value) in self._bound or self.uses.reads_any or not names.isdisjoint(
             self.uses.others | self.uses.called) or any(name.startswith("__") for name in names)
@@ -275,7 +277,7 @@ def tensors_in(found: Iterable[Reached]) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, nn.Module):
-            yield from ((f"{name}.{leaf}", one) for leaf, one in value._buffers.items() if one is not None)
+            yield from ((f"{name}.{leaf}", buffer) for leaf, buffer in value._buffers.items() if buffer is not None)
 
 
 def _may_change(value: object) -> bool:
@@ -286,15 +288,15 @@ def _may_change(value: object) -> bool:
 
 def _has_buffers(value: object) -> bool:
     """Whether it is a module with values of its own that a forward may change, as torch's BatchNorm does."""
-    return isinstance(value, nn.Module) and any(one is not None for one in value._buffers.values())
+    return isinstance(value, nn.Module) and any(buffer is not None for buffer in value._buffers.values())
 
 
 _BEHIND: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
-    (_WRAPPERS, lambda one: [inside for inside in attributes(one).values() if container(inside) is not None]),
-    (CellType | ContextVar, lambda one: [inside for _, inside in objects.contents(one)]),
-    (partial, lambda one: (one.func, *one.args, *one.keywords.values())),
-    (MethodType, lambda one: (one.__self__, one.__func__)),
-    (_Cached, lambda one: (one.__wrapped__,)))
+    (_WRAPPERS, lambda value: [inside for inside in attributes(value).values() if container(inside) is not None]),
+    (CellType | ContextVar, lambda value: [inside for _, inside in objects.contents(value)]),
+    (partial, lambda value: (value.func, *value.args, *value.keywords.values())),
+    (MethodType, lambda value: (value.__self__, value.__func__)),
+    (_Cached, lambda value: (value.__wrapped__,)))
 """What has others without names."""
 
 
@@ -319,19 +321,19 @@ def _next(path: str, value: Any) -> Iterable[_Link]:
 def _module_links(path: str, module: nn.Module) -> Iterator[_Link]:
     own = attributes(module)
     if not is_foreign(type(module)):
-        yield from (_Link(f"{path}.{name}", one, name) for name, one in own.items()
+        yield from (_Link(f"{path}.{name}", member, name) for name, member in own.items()
                     if name not in objects.OF_EVERY_MODULE)
         yield _Link(path, type(module), constructs=False)
-    yield from (_Link(f"{path}.{name}", one, name) for name, one in own.get("_modules", {}).items())
+    yield from (_Link(f"{path}.{name}", submodule, name) for name, submodule in own.get("_modules", {}).items())
     for hook in (hook for kind in HOOKS for hook in own.get(kind, {}).values()):
         yield _Link(f"{path}.{hook.__name__ if isinstance(hook, FunctionType) else 'hook'}", hook)
 
 
 def _container_links(path: str, value: Any) -> Iterator[_Link]:
     inside = objects.elements_with_keys(value)
-    if not _HOLD_NOTHING.issuperset(type(one) for _, one in inside):
-        yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", one)
-                    for key, one in inside)
+    if not _HOLD_NOTHING.issuperset(type(item) for _, item in inside):
+        yield from (_Link(f"{path}[{key!r}]" if type(key) in (int, str) else f"{path}[{type(key).__name__}]", item)
+                    for key, item in inside)
     if isinstance(value, defaultdict):
         yield _Link(path, value.default_factory)
     if is_of_user(value):
@@ -339,7 +341,7 @@ def _container_links(path: str, value: Any) -> Iterator[_Link]:
 
 
 def _object_links(path: str, value: Any) -> Iterator[_Link]:
-    yield from (_Link(f"{path}.{name}", one, name) for name, one in attributes(value).items())
+    yield from (_Link(f"{path}.{name}", attribute, name) for name, attribute in attributes(value).items())
     yield _Link(path, type(value), constructs=False)
 
 
@@ -347,14 +349,14 @@ def _function_links(path: str, function: FunctionType) -> Iterator[_Link]:
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         if variable == "__class__":  # of super()
-            yield from (_Link(path, one, constructs=False) for _, one in objects.contents(cell))
+            yield from (_Link(path, content, constructs=False) for _, content in objects.contents(cell))
         else:
             yield _Link(f"{path}.{variable}", cell, variable)
     given = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     yield from (_Link(f"{path}.default", one) for one in given)
     if is_foreign(function):
         return
-    yield from (_Link(f"{path}.{name}", one, name) for name, one in vars(function).items())
+    yield from (_Link(f"{path}.{name}", attribute, name) for name, attribute in vars(function).items())
     variables, names = function.__globals__, _names(code)
     module = sys.modules.get(variables.get("__name__", ""))
     if module is not None and vars(module) is variables:
@@ -377,8 +379,8 @@ def _function_links(path: str, function: FunctionType) -> Iterator[_Link]:
 @lru_cache(maxsize=1 << 14)
 def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
     """What operations of these kinds name in a function: global variables, or modules."""
-    return tuple(one.argval for each in codes_in(code) for one in dis.get_instructions(each)
-                 if one.opname.endswith(kinds))
+    return tuple(instruction.argval for each in codes_in(code) for instruction in dis.get_instructions(each)
+                 if instruction.opname.endswith(kinds))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -391,7 +393,7 @@ def _class_links(path: str, kind: type) -> Iterator[_Link]:
     """Methods and attributes of a class, and what it inherits from."""
     if is_foreign(kind):
         return
-    yield from (_Link(path, one, constructs=False) for one in kind.__bases__)
+    yield from (_Link(path, base, constructs=False) for base in kind.__bases__)
     for name, value in vars(kind).items():
         match value:
             case staticmethod() | classmethod():
@@ -402,18 +404,19 @@ def _class_links(path: str, kind: type) -> Iterator[_Link]:
                 functions = (value.func,)
             case _:
                 functions = (value,)
-        for one in functions:
-            if isinstance(one, FunctionType | _Cached):
-                yield _Link(path, one, None, name, None if isinstance(value, staticmethod | classmethod) else kind)
+        for function in functions:
+            if isinstance(function, FunctionType | _Cached):
+                yield _Link(path, function, None, name, None if isinstance(value, staticmethod | classmethod) else kind)
             elif not name.startswith("__"):
-                yield _Link(f"{path}.{name}", one, name)
+                yield _Link(f"{path}.{name}", function, name)
 
 
 def _constructors_of(path: str, kind: type) -> Iterator[_Link]:
     """What runs when code makes an object of a class. What Python has written, as of dataclasses, stores in that alone.
     """
     of_kind: type = type(kind)
-    of_objects = [(one, base) for base in kind.__mro__ for one in map(vars(base).get, ("__init__", "__post_init__"))]
+    of_objects = [(constructor, base) for base in kind.__mro__
+                  for constructor in map(vars(base).get, ("__init__", "__post_init__"))]
     others = [getattr(vars(base).get("__new__"), "__func__", None) for base in kind.__mro__]
     others += [vars(base).get("__call__") for base in of_kind.__mro__]
     yield from (_Link(path, one, bound=base) for one, base in (*of_objects, *((one, None) for one in others))

@@ -39,20 +39,24 @@ def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) ->
     """ModelError where one trains and another parameter has elements of it: an update of one changes both, as long as
     they are on one stage, and no gradient is that of both."""
     places: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
-    for name, one in parameters.items():
-        if type(one) is not nn.Parameter or one.is_meta or one.layout is not torch.strided or not one.numel():
+    for name, parameter in parameters.items():
+        if (type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided
+                or not parameter.numel()):
             continue
-        start = one.data_ptr()
-        is_dense = one.numel() == 1 + sum((n - 1) * step for n, step in zip(one.shape, one.stride(), strict=True))
-        stop = start + (one.nbytes if is_dense else 1)
-        group = places.setdefault(one.untyped_storage()._cdata, [])
+        start = parameter.data_ptr()
+        is_dense = parameter.numel() == 1 + sum((n - 1) * step
+                                                for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+        stop = start + (parameter.nbytes if is_dense else 1)
+        group = places.setdefault(parameter.untyped_storage()._cdata, [])
         for other, two, first, last in group:
-            if two is not one and start < last and first < stop and (one.requires_grad or two.requires_grad):
+            if two is not parameter and start < last and first < stop and (
+                    parameter.requires_grad or two.requires_grad):
                 raise ModelError(f"has its values in the memory of {other}, and is a parameter of its own",
-                                 code="parameters-over-one-memory", where=f"parameter {name}", value=tuple(one.shape),
+                                 code="parameters-over-one-memory", where=f"parameter {name}",
+                                 value=tuple(parameter.shape),
                                  remedy="Tie them as one parameter (one.weight = other.weight), or give each a memory "
                                         "of its own: nn.Parameter(other.weight.detach().clone()).")
-        group.append((name, one, start, stop))
+        group.append((name, parameter, start, stop))
 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:

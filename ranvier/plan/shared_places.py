@@ -87,14 +87,14 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
     holders: dict[object, set[int]] = {}
     for name, module in modules.items():
         for part in module.modules():
-            own = [one for one in part._parameters.values() if one is not None]
+            own = [parameter for parameter in part._parameters.values() if parameter is not None]
             for one in (*own, part) if own else ():
                 holders.setdefault(one, set()).add(stages[name])
     memory = ByMemory((here, one) for one, here in holders.items() if isinstance(one, nn.Parameter))
 
     def reaches_others(stage: int, reach: CodeReach) -> bool:
         return any(stage not in here and reach.contains(id(one)) for one, here in holders.items()) or any(
-            stage not in here for _, one in tensors_in(reach.found.values()) for here in memory.overlapping(one))
+            stage not in here for _, tensor in tensors_in(reach.found.values()) for here in memory.overlapping(tensor))
 
     suspects = {stage: reach for stage, reach in reaches.items() if reaches_others(stage, reach)}
     return frozenset(name for stage, name, root in _roots(stages, modules, loss)
@@ -140,16 +140,16 @@ def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],
                               keys=None if None in keys else frozenset[Key]().union(*filter(None, keys)))
 
 
-def _read(reach: CodeReach, one: Reached, names: frozenset[str]) -> Iterable[Entry]:
+def _read(reach: CodeReach, reached: Reached, names: frozenset[str]) -> Iterable[Entry]:
     """Those of `names`, or None for a whole value, that a stage may read of a place. Buffers of its own modules are
     its own."""
-    if is_whole(one.value):
-        return (None,) if reach.reads(one.value) else ()
-    own = _buffers(one.value)
-    read = reach.names_read(one.value, names - own if one.is_part else names | own)
-    if not one.is_part and not read.isdisjoint(_RUNNING):
+    if is_whole(reached.value):
+        return (None,) if reach.reads(reached.value) else ()
+    own = _buffers(reached.value)
+    read = reach.names_read(reached.value, names - own if reached.is_part else names | own)
+    if not reached.is_part and not read.isdisjoint(_RUNNING):
         read |= own & {"num_batches_tracked"}  # kernels that change these leave no trace, but for the count beside them
-    read |= _callable(one.value, names & reach.uses.called)
+    read |= _callable(reached.value, names & reach.uses.called)
     return read | {ANY_NAME} if reach.uses.reads_any else read
 
 

@@ -77,16 +77,16 @@ def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exa
     return with_memory(found, cluster, work, exact=exact)
 
 
-def with_memory(found: Candidate, cluster: Cluster, work: Work, *, exact: bool = True) -> Candidate:
+def with_memory(candidate: Candidate, cluster: Cluster, work: Work, *, exact: bool = True) -> Candidate:
     """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
     schedule that need less."""
     try:
-        run, memory = first_that_fits(found.run, partial(work.memory, cluster=cluster),
+        run, memory = first_that_fits(candidate.run, partial(work.memory, cluster=cluster),
                                       lambda run, memory: not excess(run, cluster, memory))
     except RanvierError as problem:
-        return replace(found, reason=str(problem))
-    cost = found.cost if run is found.run else run_cost(run, cluster, work.stages(run), exact=exact)
-    return replace(found, run=run, cost=cost, memory=memory, reason=excess(run, cluster, memory))
+        return replace(candidate, reason=str(problem))
+    cost = candidate.cost if run is candidate.run else run_cost(run, cluster, work.stages(run), exact=exact)
+    return replace(candidate, run=run, cost=cost, memory=memory, reason=excess(run, cluster, memory))
 
 
 def with_share(run: ResolvedRun, cluster: Cluster, work: Work, *, fits_without: bool | None = None) -> ResolvedRun:
@@ -275,15 +275,15 @@ def does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Candi
                        where="model", remedy=" ".join(remedies) or "Take a smaller model, or more memory.")
 
 
-def _share_needed(found: Candidate, cluster: Cluster) -> tuple[float, int]:
+def _share_needed(candidate: Candidate, cluster: Cluster) -> tuple[float, int]:
     """The share of a device's or a host's memory, whichever is scarcer, that the most demanding rank needs; and the
     microbatch, since only the states are predicted where they alone exceed the memory."""
-    device, host = (max((getattr(entry, name) for entry in found.memory), default=1 << 62)
+    device, host = (max((getattr(entry, name) for entry in candidate.memory), default=1 << 62)
                     for name in ("device_bytes", "host_bytes"))
     of_host = cluster.devices_per_node / cluster.host.memory_bytes
     share = (device + host) * of_host if cluster.device.cores is not None else max(
         device / usable_bytes(cluster.device), host * of_host)
-    return share, found.run.batch.microbatch_size
+    return share, candidate.run.batch.microbatch_size
 
 
 def _short(run: ResolvedRun) -> str:

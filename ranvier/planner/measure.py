@@ -90,10 +90,10 @@ def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **m
                           remedy="Measure again while the machine has nothing else to do.") from error
 
 
-def make_cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
+def make_cluster(measured: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     """The cluster that these measurements are of. ConfigError where they are not those of any machine."""
     try:
-        return _cluster(found, links, devices, kind)
+        return _cluster(measured, links, devices, kind)
     except ValidationError as error:
         raise first_fault(error, "what was measured here") from error
     except (ArithmeticError, np.linalg.LinAlgError) as error:
@@ -101,33 +101,33 @@ def make_cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: in
                           value=str(error), remedy="Measure again while the machine has nothing else to do.") from error
 
 
-def _cluster(found: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
+def _cluster(measured: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
     memory = min(psutil.virtual_memory().total, memory_limit_bytes() or 1 << 62)
-    device = found["device"] if kind == "cuda" else _core(found, memory)
+    device = measured["device"] if kind == "cuda" else _core(measured, memory)
     latency, rate = line([(size, links["messages"][str(size)]) for size in _MESSAGES])
     link = Link(bandwidth=rate, latency_seconds=latency)
     return Cluster(
         name=socket.gethostname(), nodes=1, devices_per_node=devices if kind == "cuda" else 16 * devices,
-        device=device, host=Host(memory_bytes=memory, memory_bandwidth=devices * found["update_bandwidth"]
-                                 if kind == "cpu" else found["host_bandwidth"]),
-        inside=link, between=link, host_link=Link(bandwidth=found["host_link"]),
+        device=device, host=Host(memory_bytes=memory, memory_bandwidth=devices * measured["update_bandwidth"]
+                                 if kind == "cpu" else measured["host_bandwidth"]),
+        inside=link, between=link, host_link=Link(bandwidth=measured["host_link"]),
         collective_seconds=max(0.0, links["collective"] - 2 * latency),
         source=f"measured by ranvier doctor --measure, torch {torch.__version__}")
 
 
-def _core(found: Mapping[str, Any], memory: int) -> Device:
+def _core(measured: Mapping[str, Any], memory: int) -> Device:
     """One core of this machine's CPU."""
-    _, moved, operation = fit(found["precisions"][_FORMATS[0]]["samples"])
+    _, moved, operation = fit(measured["precisions"][_FORMATS[0]]["samples"])
     rates = dict[Format, Rate]()
-    for name, one in found["precisions"].items():
+    for name, one in measured["precisions"].items():
         flops = seconds_of_a_flop(one["samples"], moved, operation)
         reached = 1.0 / flops if flops else one["product_flops"]
         peak = max(one["product_flops"], reached)
         rates[name] = Rate(peak_flops=peak, share=reached / peak)
     return Device(name="one core", cores=available_cores(), rates=rates, memory_bytes=memory, memory_share=1.0,
-                  memory_bandwidth=1.0 / moved if moved else found["update_bandwidth"],
-                  update_bandwidth=found["update_bandwidth"], operation_seconds=operation,
-                  crowded_share=found.get("crowded_share", 1.0), turn_seconds=found.get("turn_seconds", 0.0))
+                  memory_bandwidth=1.0 / moved if moved else measured["update_bandwidth"],
+                  update_bandwidth=measured["update_bandwidth"], operation_seconds=operation,
+                  crowded_share=measured.get("crowded_share", 1.0), turn_seconds=measured.get("turn_seconds", 0.0))
 
 
 # --- computing -------------------------------------------------------------------------------------------------------
@@ -266,15 +266,15 @@ def _copy(kind: str) -> float:
     return size / time_call(lambda: target.copy_(source))
 
 
-def _slowest(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _slowest(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures that all of them reach: the mean of their times."""
-    merged = dict(found[0])
+    merged = dict(measured[0])
     merged["precisions"] = {
         name: {"samples": [(rows[0][0], sum(seconds for _, seconds in rows) / len(rows)) for rows in zip(
-            *(one["precisions"][name]["samples"] for one in found), strict=True)],
-            "product_flops": min(one["precisions"][name]["product_flops"] for one in found)}
-        for name in found[0]["precisions"]}
-    merged["update_bandwidth"] = min(one["update_bandwidth"] for one in found)
+            *(one["precisions"][name]["samples"] for one in measured), strict=True)],
+            "product_flops": min(one["precisions"][name]["product_flops"] for one in measured)}
+        for name in measured[0]["precisions"]}
+    merged["update_bandwidth"] = min(one["update_bandwidth"] for one in measured)
     return merged
 
 

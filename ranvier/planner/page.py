@@ -65,19 +65,19 @@ def _timeline(shown: Simulated) -> StepTimeline:
         rows=[(f"pipe {rank}", [span(*each) for each in actions]) for rank, actions in enumerate(shown.actions)])
 
 
-def _row(number: int, found: Candidate, reason: str, unit_bytes: int) -> tuple[str, ...]:
-    cost = found.cost
-    return (str(number) if number else "", report.describe(found.run), report.four_digits(cost.seconds),
+def _row(number: int, candidate: Candidate, reason: str, unit_bytes: int) -> tuple[str, ...]:
+    cost = candidate.cost
+    return (str(number) if number else "", report.describe(candidate.run), report.four_digits(cost.seconds),
             f"{cost.tokens_per_second:,.0f}", f"{cost.model_utilisation:.1%}", f"{report.step_bubble(cost):.1%}",
-            three_digits(report.device_bytes(found) / unit_bytes) if found.memory else "", reason)
+            three_digits(report.device_bytes(candidate) / unit_bytes) if candidate.memory else "", reason)
 
 
-def _why_slower(best: Candidate, found: Candidate) -> str:
+def _why_slower(best: Candidate, candidate: Candidate) -> str:
     """The three largest differences between the times of a step and of the best one."""
-    if found is best:
+    if candidate is best:
         return "the fastest"
-    more = {name: share * found.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds
-            for name, share in report.shares(found.cost).items()}
+    more = {name: share * candidate.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds
+            for name, share in report.shares(candidate.cost).items()}
     parts = [f"{name} {seconds:+.3g} s" for name, seconds in sorted(more.items(), key=lambda part: -abs(part[1]))[:3]
              if abs(seconds) > 0.0005 * best.cost.seconds]
-    return f"{found.cost.seconds / best.cost.seconds - 1:+.1%}" + (f": {', '.join(parts)}" if parts else "")
+    return f"{candidate.cost.seconds / best.cost.seconds - 1:+.1%}" + (f": {', '.join(parts)}" if parts else "")

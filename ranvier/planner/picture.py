@@ -44,15 +44,15 @@ def _not_writable(path: Path, problem: str) -> ConfigError:
                        remedy="Name a .png file in a folder you own.")
 
 
-def draw_simulation(found: Simulation, path: Path) -> None:
+def draw_simulation(simulation: Simulation, path: Path) -> None:
     """A picture, a PNG but where `path` ends otherwise, of the simulated step and of what changes its bubble."""
     figure = new_figure(13, 8.5)
     top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
-    draw_actions(top, found.step.shown)
-    run = found.run
-    entitle(top, f"{found.cluster.name}: {run.mesh}, {run.pipeline.policy}, a step of {found.seconds:.4g} s")
+    draw_actions(top, simulation.step.shown)
+    run = simulation.run
+    entitle(top, f"{simulation.cluster.name}: {run.mesh}, {run.pipeline.policy}, a step of {simulation.seconds:.4g} s")
     stage = mean_stage([StageTimes(forward=row.forward_seconds, backward=row.backward_seconds,
-                                   weight=row.weight_seconds) for row in found.cost.stages])
+                                   weight=row.weight_seconds) for row in simulation.cost.stages])
     pipe = max(2, run.mesh.pipeline_size)
     draw_bubbles(below, stage, pipe, min(64, max(run.num_microbatches, 4)), hop=0.1 * stage.forward)
     try:
@@ -115,14 +115,14 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
         drawn(axes[1], limits, [100 * bubble(stage, pipe, count, policy, in_flight=limit, hop=hop) for limit in limits])
         drawn(axes[2], jitters, [100 * mean(bubble(stage, pipe, count, policy, hop=hop, noise=Noise(
             jitter=jitter, seed=seed)) for seed in range(4 if jitter else 1)) for jitter in jitters])
-    for one, what in zip(axes, ("stages", f"microbatches in flight ({pipe} stages)",
-                                f"jitter: deviation / mean time ({pipe} stages)"), strict=True):
-        one.set_xlabel(what)
-        if one is not axes[2]:
-            one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.set_ylabel("bubble, %")
-        one.set_ylim(bottom=0)
-        clean(one)
+    for axis, what in zip(axes, ("stages", f"microbatches in flight ({pipe} stages)",
+                                 f"jitter: deviation / mean time ({pipe} stages)"), strict=True):
+        axis.set_xlabel(what)
+        if axis is not axes[2]:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_ylabel("bubble, %")
+        axis.set_ylim(bottom=0)
+        clean(axis)
     legend = axes[2].legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     legend.set_in_layout(False)  # it is wider than its axes, and the title of the first ones has made room for it
     axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium", loc="left")

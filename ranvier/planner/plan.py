@@ -104,7 +104,8 @@ def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) ->
                 for cluster in map(load_cluster, cluster_names)]
     run, problems = with_pretrained(run)
     for problem in (*problems,
-                    *(one for one in find_problems(resolve_with_least(run)) if one.where.startswith("model."))):
+                    *(problem for problem in find_problems(resolve_with_least(run))
+                      if problem.where.startswith("model."))):
         raise problem
     if len(clusters) > 1 or request.what_if:
         return _compare(name, run, clusters, request)
@@ -303,31 +304,31 @@ def _no_page(path: Path, reason: str) -> ConfigError:
                        value=str(path), remedy="Name a file in a folder you own.")
 
 
-def print_plan(found: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
+def print_plan(result: SearchResult, name: str, explain: bool, goal: Goal | None = None) -> None:
     """Print the plan on standard output."""
     screen = Screen(sys.stdout)
-    screen.print(f"{name} on {found.ranks} of the {found.cluster.num_devices:,} devices of {found.cluster.name} "
-                  f"({found.cluster.device.name}), {report.numbers(found)}")
+    screen.print(f"{name} on {result.ranks} of the {result.cluster.num_devices:,} devices of {result.cluster.name} "
+                  f"({result.cluster.device.name}), {report.numbers(result)}")
     if goal is not None:
-        whole = training(found.best[0], found.cluster, goal, found.measured_over_predicted)
+        whole = training(result.best[0], result.cluster, goal, result.measured_over_predicted)
         screen.print(f"a training on {goal.tokens:,.0f} tokens has {whole.steps:,} steps")
         if whole.best_checkpoint_steps is not None:
             given = f"; given is --checkpoint.every {whole.checkpoint_steps}" * goal.keeps_interval
             screen.print(f"a checkpoint every {whole.best_checkpoint_steps} steps, written at "
                          f"{SAVED_BYTES_PER_SECOND / 1e9:g} GB/s, loses least{given}")
-    if same := report.common_settings(found):
+    if same := report.common_settings(result):
         screen.print(same)
     screen.print()
-    screen.print(report.table(found, goal=goal))
-    if found.measured_over_predicted != 1.0:
-        screen.print(f"\nMeasured steps take {found.measured_over_predicted:.2f} times what is predicted (median).")
+    screen.print(report.table(result, goal=goal))
+    if result.measured_over_predicted != 1.0:
+        screen.print(f"\nMeasured steps take {result.measured_over_predicted:.2f} times what is predicted (median).")
     screen.print()
-    first, limits, *more, memory = report.explanation(found)
-    faster = any(one.cost.seconds < found.best[0].cost.seconds for one in found.dropped)
+    first, limits, *more, memory = report.explanation(result)
+    faster = any(one.cost.seconds < result.best[0].cost.seconds for one in result.dropped)
     for line in (first, limits, *(more if explain else ()), *([memory] if explain or faster else ())):
         screen.print(line)
-    if explain and (choices := report.schedule_of(found)):
-        screen.print(report.schedule_text(choices, found.best[0].cost))
+    if explain and (choices := report.schedule_of(result)):
+        screen.print(report.schedule_text(choices, result.best[0].cost))
 
 
 # --- simulate --------------------------------------------------------------------------------------------------------
@@ -410,30 +411,31 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
     return found
 
 
-def _document(name: str, found: Simulation, lost: Goodput | None) -> dict[str, object]:
-    shown = found.step.shown  # the slowest of those with a slow stage, else the first replica
-    return {"recipe": name, "cluster": found.cluster.name, "ranks": found.run.mesh.size,
-            "step_seconds": found.seconds, "pipeline_seconds": found.pipeline_seconds,
-            "bubble_fraction": found.step.bubble_fraction, "replicas": found.step.replicas,
-            "replicas_simulated": found.step.sampled, "replica_seconds": list(found.step.replica_seconds),
-            "excess": found.excess, "predicted": report.cost_dict(found.cost),
+def _document(name: str, simulation: Simulation, lost: Goodput | None) -> dict[str, object]:
+    shown = simulation.step.shown  # the slowest of those with a slow stage, else the first replica
+    return {"recipe": name, "cluster": simulation.cluster.name, "ranks": simulation.run.mesh.size,
+            "step_seconds": simulation.seconds, "pipeline_seconds": simulation.pipeline_seconds,
+            "bubble_fraction": simulation.step.bubble_fraction, "replicas": simulation.step.replicas,
+            "replicas_simulated": simulation.step.sampled, "replica_seconds": list(simulation.step.replica_seconds),
+            "excess": simulation.excess, "predicted": report.cost_dict(simulation.cost),
             "goodput": None if lost is None else {"share": lost.share, "failures_per_day": lost.failures_per_day,
                                                   "best_checkpoint_steps": lost.best_steps},
             "stages": [{"stage": rank, "busy_seconds": sum(stop - start for _, start, stop in actions),
-                        "most_stored": max(shown.most_stored[stage] for stage in found.run.placement.stages_of(rank)),
+                        "most_stored": max(shown.most_stored[stage]
+                                           for stage in simulation.run.placement.stages_of(rank)),
                         "actions": " ".join(str(action) for action, _, _ in actions)}
                        for rank, actions in enumerate(shown.actions)]}
 
 
-def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
-    step, run, screen = found.step, found.run, Screen(sys.stdout)
-    screen.print(f"{name} on {run.mesh.size:,} devices of {found.cluster.name}: {report.describe(run)}")
-    if found.excess:
-        screen.print(f"it would not fit: {found.excess}")
-    pipeline = found.pipeline_seconds
-    screen.print(f"a step takes {found.seconds:.4g} s: the pipeline {pipeline:.4g} s "
-                 f"({step.bubble_fraction:.1%} of it bubble), then averaging and update {found.seconds - pipeline:.3g} "
-                 "s")
+def _print(simulation: Simulation, lost: Goodput | None, name: str) -> None:
+    step, run, screen = simulation.step, simulation.run, Screen(sys.stdout)
+    screen.print(f"{name} on {run.mesh.size:,} devices of {simulation.cluster.name}: {report.describe(run)}")
+    if simulation.excess:
+        screen.print(f"it would not fit: {simulation.excess}")
+    pipeline = simulation.pipeline_seconds
+    screen.print(f"a step takes {simulation.seconds:.4g} s: the pipeline {pipeline:.4g} s "
+                 f"({step.bubble_fraction:.1%} of it bubble), then averaging and update "
+                 f"{simulation.seconds - pipeline:.3g} s")
     if pipeline > step.seconds:
         screen.print(f"stages share cores: with one core each, the pipeline would take {step.seconds:.4g} s")
     if step.sampled > 1:
@@ -445,9 +447,9 @@ def _print(found: Simulation, lost: Goodput | None, name: str) -> None:
                      f"the best interval is {lost.best_steps:,} step{'s' * (lost.best_steps != 1)}, if checkpoints are "
                      f"written at {SAVED_BYTES_PER_SECOND / 1e9:g} GB/s")
     screen.print("\nmilliseconds per microbatch; averaging and update per step:")
-    screen.print(report.stage_table(found.cost))
-    if len(found.cost.stages) > 16:
-        screen.print(f"  ... {len(found.cost.stages) - 16} more stages")
+    screen.print(report.stage_table(simulation.cost))
+    if len(simulation.cost.stages) > 16:
+        screen.print(f"  ... {len(simulation.cost.stages) - 16} more stages")
     screen.print()
     for stage, actions in list(enumerate(step.shown.actions))[:8]:
         text = " ".join(str(action) for action, _, _ in actions[:24])

@@ -120,14 +120,14 @@ def scheme(run: ResolvedRun) -> str:
     return run.tensor.scheme + " by sequence" * run.tensor.shards_sequence
 
 
-def model_flops_per_device(found: Candidate) -> float:
+def model_flops_per_device(candidate: Candidate) -> float:
     """The model's own FLOPs of a step, a second and a device."""
-    return found.cost.model_flops / found.cost.seconds / found.run.mesh.size
+    return candidate.cost.model_flops / candidate.cost.seconds / candidate.run.mesh.size
 
 
-def device_bytes(found: Candidate) -> int:
+def device_bytes(candidate: Candidate) -> int:
     """Bytes of the rank that needs the most device memory."""
-    return max((entry.device_bytes for entry in found.memory), default=0)
+    return max((entry.device_bytes for entry in candidate.memory), default=0)
 
 
 def step_bubble(cost: Cost) -> float:
@@ -292,19 +292,19 @@ def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[
             "interrupted": plan.interrupted}
 
 
-def as_dict(found: Candidate) -> dict[str, object]:
+def as_dict(candidate: Candidate) -> dict[str, object]:
     """One configuration."""
-    run, cost = found.run, found.cost
+    run, cost = candidate.run, candidate.cost
     return {"mesh": run.mesh.document(), "microbatch_size": run.batch.microbatch_size,
             "in_flight": run.pipeline.in_flight, "checkpoint": run.memory.recompute, "offload": run.optim.offload,
             "offload_share": run.optim.offload_share if run.optim.offload == "hybrid" else None,
             "defer_bytes": run.pipeline.defer_bytes, "sequence_sharding": run.tensor.sequence_sharding,
             "shard": run.optim.shard, "chunk_buckets": run.optim.chunk_buckets, "precision": run.precision,
-            "scheme": run.tensor.scheme, "reason": found.reason, **cost_dict(cost),
-            "measured_seconds": found.measured_seconds,
-            "device_bytes": device_bytes(found) if found.memory else None,
+            "scheme": run.tensor.scheme, "reason": candidate.reason, **cost_dict(cost),
+            "measured_seconds": candidate.measured_seconds,
+            "device_bytes": device_bytes(candidate) if candidate.memory else None,
             "memory": [{"pipe": entry.pipeline_rank, "ranks": entry.ranks, "device": dict(entry.device),
-                        "host": dict(entry.host)} for entry in found.memory]}
+                        "host": dict(entry.host)} for entry in candidate.memory]}
 
 
 def cost_dict(cost: Cost) -> dict[str, object]:
@@ -327,9 +327,9 @@ def course_dict(course: Course | None) -> dict[str, object] | None:
                         for period in course.periods]}
 
 
-def course_lines(found: Candidate) -> list[str]:
+def course_lines(candidate: Candidate) -> list[str]:
     """Lines about a run whose layers freeze; none if nothing freezes."""
-    course, elastic = found.course, found.run.elastic
+    course, elastic = candidate.course, candidate.run.elastic
     if course is None:
         return []
     used = [text for text, is_used in (("a mesh that packs", elastic.auto_pipe), ("cached outputs", elastic.cache))

@@ -326,15 +326,16 @@ class _Queue:
             f"a rank needs at least {least / 2**20:,.0f} MiB of its device, and there are {usable / 2**20:,.0f}")
 
 
-def _simulate(found: Candidate, cluster: Cluster, work: Work) -> Candidate:
-    return replace(found, cost=run_cost(found.run, cluster, work.stages(found.run)))
+def _simulate(candidate: Candidate, cluster: Cluster, work: Work) -> Candidate:
+    return replace(candidate, cost=run_cost(candidate.run, cluster, work.stages(candidate.run)))
 
 
-def _follow_freezing(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
+def _follow_freezing(candidate: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
     """Through the whole run, the fastest way of those that it may take, where its layers freeze."""
-    runs = elastic_variants(found.run) if "elastic" in searched and found.run.elastic.freeze != "none" else [found.run]
-    followed = [replace(found, run=run, course=course(run, cluster, work)) for run in runs]
-    return min(followed, key=Candidate.ranked_seconds) if followed[0].course else found
+    run = candidate.run
+    runs = elastic_variants(run) if "elastic" in searched and run.elastic.freeze != "none" else [run]
+    followed = [replace(candidate, run=run, course=course(run, cluster, work)) for run in runs]
+    return min(followed, key=Candidate.ranked_seconds) if followed[0].course else candidate
 
 
 def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> None:
@@ -343,46 +344,46 @@ def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> 
     ample limits, and only as long as these are short enough."""
     best, waiting = min(each.cost.seconds for each in fitting), list[tuple[float, int, Candidate]]()
     fastest, faster, given = dict[object, Candidate](), dict[object, Candidate](), tuple(fitting)
-    for one in sorted(fitting, key=lambda one: one.cost.seconds):
-        fastest.setdefault(_group(one), one)
-    for one in fastest.values():
-        for run in candidates.stage_variants(one.run):
+    for candidate in sorted(fitting, key=lambda candidate: candidate.cost.seconds):
+        fastest.setdefault(_group(candidate), candidate)
+    for candidate in fastest.values():
+        for run in candidates.stage_variants(candidate.run):
             stages = work.stages(run)
             seconds = run_cost(run, cluster, stages, exact=False, limits=unlimited_limits(run)).seconds
             if seconds < best and are_searched(run.placement):
                 seconds = run_cost(run, cluster, stages, limits=widest_limits(run)).seconds / _AMPLE
-            waiting.append((seconds, len(waiting), replace(one, run=run)))
-    for seconds, _, one in sorted(waiting):
+            waiting.append((seconds, len(waiting), replace(candidate, run=run)))
+    for seconds, _, candidate in sorted(waiting):
         if seconds >= _WORTH * best:
             break
-        other = candidates.with_memory(_simulate(one, cluster, work), cluster, work)
+        other = candidates.with_memory(_simulate(candidate, cluster, work), cluster, work)
         if other.fits and other.cost.seconds < _WORTH * best:
-            faster[_group(one)] = other
+            faster[_group(candidate)] = other
             best = other.cost.seconds
             fitting[:] = [*given, *faster.values()]
 
 
-def _group(one: Candidate) -> object:
-    return one.run.mesh, one.run.batch.microbatch_size, one.run.tensor, one.run.precision
+def _group(candidate: Candidate) -> object:
+    return candidate.run.mesh, candidate.run.batch.microbatch_size, candidate.run.tensor, candidate.run.precision
 
 
-def _tune_reduction(found: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
+def _tune_reduction(candidate: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
     """With another size of chunks, and with whole optimizer states on each replica, where that is worth it."""
-    best = _tune(found, cluster, work, "chunks", searched)
-    if "shard" in searched and found.run.optim.shard:
-        run = replace(found.run, optim=replace(found.run.optim, shard=False))
-        whole = _simulate(replace(found, run=run), cluster, work)
+    best = _tune(candidate, cluster, work, "chunks", searched)
+    if "shard" in searched and candidate.run.optim.shard:
+        run = replace(candidate.run, optim=replace(candidate.run.optim, shard=False))
+        whole = _simulate(replace(candidate, run=run), cluster, work)
         best = _better_of(best, _tune(whole, cluster, work, "chunks", searched), cluster, work)
     return best
 
 
-def _tune(found: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
+def _tune(candidate: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
           searched: Sequence[Setting]) -> Candidate:
     """With another in-flight limit, or size of chunks, where that is worth it."""
     variants = candidates.in_flight_variants if name == "in-flight" else candidates.chunk_variants
-    for run in variants(found.run) if name in searched else ():
-        found = _better_of(found, _simulate(replace(found, run=run), cluster, work), cluster, work)
-    return found
+    for run in variants(candidate.run) if name in searched else ():
+        candidate = _better_of(candidate, _simulate(replace(candidate, run=run), cluster, work), cluster, work)
+    return candidate
 
 
 def _better_of(found: Candidate, other: Candidate, cluster: Cluster, work: Work) -> Candidate:

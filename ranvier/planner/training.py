@@ -109,21 +109,21 @@ class Training:
                 and (goal.budget is None or self.dollars is None or self.dollars <= goal.budget))
 
 
-def training(found: Candidate, cluster: Cluster, goal: Goal, measured_over_predicted: float = 1.0) -> Training:
+def training(candidate: Candidate, cluster: Cluster, goal: Goal, measured_over_predicted: float = 1.0) -> Training:
     """Cost of training on `goal.tokens` with a configuration."""
-    longer = found.expected_seconds(measured_over_predicted) / found.cost.seconds
-    devices, share, best_steps = found.run.mesh.size, 1.0, None
-    steps = ceil(goal.tokens / found.cost.tokens)
-    interval = found.run.checkpoint.every
+    longer = candidate.expected_seconds(measured_over_predicted) / candidate.cost.seconds
+    devices, share, best_steps = candidate.run.mesh.size, 1.0, None
+    steps = ceil(goal.tokens / candidate.cost.tokens)
+    interval = candidate.run.checkpoint.every
     if goal.mtbf_hours is not None:
-        failures = failures_of(found.run, cluster, found.memory, goal.mtbf_hours, steps=steps)
-        lost = goodput(found.cost.seconds * longer, devices, failures)
+        failures = failures_of(candidate.run, cluster, candidate.memory, goal.mtbf_hours, steps=steps)
+        lost = goodput(candidate.cost.seconds * longer, devices, failures)
         best_steps = min(lost.best_steps, steps)
         if not goal.keeps_interval:
             interval = best_steps
-            lost = goodput(found.cost.seconds * longer, devices, replace(failures, checkpoint_steps=interval))
+            lost = goodput(candidate.cost.seconds * longer, devices, replace(failures, checkpoint_steps=interval))
         share = lost.share
-    days = found.cost.days(goal.tokens) * longer / max(share, 1e-9)
+    days = candidate.cost.days(goal.tokens) * longer / max(share, 1e-9)
     hours = days * 24 * devices
     price, watts = cluster.price_per_hour, cluster.device.watts
     return Training(devices=devices, steps=steps, days=days, device_hours=hours,
@@ -155,14 +155,15 @@ def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]
 
 def columns(several: list[Training]) -> dict[str, list[str]]:
     """Header -> cells of a table, one for each; without those of which nothing is known."""
-    table = {"days": [_days(one.days) for one in several],
-             "device\nhours": [f"{one.device_hours:,.0f}" for one in several]}
-    if any(one.dollars is not None for one in several):
-        table["dollars"] = ["" if one.dollars is None else f"{one.dollars:,.0f}" for one in several]
-    if any(one.kilowatt_hours is not None for one in several):
-        table["kWh"] = ["" if one.kilowatt_hours is None else f"{one.kilowatt_hours:,.0f}" for one in several]
-    if any(one.goodput < 1.0 for one in several):
-        table["goodput"] = [f"{one.goodput:.1%}" for one in several]
+    table = {"days": [_days(training.days) for training in several],
+             "device\nhours": [f"{training.device_hours:,.0f}" for training in several]}
+    if any(training.dollars is not None for training in several):
+        table["dollars"] = ["" if training.dollars is None else f"{training.dollars:,.0f}" for training in several]
+    if any(training.kilowatt_hours is not None for training in several):
+        table["kWh"] = ["" if training.kilowatt_hours is None else f"{training.kilowatt_hours:,.0f}"
+                        for training in several]
+    if any(training.goodput < 1.0 for training in several):
+        table["goodput"] = [f"{training.goodput:.1%}" for training in several]
     return table
 
 

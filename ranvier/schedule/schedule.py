@@ -430,8 +430,8 @@ class RankSchedule:
             return self._first_due(self.max_stored)
         if len(self._of_turn) == 1:
             return self._of_turn[0].possible_action()
-        actions = [((action.kind != "C", _NEVER if action.kind == "W" else one.due(action.kind, action.microbatch)),
-                    action) for one in reversed(self._of_turn) if (action := one.possible_action()) is not None]
+        actions = [((action.kind != "C", _NEVER if action.kind == "W" else stage.due(action.kind, action.microbatch)),
+                    action) for stage in reversed(self._of_turn) if (action := stage.possible_action()) is not None]
         return min(actions, key=_turn)[1] if actions else None
 
     def _first_due(self, max_stored: int) -> Action | None:
@@ -444,29 +444,29 @@ class RankSchedule:
         if self._blocked == self.budget.version:
             return self._weight()
         stages = self._of_turn
-        ready = sorted(chain.from_iterable([one.ready() for one in stages]), key=_turn)
+        ready = sorted(chain.from_iterable([stage.ready() for stage in stages]), key=_turn)
         for (_, due), kind, chosen in ready:
-            if self._in_order and kind != "C" and any([due > one.next_due() for one in stages]):
+            if self._in_order and kind != "C" and any([due > stage.next_due() for stage in stages]):
                 break
             if kind != "F":
                 return chosen.backward()
-            if self.budget.held + sum([one.forwards_due_before(due) for one in stages]) < max_stored:
+            if self.budget.held + sum([stage.forwards_due_before(due) for stage in stages]) < max_stored:
                 return chosen.forward()
-            if all([due <= one.next_due() for one in stages]):
+            if all([due <= stage.next_due() for stage in stages]):
                 return self._weight() or chosen.forward()
         self._blocked = self.budget.version
         return self._weight()
 
     def _weight(self) -> Action | None:
         """The next queued product, of the last stage that has one."""
-        for one in reversed(self._of_turn):
-            for action in one.queue:
+        for stage in reversed(self._of_turn):
+            for action in stage.queue:
                 return action
         return None
 
     def _wait_or_done(self) -> Wait | Done:
         """The answer when no action is ready."""
-        waits = [each for one in reversed(self._of_turn) if isinstance(each := one.wait_or_done(), Wait)]
+        waits = [each for stage in reversed(self._of_turn) if isinstance(each := stage.wait_or_done(), Wait)]
         awaited = (each for each in waits if each.forward is not None or each.backward is not None)
         return next(awaited, waits[0] if waits else Done())
 

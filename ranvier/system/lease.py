@@ -294,7 +294,7 @@ def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambd
     """Refuse early what `Lease.acquire` would refuse: a folder that cannot be written, or that another process of this
     machine owns. Leaves nothing behind, and waits for an owner that may be about to exit, of which it tells once.
     Errors as of `acquire`."""
-    this, told = Owner.this_process(), False
+    this, reported = Owner.this_process(), False
     for folder in dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders):
         with _writable(folder):
             there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
@@ -306,9 +306,9 @@ def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambd
             watch = _Watch(folder, this, EXPIRY_SECONDS, wait_seconds)
             while (newest := max(_generations(folder), default=0)) and (
                     _is_owned_here(folder, this) and not watch.is_gone(newest)):
-                if not told:
+                if not reported:
                     tell(watch.describe())
-                told = True
+                reported = True
                 time.sleep(_POLL_SECONDS)
 
 
@@ -352,8 +352,8 @@ class Lease:
                     folder.mkdir(parents=True, exist_ok=True)
                     held.append(_claim(folder, _Watch(folder, owner, expiry_seconds, wait_seconds), owner, on_wait))
         except BaseException:
-            for one in held:
-                one.release()
+            for lease in held:
+                lease.release()
             raise
         return cls(held, heartbeat_seconds)
 
@@ -372,8 +372,8 @@ class Lease:
             raise OwnershipError("no longer belongs to this run, which has released it", code="folder-released",
                                  where=f"folder {self._held[0].folder}", remedy="Write before the run ends.")
         try:
-            for one in self._held:
-                one.verify()
+            for lease in self._held:
+                lease.verify()
         except OwnershipError as error:
             self._lost = error
             raise
@@ -382,13 +382,13 @@ class Lease:
         """Release the folders, so that the next start need not wait. Idempotent."""
         if not self._stop.is_set():
             self._stop.set()
-            for one in self._held:
-                one.release()
+            for lease in self._held:
+                lease.release()
 
     def _beat(self) -> None:
-        for one in self._held:
+        for lease in self._held:
             try:
-                one.beat()
+                lease.beat()
             except OwnershipError as error:
                 self._lost = error
                 return

@@ -58,11 +58,11 @@ def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unsh
         raise
 
 
-def _writers(found: os.stat_result) -> str | None:
+def _writers(status: os.stat_result) -> str | None:
     """Description of others who may write a file; None if nobody may. Its group may: the user chooses that."""
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user (uid {found.st_uid})"
-    return "may be written by everybody" if found.st_mode & stat.S_IWOTH else None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to another user (uid {status.st_uid})"
+    return "may be written by everybody" if status.st_mode & stat.S_IWOTH else None
 
 
 def read_bytes(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> bytes:

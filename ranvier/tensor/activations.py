@@ -216,13 +216,14 @@ def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
 
 
-def _start_rounded(own: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None, start: Callable[[Tensor], Work]
+def _start_rounded(tensor: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None,
+                   start: Callable[[Tensor], Work]
                    ) -> Work:
     """`start(total)`, a sum of this format, whose total plus bias becomes `own`: in its place where it can."""
-    if dtype is own.dtype and bias is None and own.is_contiguous():
-        return start(own)
-    total = buffer("summed", own.shape)
-    return ChainedWork(start(total), lambda: _round(own, total, bias))
+    if dtype is tensor.dtype and bias is None and tensor.is_contiguous():
+        return start(tensor)
+    total = buffer("summed", tensor.shape)
+    return ChainedWork(start(total), lambda: _round(tensor, total, bias))
 
 
 def _round(own: Tensor, total: Tensor, bias: Tensor | None) -> None:

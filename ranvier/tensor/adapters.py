@@ -84,7 +84,7 @@ class Adapter(Layer):
         if self.magnitude_change is None:
             return self._add_product(y, u, rows)
         weight, bias = base()
-        before, after = (one[rows] for one in self.norms(weight.detach()))
+        before, after = (norm[rows] for norm in self.norms(weight.detach()))
         factor = ((before + self.magnitude_change[rows]) / after).to(y.dtype)
         if bias is None:
             return self._add_product(y, u, rows) * factor

@@ -171,7 +171,7 @@ class _LayerGuard(_RowGuard):
         """The layer's arguments without layouts."""
         super().before(args, kwargs)
         self._entered, self._sequences, take = None, 0, self._take
-        return (tuple([take(one) if isinstance(one, Tensor) else mapped(take, one) for one in args]),
+        return (tuple([take(arg) if isinstance(arg, Tensor) else mapped(take, arg) for arg in args]),
                 mapped(take, kwargs) if kwargs else kwargs)
 
     def after(self, y: object) -> object:

@@ -241,19 +241,19 @@ class CompiledBlocks:
         try:
             yield
         finally:
-            for layer, one in zip(layers, before, strict=True):
+            for layer, former in zip(layers, before, strict=True):
                 layer.__dict__.pop("_compiled_call", None)
                 layer.__dict__.pop("_compiled_float8", None)
                 layer.__dict__.pop("forward", None)
-                if one is not None:
-                    layer.__dict__["forward"] = one
+                if former is not None:
+                    layer.__dict__["forward"] = former
 
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
         """`_Shapes` of a block for inputs like these and the parameters that train now."""
         tensors = as_named_tensors(state, "the carried state")
-        modes = tuple(one.training for one in module.modules())
+        modes = tuple(submodule.training for submodule in module.modules())
         key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(
-            module))), tuple((name, one.shape, one.dtype) for name, one in tensors.items())))
+            module))), tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())))
         if key not in self._shapes:
             self._shapes[key] = self._examine(module, state, scope)
         return self._shapes[key]
@@ -267,7 +267,7 @@ class CompiledBlocks:
             seen.append((x, x._version))
 
         mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-        trains = torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
         has_products = trains and any(map(is_deferrable, self._forwards.layers_of(module)))
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
         with self._install_forward(module, partial(_recording_forward, record) if has_products else None), \
@@ -275,8 +275,8 @@ class CompiledBlocks:
             inputs = tree_map(mode.from_tensor, state)
             before = _tensors(module)
             if trains:
-                before |= {one: one._version for one in as_named_tensors(inputs, "the carried state").values()
-                           if not one.requires_grad}
+                before |= {tensor: tensor._version for tensor in as_named_tensors(inputs, "the carried state").values()
+                           if not tensor.requires_grad}
             reads = _Reads(as_named_tensors(inputs, "the carried state").values())
             with reads:
                 module(inputs)
@@ -289,8 +289,8 @@ class CompiledBlocks:
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
         # Torch up to 2.13 may compute gradients of what reads the old value with the new one; a counter is not read.
-        if any(one._version != version and (one.requires_grad or one not in before or reads.contains(one))
-               for held in (before, after) for one, version in held.items()):
+        if any(tensor._version != version and (tensor.requires_grad or tensor not in before or reads.contains(tensor))
+               for held in (before, after) for tensor, version in held.items()):
             raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
                                                 "changed in place, and not assigned anew")
         return found
@@ -304,9 +304,9 @@ class _Reads(TorchDispatchMode):
         self._memory = {*map(_memory_of, known)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        read = [given.get(one.name) for one in func._schema.arguments
-                if one.alias_info is None or not one.alias_info.is_write]
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        read = [given.get(argument.name) for argument in func._schema.arguments
+                if argument.alias_info is None or not argument.alias_info.is_write]
         self._memory |= {_memory_of(leaf) for leaf in tree_leaves(read) if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
 
@@ -328,7 +328,8 @@ def _memory_of(tensor: Tensor) -> int:
 def _without_wide_gradients(module: nn.Module) -> Iterator[None]:
     """Its parameters have no gradients of another format than their own, fp32 for bf16: torch up to 2.13 cannot make
     fake tensors of such parameters, and any call may compile."""
-    wide = [(one, one.grad) for one in module.parameters() if one.grad is not None and one.grad.dtype != one.dtype]
+    wide = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None
+            and parameter.grad.dtype != parameter.dtype]
     for parameter, _ in wide:
         parameter.grad = None
     try:
@@ -376,13 +377,13 @@ def _tensors(block: nn.Module) -> dict[Tensor, int]:
 
     held = tree_leaves([vars(module) for module in block.modules() if not isinstance(module, _NormBase)],
                        is_leaf=again)
-    return {one: one._version for one in held if isinstance(one, Tensor) and not one.is_inference()}
+    return {tensor: tensor._version for tensor in held if isinstance(tensor, Tensor) and not tensor.is_inference()}
 
 
 def _kind_of(module: nn.Module) -> object:
     """Equal for blocks that may share their code. torch checks everything else on which it depends."""
-    return type(module), module.training, tuple((name, one.shape, one.dtype, one.requires_grad)
-                                                for name, one in module.named_parameters())
+    return type(module), module.training, tuple((name, parameter.shape, parameter.dtype, parameter.requires_grad)
+                                                for name, parameter in module.named_parameters())
 
 
 def _copy_of(function: Any) -> types.FunctionType:

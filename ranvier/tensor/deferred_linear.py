@@ -153,7 +153,7 @@ _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
     """The format to which autocast casts the operands of a product; None where it leaves one as it is, as it leaves
     fp64, or is off."""
-    given = [one for one in operands if one is not None]
+    given = [operand for operand in operands if operand is not None]
     device = given[0].device.type
     fit = torch.is_autocast_enabled(device) and all(
         one.device.type == device and one.is_floating_point() and one.dtype is not torch.float64 for one in given)
@@ -378,7 +378,7 @@ def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
     modules = dict.fromkeys(module for block in blocks for module in block.modules())
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
     weights = (module._parameters["weight"] for module in modules if _LookupForward.accepts(module))
-    return {one for one in weights if one is not None and one.requires_grad and holders[one] == 1}
+    return {weight for weight in weights if weight is not None and weight.requires_grad and holders[weight] == 1}
 
 
 class _LookupForward(_PlainForward):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -81,9 +82,7 @@ def place_of(shape: Sequence[int], start: Sequence[int], full_shape: Sequence[in
     None where they do not lie as rows of a matrix: more than two dims of which one is sharded.
     """
     if list(shape) == list(full_shape):
-        size = 1
-        for one in shape:
-            size *= one
+        size = prod(shape)
         return 1, size, 0, 0, size
     if len(shape) > 2:
         return None

@@ -52,7 +52,7 @@ class Fused:
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
         """`function(*args)`; it may change its arguments in place. A row without tokens has nothing to compile for."""
         kept_outputs.current().note_call()
-        if not self.compiles or not all(one.numel() for one in args if isinstance(one, Tensor)):
+        if not self.compiles or not all(arg.numel() for arg in args if isinstance(arg, Tensor)):
             return function(*args)
         if function not in self._compiled:
             self._compiled[function] = self._compile(function)
@@ -66,7 +66,7 @@ class Fused:
         def call(*args: Any) -> _Result:
             # tensors of their own: the tracer follows a view to its base, which has a layout
             with torch._C.DisableTorchFunctionSubclass():
-                args = tuple(one.as_subclass(Tensor).data if isinstance(one, Tensor) else one for one in args)
+                args = tuple(arg.as_subclass(Tensor).data if isinstance(arg, Tensor) else arg for arg in args)
             try:
                 found: _Result = fused(*args)
                 return found

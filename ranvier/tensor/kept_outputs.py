@@ -62,7 +62,7 @@ class KeptOutputs:
     @property
     def tensors(self) -> list[Tensor]:
         """All that are kept."""
-        return [leaf for one in self._found if one is not None for leaf in _tensors(one.output)]
+        return [leaf for kept in self._found if kept is not None for leaf in _tensors(kept.output)]
 
     @contextmanager
     def recording(self, *, by_caller: bool = False) -> Iterator[None]:
@@ -75,7 +75,7 @@ class KeptOutputs:
         self._of_memory.clear()
         if self._is_last:
             self._found.pop()
-        self._found = [one if one is not None and _is_as_it_was(one) else None for one in self._found]
+        self._found = [kept if kept is not None and _is_as_it_was(kept) else None for kept in self._found]
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -215,8 +215,8 @@ def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
 
 
-def _is_as_it_was(one: _Kept) -> bool:
-    return all(tensor._version == version for tensor, version in one.watched)
+def _is_as_it_was(kept: _Kept) -> bool:
+    return all(tensor._version == version for tensor, version in kept.watched)
 
 
 class _Current(threading.local):

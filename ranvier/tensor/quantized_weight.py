@@ -135,8 +135,8 @@ class QuantizedWeight(Tensor):
                 and values.dtype is self.dtype:
             codes, scales = values.codes, values.scales
         else:
-            there = dense(values).to(device=self.device, dtype=self.dtype).expand(self.shape)
-            codes, scales = _quantize(there, self.weight_format)
+            new_values = dense(values).to(device=self.device, dtype=self.dtype).expand(self.shape)
+            codes, scales = _quantize(new_values, self.weight_format)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
         return self

@@ -142,7 +142,7 @@ class WeightGradients:
         """Compute one deferred product and release its operands. Its sum over ranks may be added later. ModelError
         where an operand has been changed since: a plain loop would have had the gradient before."""
         for operands in self._waiting.pop((microbatch, product)):
-            if [one._version for one in operands.tensors] != operands.versions:
+            if [tensor._version for tensor in operands.tensors] != operands.versions:
                 raise ModelError("has an input or a gradient that was changed in place after its backward, before the "
                                  "weight's gradient, which waits for an idle moment", code="waiting-operand-changed",
                                  where=f"weight of shape {tuple(operands.parameters[0].shape)}",

@@ -43,20 +43,21 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
     inputs = tree_map(lambda x: x.detach().double() if x.is_floating_point() else x, sample)
     runs = []
     for whole in (True, False):
-        mine, parts = copy.deepcopy((module, dict(blocks)))  # together, so that they share parameters
-        for one in (mine, *parts.values()):
-            one.double().train(training).zero_grad()
+        copied, parts = copy.deepcopy((module, dict(blocks)))  # together, so that they share parameters
+        for block in (copied, *parts.values()):
+            block.double().train(training).zero_grad()
         torch.manual_seed(_SEED)
-        found = _run_whole(mine, inputs, output or carried_output) if whole else _parts(parts, inputs)
-        found |= {f"buffer {name}": one.double() for name, one in mine.named_buffers()}
-        runs.append(found | {f"gradient of {name}": torch.zeros_like(one) if one.grad is None else one.grad
-                             for name, one in mine.named_parameters()})
+        found = _run_whole(copied, inputs, output or carried_output) if whole else _parts(parts, inputs)
+        found |= {f"buffer {name}": buffer.double() for name, buffer in copied.named_buffers()}
+        runs.append(found | {
+            f"gradient of {name}": torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in copied.named_parameters()})
     expected, found = runs
     if set(expected) != set(found):
         raise ModelError("is not returned by both the module and its blocks", code="blocks-return-others",
                          where="output", value=sorted(set(expected) ^ set(found)),
                          remedy="Pass the output= that blocks_of was given.")
-    errors = {name: _error(found[name], one, expected, name.partition(" ")[0]) for name, one in expected.items()}
+    errors = {name: _error(found[name], tensor, expected, name.partition(" ")[0]) for name, tensor in expected.items()}
     for name, error in errors.items():
         if not error <= tolerance:
             raise ModelError(f"differs between the module and its blocks by a relative error of {error:.1e}",
@@ -68,7 +69,7 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
 
 def _error(found: Tensor, expected: Tensor, among: Mapping[str, Tensor], kind: str) -> float:
     """Relative to the tensor, or to a small share of the largest of its kind."""
-    scale = max(float(one.norm()) for name, one in among.items() if name.startswith(kind))
+    scale = max(float(tensor.norm()) for name, tensor in among.items() if name.startswith(kind))
     difference = float((found - expected).norm()) if found.shape == expected.shape else float("inf")
     return difference / (max(float(expected.norm()), _SMALL * scale) or 1.0)
 
@@ -86,14 +87,15 @@ def _backward(outputs: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) ->
 def _weighting(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A random gradient of each floating-point output."""
     generator = torch.Generator().manual_seed(_SEED)
-    return {name: torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device)
-            for name, one in outputs.items() if one.is_floating_point()}
+    return {name: torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
+            for name, output in outputs.items() if output.is_floating_point()}
 
 
 def _results(outputs: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {f"output {name}".strip(): one.detach().double() for name, one in outputs.items()}
-    return found | {f"gradient of input {name}".strip(): torch.zeros_like(one) if one.grad is None else one.grad
-                    for name, one in inputs.items() if one.is_floating_point()}
+    found = {f"output {name}".strip(): output.detach().double() for name, output in outputs.items()}
+    return found | {f"gradient of input {name}".strip(): torch.zeros_like(tensor) if tensor.grad is None
+                    else tensor.grad
+                    for name, tensor in inputs.items() if tensor.is_floating_point()}
 
 
 def _run_whole(module: nn.Module, inputs: State, output: Callable[[Any], State]) -> dict[str, Tensor]:
@@ -115,5 +117,5 @@ def _parts(blocks: Mapping[str, nn.Module], inputs: State) -> dict[str, Tensor]:
     gradients = _weighting(left[-1])
     for before, after in zip(reversed(entered), reversed(left), strict=True):
         _backward(after, gradients)
-        gradients = {name: one.grad for name, one in before.items() if one.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in before.items() if parameter.grad is not None}
     return _results(as_named_tensors(from_named_tensors(left[-1]), "the last block"), entered[0])

@@ -56,10 +56,11 @@ def check_family(family: ModelFamily, settings: Transformer, head: str) -> None:
     with torch.device("meta"):
         inputs, targets = family.sample(settings, head, 1)
     costs = block_costs(_model(family, settings, head, torch.float32), inputs, targets)
-    counted, said = 3.0 * sum(cost.flops for cost in costs), family.flops_per_sample(settings)
-    assert counted / _FLOPS_WITHIN <= said <= counted * _FLOPS_WITHIN, (
-        f"flops_per_sample: says {said:.4g}, and the operations counted are {counted:.4g}")
-    assert family.flops_per_sample(settings, recomputed=True) >= said, "flops_per_sample: recomputation adds nothing"
+    counted, declared = 3.0 * sum(cost.flops for cost in costs), family.flops_per_sample(settings)
+    assert counted / _FLOPS_WITHIN <= declared <= counted * _FLOPS_WITHIN, (
+        f"flops_per_sample: says {declared:.4g}, and the operations counted are {counted:.4g}")
+    assert family.flops_per_sample(settings,
+                                   recomputed=True) >= declared, "flops_per_sample: recomputation adds nothing"
 
 
 def _model(family: ModelFamily, settings: Transformer, head: str, dtype: torch.dtype) -> Model:

@@ -46,9 +46,9 @@ def _draw_values(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def _assert_alike(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    assert bool(found.isfinite().all()), f"{what} are not finite"
-    error = float((found - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
+def _assert_alike(tensor: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    assert bool(tensor.isfinite().all()), f"{what} are not finite"
+    error = float((tensor - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
     assert error <= tolerance, f"{what} differ, by {error:.1e} of their norm"
 
 
@@ -125,7 +125,7 @@ def _tensors(rule: TensorRule, mesh: Mesh, seed: int, dtype: torch.dtype, world:
                 gradient=_draw_values(shape, seed + 100 * step + number, dtype)[index],
                 states=states, step=step, learning_rate=1e-2, weight_decay=0.1, split=split)
         rule.update_tensors(updates)
-    return {name: [one.parameter, *one.states.values()] for name, one in updates.items()}
+    return {name: [tensor.parameter, *tensor.states.values()] for name, tensor in updates.items()}
 
 
 def _check_tensors(rule: TensorRule, dtype: torch.dtype, seed: int, tolerance: float) -> None:

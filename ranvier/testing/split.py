@@ -148,7 +148,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
             feeds.append("stream")
         found = [_outcome(whole, batch, expected, mesh, scheme, has_loss, tolerance, timeout_seconds, feed)
                  for feed in feeds]
-        one = max(found, key=lambda one: (_ORDER.index(one.status), one.error or 0.0))
+        one = max(found, key=lambda outcome: (_ORDER.index(outcome.status), outcome.error or 0.0))
         return replace(one, status="refused", reason=_DRAWS, error=None) if draws and one.error is not None else one
 
     outcomes = tuple(worst(mesh, scheme) for mesh in meshes for scheme in schemes if _differs(scheme, *mesh))
@@ -198,7 +198,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
         outcomes, failed = check_split(model, sample, loss=loss), None
     except SplitError as error:
         outcomes, failed = error.outcomes, error
-    print(json.dumps({"split": [asdict(one) for one in outcomes]}, indent=1) if as_json
+    print(json.dumps({"split": [asdict(outcome) for outcome in outcomes]}, indent=1) if as_json
           else "\n".join(map(str, outcomes)))
     if failed is not None:
         raise failed
@@ -217,7 +217,7 @@ def _call_target(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
 
 def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
     for status in ("differs", "refused", "cannot be divided"):
-        found = [one for one in outcomes if one.status == status]
+        found = [outcome for outcome in outcomes if outcome.status == status]
         if not found or (status == "cannot be divided" and len(found) < len(outcomes)):
             continue
         first = found[0]
@@ -333,12 +333,12 @@ def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
 
 
-def _own_part(whole: Tensor, mine: Tensor, mesh: TensorMesh | None) -> Tensor:
+def _own_part(whole: Tensor, part: Tensor, mesh: TensorMesh | None) -> Tensor:
     """The part of a whole tensor that has the place and layout of `mine`."""
     if mesh is None:
         return whole
-    layout, size = layout_of_tensor(mine), mine.shape[0] if mine.dim() else 0
-    if mine.dim():
+    layout, size = layout_of_tensor(part), part.shape[0] if part.dim() else 0
+    if part.dim():
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
     if layout is None or layout.dim is None or whole.shape[layout.sharded_dim] != layout.size:
@@ -393,10 +393,10 @@ def _compare(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh:
     start, stop = part(count, mesh.num_rows, mesh.row)
     inputs, targets = tree_map(lambda x: x[start:stop] if isinstance(x, Tensor) and x.dim() and len(x) == count else x,
                                (batch.inputs, batch.targets))
-    mine = Microbatch(inputs, targets, samples[start:stop])
+    own_part = Microbatch(inputs, targets, samples[start:stop])
     splits = {f"gradient of {block}.{name}": split for block, build in whole.blocks.items()
               for name, split in block_splits(block, build(), mesh.settings, mesh.num_cols).items()}
-    found = _run(split_model(whole, mesh), mine, mesh, has_loss, feed)
+    found = _run(split_model(whole, mesh), own_part, mesh, has_loss, feed)
     errors = {}
     for name, wanted in expected.items():
         if name not in found:

@@ -37,7 +37,7 @@ def check_task(task: Task, run: Run, output: Callable[[Targets], State] | None =
     for elsewhere in (False, True):
         found = list(task.problems(run, elsewhere=elsewhere))
         assert not found, f"problems: these settings should have none, and have: {found[0]}"
-    assert all(isinstance(one, RanvierError) for one in task.warnings(run)), "warnings: must be RanvierErrors"
+    assert all(isinstance(warning, RanvierError) for warning in task.warnings(run)), "warnings: must be RanvierErrors"
     data, again = (task.prepare(run, lambda line: None) for _ in range(2))
     assert isinstance(data, Prepared), f"prepare: returns a {type(data).__name__}, and no Prepared"
     assert data.fingerprint == again.fingerprint, "prepare: another fingerprint when it is called again"

@@ -77,14 +77,15 @@ def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple
     asked for and that a rank does not have.
     """
     asked = run.model.attention_kernel
-    mine = kernel_seconds(run, device) if device.type == "cuda" else {}
+    own_seconds = kernel_seconds(run, device) if device.type == "cuda" else {}
     forget_trials(device)  # math's scores may have filled it
-    everyone = ranks.gather_objects(mine)
+    everyone = ranks.gather_objects(own_seconds)
     if not all(everyone):
         return "auto", ""
-    slowest = {name: max(one[name] for one in everyone) for name in KERNELS if all(name in one for one in everyone)}
+    slowest = {name: max(seconds[name] for seconds in everyone)
+               for name in KERNELS if all(name in seconds for seconds in everyone)}
     if asked != "auto" and asked not in slowest:
-        rank = next(rank for rank, one in enumerate(everyone) if asked not in one)
+        rank = next(rank for rank, seconds in enumerate(everyone) if asked not in seconds)
         raise ConfigError(f"cannot compute this run's attention on the device of rank {rank}",
                           code="attention-kernel-not-usable", where="model.attention-kernel", value=asked,
                           remedy=f"Use auto, or one of {', '.join(slowest)}.")
@@ -101,5 +102,5 @@ def preferred_kernel(name: Kernel) -> Iterator[None]:
         yield
         return
     first = KERNELS[name]
-    with sdpa_kernel([first, *(one for one in KERNELS.values() if one is not first)], set_priority=True):
+    with sdpa_kernel([first, *(kernel for kernel in KERNELS.values() if kernel is not first)], set_priority=True):
         yield

@@ -93,7 +93,7 @@ def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
 def metrics_of(data: Prepared) -> list[str] | None:
     """Names of the metrics of an evaluation; None where a user's scoring does not tell before it has seen samples."""
     found = []
-    for name, scoring in (("", data.scoring), *((name, one.scoring) for name, one in data.eval_sets.items())):
+    for name, scoring in (("", data.scoring), *((name, eval_set.scoring) for name, eval_set in data.eval_sets.items())):
         try:
             scores = {} if scoring is None else scoring().total([])
         except Exception:  # whatever a user's scoring says of no samples

@@ -149,10 +149,10 @@ class Caching:
                           "unwritten": counts.unwritten, "bytes_read": counts.bytes_read,
                           "bytes_written": counts.bytes_written}}
 
-    def _agree(self, mine: bool) -> bool:
+    def _agree(self, own: bool) -> bool:
         """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
         engine = self._runtime.engine
-        return mine if engine.mesh.stage_size == 1 else engine.agree(mine)
+        return own if engine.mesh.stage_size == 1 else engine.agree(own)
 
     def _forward(self, samples: Tensor, inputs: State, compute: Compute) -> State:
         if not self._is_checked and not self._check(inputs, compute):

@@ -146,8 +146,9 @@ class Elasticity:
             words = [f"freezes by hand: {', '.join(elastic.manual)}"]
         elif policy == "untrained":
             words = ["freezes the layers in which nothing trains"]
-        words += [text for said, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
-                                          (elastic.auto_dp, "adds replicas"), (self.caching.is_on, "caches")) if said]
+        words += [text for enabled, text in ((elastic.dry_run, "dry run"), (elastic.auto_pipe, "packs the pipeline"),
+                                             (elastic.auto_dp, "adds replicas"), (self.caching.is_on, "caches"))
+                  if enabled]
         return ", ".join(words)
 
     # ------------------------------------------------------------------ deciding

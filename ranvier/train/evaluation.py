@@ -32,7 +32,7 @@ COUNTED_TOKENS = 1 << 18
 def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]:
     """One evaluation of the held-out data, and one of each named set: the same samples each time, without dropout.
     Collective; the same on every rank."""
-    scorings = {"": data.scoring, **{name: one.scoring for name, one in data.eval_sets.items()}}
+    scorings = {"": data.scoring, **{name: eval_set.scoring for name, eval_set in data.eval_sets.items()}}
     events = []
     with runtime.engine.averaged() if runtime.run.train.eval_ema and runtime.run.optim.ema else nullcontext():
         for name, loader in runtime.eval_data.items():

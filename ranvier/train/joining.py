@@ -66,11 +66,11 @@ def invite(world: World, facts: RunFacts) -> None:
     write_contact(facts.run.run_dir, world.joins)
 
 
-def read_run(said: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
+def read_run(facts: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
     """The run that `invite` has told of, with its folder as it is seen here."""
-    layer = replace(read.from_dict(said["run"], "the run"), code="allowed")  # signed by a run that the user started
+    layer = replace(read.from_dict(facts["run"], "the run"), code="allowed")  # signed by a run that the user started
     asked = read.merge([layer]).run
-    run = resolve(asked, Facts(tile=said["tile"] and tuple(said["tile"])))
+    run = resolve(asked, Facts(tile=facts["tile"] and tuple(facts["tile"])))
     return replace(run, run_dir=run_dir)
 
 
@@ -169,8 +169,8 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     assert started.master is not None and started.secret is not None, "our own supervisor gives them"
     point = JoinPoint(address=started.master[0], port=started.master[1], secret=started.secret)
     torch_store, store = sign_store(connect(point), point.secret)
-    said = _read_facts(store, run_dir)
-    run = read_run(said, run_dir)
+    facts = _read_facts(store, run_dir)
+    run = read_run(facts, run_dir)
     use_interface_towards(point.address)
     threads = run.launch.threads
     torch.set_num_threads(threads_per_rank(started.size) if threads == "auto" else threads)
@@ -179,8 +179,8 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
                   joins=point, torch_store=torch_store)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         _, data, _ = prepare_run(run, world, nowhere if started.rank else stream)
-    if fingerprint(data) != said["data"]:
-        raise DataError(f"differs from the run's ({said['data']})", code="join-other-data", where="data",
+    if fingerprint(data) != facts["data"]:
+        raise DataError(f"differs from the run's ({facts['data']})", code="join-other-data", where="data",
                         value=fingerprint(data),
                         remedy="Give this machine the same files and versions, or one shared `--data.cache-dir`; start "
                                "the command in the folder in which the run was started.")
@@ -189,8 +189,8 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
     if started.rank == 0:
         print(f"joined {run_dir}: rank {world.rank}" + (f" to {world.size - 1}" if started.size > 1 else "")
               + f" of {world.size}", file=stream, flush=True)
-    return world, RunFacts(run=run, recipe=said["recipe"], data=data, origin=said["origin"],
-                            peak=PeakRate(**said["peak"]))
+    return world, RunFacts(run=run, recipe=facts["recipe"], data=data, origin=facts["origin"],
+                            peak=PeakRate(**facts["peak"]))
 
 
 def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
@@ -204,12 +204,12 @@ def _read_facts(store: SharedStore, run_dir: Path) -> dict[str, Any]:
     if not store.check([RUN]):
         raise LaunchError("says nothing of itself in its store", code="join-run-silent", where=f"run {run_dir}",
                           remedy="Join once it has taken its first step.")
-    said: dict[str, Any] = json.loads(store.get(RUN))
+    facts: dict[str, Any] = json.loads(store.get(RUN))
     own = torch.__version__.partition("+")[0]
-    if said["torch"] != own:
-        raise LaunchError(f"runs with torch {said['torch']}", code="join-other-torch", where=f"run {run_dir}",
+    if facts["torch"] != own:
+        raise LaunchError(f"runs with torch {facts['torch']}", code="join-other-torch", where=f"run {run_dir}",
                           value=own, remedy="Install the same version of torch here.")
-    return said
+    return facts
 
 
 def _device(setting: str, started: Started, store: SharedStore) -> torch.device:

@@ -56,8 +56,9 @@ def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similar
             hook.remove()
     at = engine.coordinates
     outputs = {} if at.replica else {number: torch.cat(kept) for number, kept in parts.items()}
-    mine = {number: products(kept).tolist() if len(kept) == per_row else None for number, kept in outputs.items()}
-    found = runtime.ranks.gather_objects({"part": at.microbatch_part, "products": mine})
+    own_products = {number: products(kept).tolist() if len(kept) == per_row else None
+                    for number, kept in outputs.items()}
+    found = runtime.ranks.gather_objects({"part": at.microbatch_part, "products": own_products})
     nothing = torch.full((per_row, per_row), torch.nan, dtype=torch.float64)
     sums: list[list[Tensor | None]] = [[None] * rows for _ in engine.layers]
     for rank in found:

@@ -96,9 +96,10 @@ class MeasuredLimits:
 
 def _seconds_of_ranks(runtime: RankRuntime, busy: Mapping[str, float]) -> list[tuple[float, float]]:
     """Forwards and backwards of each rank of the pipeline, over all replicas, rows and columns. Collective."""
-    mine, mesh = (busy.get("forward", 0.0), busy.get("backward", 0.0) + busy.get("weight", 0.0)), runtime.run.mesh
+    own_seconds, mesh = (busy.get("forward", 0.0),
+                         busy.get("backward", 0.0) + busy.get("weight", 0.0)), runtime.run.mesh
     seconds = [(0.0, 0.0)] * mesh.pipeline_size
-    for rank, (forward, backward) in enumerate(runtime.ranks.gather_objects(mine)):
+    for rank, (forward, backward) in enumerate(runtime.ranks.gather_objects(own_seconds)):
         pipe = mesh.coordinates(rank).pipeline_rank
         seconds[pipe] = seconds[pipe][0] + forward, seconds[pipe][1] + backward
     return seconds
@@ -109,9 +110,10 @@ _MEASURED_SPANS = 3  # steps
 
 def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepWindow]) -> Conditions:
     """Message delays and variation of times in the first replica's pipeline. Collective."""
-    mine = [(spans.step, span.label, span.start_ns, span.stop_ns)
-            for spans in latest[-_MEASURED_SPANS:] for span in spans.spans if span.category in ("forward", "backward")]
-    mesh, of_ranks = runtime.run.mesh, runtime.ranks.gather_objects(mine)
+    own_actions = [(spans.step, span.label, span.start_ns, span.stop_ns)
+                   for spans in latest[-_MEASURED_SPANS:]
+                   for span in spans.spans if span.category in ("forward", "backward")]
+    mesh, of_ranks = runtime.run.mesh, runtime.ranks.gather_objects(own_actions)
     firsts = [mesh.rank(mesh.place(pipeline_rank=number)) for number in range(mesh.pipeline_size)]
     pipeline = [{(step, text): (start, stop) for step, text, start, stop in of_ranks[rank]} for rank in firsts]
     return (measured_conditions(pipeline) if runtime.run.placement.per_rank == 1 else None) or UNKNOWN

@@ -107,8 +107,8 @@ def slowest_replica(work: Sequence[Sequence[float]]) -> tuple[int, float] | None
     of the others; None until all are known. work: of each stage the seconds of each replica."""
     if not work or not all(seconds > 0 for stage in work for seconds in stage):
         return None
-    ratio, replica = max((mine / median([*stage[:replica], *stage[replica + 1:]]), replica)
-                         for stage in work for replica, mine in enumerate(stage))
+    ratio, replica = max((busy / median([*stage[:replica], *stage[replica + 1:]]), replica)
+                         for stage in work for replica, busy in enumerate(stage))
     return replica, ratio
 
 

@@ -68,7 +68,7 @@ def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resume
 
 def _sets(data: Prepared) -> dict[str, WithReference]:
     """The pairs of a run by the name of their set; training pairs and held-out ones have names that no set can have."""
-    named = {"": data.train, "eval-": data.eval, **{name: one.data for name, one in data.eval_sets.items()}}
+    named = {"": data.train, "eval-": data.eval, **{name: eval_set.data for name, eval_set in data.eval_sets.items()}}
     return {name: pairs for name, pairs in named.items() if isinstance(pairs, WithReference)}
 
 

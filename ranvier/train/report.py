@@ -104,10 +104,10 @@ def versions() -> Mapping[str, str | None]:
 @cache
 def commit() -> str | None:
     """The commit that this code is at, with "+" when files differ from it; None outside a repository."""
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
     try:
-        head, changed = (child.run(["git", "-C", str(here), *command], seconds=10, check=True).stdout.strip()
-                         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", str(here.parent))))
+        head, changed = (child.run(["git", "-C", str(folder), *command], seconds=10, check=True).stdout.strip()
+                         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", str(folder.parent))))
     except (OSError, SubprocessError):
         return None
     return head + ("+" if changed else "")

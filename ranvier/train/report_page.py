@@ -155,8 +155,8 @@ def memory_rows(predicted: Sequence[RankMemory], peaks: Sequence[int], summary: 
     rank, as predicted."""
     rows: list[dict[str, object]] = []
     for entry in predicted:
-        here = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]
-        rank = max(here, key=lambda rank: summary["peak_memory_bytes"][rank])
+        ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]
+        rank = max(ranks, key=lambda rank: summary["peak_memory_bytes"][rank])
         measured = summary["memory"][rank] if "memory" in summary else {"device": {}, "host": {}}
         device = merge_categories(entry.device) if "memory" in summary else entry.device
         place = f"stage {entry.pipeline_rank}" + (f", {entry.ranks} ranks" if entry.ranks > 1 else "")

@@ -54,8 +54,8 @@ class Requests:
     def take(self, ranks: Group) -> MeshRequest | None:
         """The oldest, which is the current one from now on; None where there is none. Collective over the ranks of the
         mesh, and the same on all of them."""
-        mine, self._again = self._again or (self._folder and take_oldest(self._folder)), None
-        found = ranks.gather_objects(mine and asdict(mine))[0]
+        request, self._again = self._again or (self._folder and take_oldest(self._folder)), None
+        found = ranks.gather_objects(request and asdict(request))[0]
         self.current = found and MeshRequest(**found)
         return self.current
 
@@ -141,10 +141,10 @@ def _read(path: Path, wish: str | None) -> MeshRequest:
     except OSError as error:
         return MeshRequest(sizes=dict.fromkeys(REQUIRED_AXES), wish=wish,
                            problem=f"cannot be read: {error.strerror or error}")
-    told = found if isinstance(found, dict) else {}
-    said = told.get("wish")
-    sizes = {name: told[name] if type(told.get(name)) is int and abs(told[name]) < 1 << 40 else None
-             for name in (*AXES, "ranks") if name in REQUIRED_AXES or told.get(name) is not None}
+    document = found if isinstance(found, dict) else {}
+    said = document.get("wish")
+    sizes = {name: document[name] if type(document.get(name)) is int and abs(document[name]) < 1 << 40 else None
+             for name in (*AXES, "ranks") if name in REQUIRED_AXES or document.get(name) is not None}
     return MeshRequest(ranks=sizes.pop("ranks", None), sizes=sizes, wish=wish or (
         said if isinstance(said, str) and re.fullmatch(r"[\w-]{1,64}", said) else None))
 

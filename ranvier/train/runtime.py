@@ -118,8 +118,8 @@ def _loaders(run: ResolvedRun, engine: Engine, data: Prepared) -> tuple[Loader, 
                    lengths=evaluation.padded_lengths(run, data.train),
                    **evaluation.loader_options(engine, run.batch.microbatch_size, evaluation.length_multiple(run))),
             {"": _eval_loader(run, engine, data.eval, is_scored=data.scoring is not None),
-             **{name: _eval_loader(run, engine, one.data, is_scored=one.scoring is not None)
-                for name, one in data.eval_sets.items()}})
+             **{name: _eval_loader(run, engine, eval_set.data, is_scored=eval_set.scoring is not None)
+                for name, eval_set in data.eval_sets.items()}})
 
 
 def _eval_loader(run: ResolvedRun, engine: Engine, data: Dataset, *, is_scored: bool) -> Loader:

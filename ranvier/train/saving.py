@@ -316,8 +316,8 @@ class Saving:
         problem = self.checkpoints.broadcast_from_rank0(problem or "")
         if problem:
             newest = self.checkpoints.broadcast_from_rank0(next(map(str, listed(self.checkpoints.folder)), ""))
-            there = f"the newest that is there is {newest}" if newest else "there is none"
-            raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {there}",
+            existing = f"the newest that is there is {newest}" if newest else "there is none"
+            raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {existing}",
                                code="unsaved", where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
                                remedy="Free space there or choose another `--checkpoint.dir`, and resume with "
                                       f"`--resume auto` `--run-dir {self._run.run_dir}`.")
@@ -362,12 +362,12 @@ REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")
 """Beside the model's sizes and the optimizer's algorithm, which the tensors of a checkpoint show, and its heads."""
 
 
-def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def differences(before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
 
-    before: what the checkpoint says. now: all settings of the run.
+    before: what the checkpoint says. values: all settings of the run.
     """
-    for name, value in now.items():
+    for name, value in values.items():
         if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
             continue
         was = before[name] if name in before else read.settings()[name].default

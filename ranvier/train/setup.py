@@ -152,7 +152,8 @@ def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
 
 def fingerprint(data: Prepared) -> str:
     """Fingerprint of all sets of the data and their names, equal on all ranks."""
-    return " ".join([data.fingerprint, *(f"{name}={one.fingerprint}" for name, one in data.eval_sets.items())])
+    return " ".join([data.fingerprint,
+                     *(f"{name}={eval_set.fingerprint}" for name, eval_set in data.eval_sets.items())])
 
 
 def held_out_line(data: Prepared) -> list[int]:
@@ -227,8 +228,8 @@ def adapters_text(run: ResolvedRun, engine: Engine) -> str:
 def tensor_text(run: ResolvedRun) -> str:
     """The split of blocks in words."""
     tensor = run.tensor
-    more = [text for said, text in ((tensor.sequence_sharding, "sequence sharded"),
-                                    (tensor.keep_weights, "gathered weights kept")) if said]
+    more = [text for enabled, text in ((tensor.sequence_sharding, "sequence sharded"),
+                                       (tensor.keep_weights, "gathered weights kept")) if enabled]
     return ", ".join([" x ".join(str(run.mesh[axis]) for axis in run.mesh.stage_axes), tensor.scheme, *more])
 
 

@@ -82,14 +82,14 @@ class LastSteps:
 def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *, sharded: bool) -> str | None:
     """Description of the state after `step` that no survivor has; None if nothing is missing. parts: `LastSteps.parts`
     of each. sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
-    have = [one[str(step)] for one in parts if str(step) in one]
+    have = [part[str(step)] for part in parts if str(step) in part]
     missing = "no survivor has the state of the last step"
     for first in {tuple(one["mesh"].items()): one for one in have}.values():
         mesh = first["mesh"]
         axes = [axis for axis in mesh if sharded or axis not in first["replica_axes"]]
         ours = [one for one in have if one["mesh"] == mesh and one["frozen"] == have[0]["frozen"]]
-        there = {tuple(place[axis] for axis in axes) for one in ours for place in one["places"]}
-        gone = [place for place in product(*(range(mesh[axis]) for axis in axes)) if place not in there]
+        places = {tuple(place[axis] for axis in axes) for part in ours for place in part["places"]}
+        gone = [place for place in product(*(range(mesh[axis]) for axis in axes)) if place not in places]
         if not gone:
             return None
         names = ", ".join(f"{axis} {number}" for axis, number in zip(axes, gone[0], strict=True) if mesh[axis] > 1)

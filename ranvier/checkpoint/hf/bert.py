@@ -23,17 +23,17 @@ def places(config: Transformer, head: str) -> dict[str, hf.TensorMapping]:
              "embedding.token_type.weight": hf.same("bert.embeddings.token_type_embeddings.weight", NUM_TYPES, hidden),
              **hf.linear("embedding.norm", "bert.embeddings.LayerNorm", hidden)}
     for layer in range(config.num_layers):
-        there = f"bert.encoder.layer.{layer}"
+        prefix = f"bert.encoder.layer.{layer}"
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
             wide = (width,) if columns else ()
             of_layer = {
-                "attention.qkv": hf.parts_of_heads([f"{there}.attention.self.{part}.{kind}" for part in (
+                "attention.qkv": hf.parts_of_heads([f"{prefix}.attention.self.{part}.{kind}" for part in (
                     "query", "key", "value")], config.heads, 3 * hidden, *columns),
-                "attention.projection": hf.same(f"{there}.attention.output.dense.{kind}", hidden, *columns),
-                "attention.norm": hf.same(f"{there}.attention.output.LayerNorm.{kind}", hidden),
-                "mlp.fc1": hf.same(f"{there}.intermediate.dense.{kind}", width, *columns),
-                "mlp.fc2": hf.same(f"{there}.output.dense.{kind}", hidden, *wide),
-                "mlp.norm": hf.same(f"{there}.output.LayerNorm.{kind}", hidden),
+                "attention.projection": hf.same(f"{prefix}.attention.output.dense.{kind}", hidden, *columns),
+                "attention.norm": hf.same(f"{prefix}.attention.output.LayerNorm.{kind}", hidden),
+                "mlp.fc1": hf.same(f"{prefix}.intermediate.dense.{kind}", width, *columns),
+                "mlp.fc2": hf.same(f"{prefix}.output.dense.{kind}", hidden, *wide),
+                "mlp.norm": hf.same(f"{prefix}.output.LayerNorm.{kind}", hidden),
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}
     if head == "span":

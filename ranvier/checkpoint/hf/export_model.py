@@ -207,7 +207,7 @@ class TrainedSource:
             formats.add(getattr(torch, tensor.dtype))
         self.adapters = self._adapters(adapters, masters, averages) if adapters else None
         """Adapters of the checkpoint, which `exact` and `value` merge into the weights."""
-        self.dtype = DTYPES[dtype] if dtype else max(formats, key=lambda one: (one.itemsize, str(one)))
+        self.dtype = DTYPES[dtype] if dtype else max(formats, key=lambda dtype: (dtype.itemsize, str(dtype)))
         self.rounds = bool(formats - {self.dtype, *_WITHIN.get(self.dtype, ())})
         """Whether values are rounded."""
 

@@ -101,18 +101,17 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
-def same(name: str, *shape: int, there: tuple[int, ...] | None = None) -> TensorMapping:
-    """A tensor that is equal here and there. there: its shape there, if that is another one."""
-    shape_there = there or shape
-    return TensorMapping(names=(name,), shapes=(shape_there,), shape=shape,
-                         join=lambda tensors: tensors[0].reshape(shape),
-                         part=lambda tensor: [tensor.reshape(shape_there)])
+def same(name: str, *shape: int, theirs: tuple[int, ...] | None = None) -> TensorMapping:
+    """A tensor that is equal in both models. theirs: its shape there, if that is another one."""
+    theirs = theirs or shape
+    return TensorMapping(names=(name,), shapes=(theirs,), shape=shape, join=lambda tensors: tensors[0].reshape(shape),
+                         part=lambda tensor: [tensor.reshape(theirs)])
 
 
-def linear(ours: str, there: str, *shape: int, bias: bool = True) -> dict[str, TensorMapping]:
+def linear(ours: str, theirs: str, *shape: int, bias: bool = True) -> dict[str, TensorMapping]:
     """A weight, and a bias where there is one; likewise of a norm."""
-    found = {f"{ours}.weight": same(f"{there}.weight", *shape)}
-    return found | ({f"{ours}.bias": same(f"{there}.bias", shape[0])} if bias else {})
+    found = {f"{ours}.weight": same(f"{theirs}.weight", *shape)}
+    return found | ({f"{ours}.bias": same(f"{theirs}.bias", shape[0])} if bias else {})
 
 
 def transposed(name: str, *shape: int) -> TensorMapping:

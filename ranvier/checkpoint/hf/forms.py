@@ -66,7 +66,7 @@ def _cut(config: Transformer) -> CutModel:
 
 def _places(config: Transformer, head: str) -> dict[str, TensorMapping]:
     cut = _cut(config)
-    found = {ours: same(there, *cut.shapes[ours]) for ours, there in cut.names.items()}
+    found = {ours: same(theirs, *cut.shapes[ours]) for ours, theirs in cut.names.items()}
     own = {other: owner for owner, *others in cut.blocks.tied for other in others} if config.untied else {}
     return found | {other: same(other.partition(".model.")[2], *cut.shapes[owner]) for other, owner in own.items()}
 

@@ -64,11 +64,11 @@ def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
 
 def _with_vocabulary(run: Run, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The sizes of a model, with the run's vocabulary where it is set and larger. ConfigError where adapters train."""
-    there, wanted = sizes.get("vocab"), run.model.vocab
-    if there is None or wanted in (Transformer.vocab, there) or wanted < there:
+    size, wanted = sizes.get("vocab"), run.model.vocab
+    if size is None or wanted in (Transformer.vocab, size) or wanted < size:
         return sizes
     if run.lora.rank or run.lora.adapters is not None:
-        raise ConfigError(f"is larger than that of the pretrained model, {there}, and with adapters the embeddings of "
+        raise ConfigError(f"is larger than that of the pretrained model, {size}, and with adapters the embeddings of "
                           "further tokens would not train", code="vocab-above-pretrained", where="model.vocab",
                           value=wanted,
                           remedy="Leave it out and take the model's own tokenizer, or set `--lora.rank 0`.")
@@ -141,10 +141,10 @@ def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
         raise ConfigError(f"cannot be read into the family {run.model.family}", code="family-without-pretrained",
                           where="model.pretrained", value=run.model.pretrained,
                           remedy="Leave it out: only shipped families can start from a folder in Hugging Face's form.")
-    for name, there in sizes.items():
+    for name, size in sizes.items():
         wanted = getattr(run.model, name)
-        if wanted not in (getattr(Transformer, name), there):
-            raise ConfigError(f"is not that of the pretrained model, {there}",
+        if wanted not in (getattr(Transformer, name), size):
+            raise ConfigError(f"is not that of the pretrained model, {size}",
                               code="differs-from-pretrained", where=f"model.{name.replace('_', '-')}", value=wanted,
                               remedy="Leave it out, or choose another `--model.pretrained`.")
 

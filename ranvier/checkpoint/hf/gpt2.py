@@ -20,15 +20,15 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
     found = {"embedding.token.weight": same("transformer.wte.weight", config.vocab, hidden),
              "embedding.position.weight": same("transformer.wpe.weight", config.sequence, hidden)}
     for layer in range(config.num_layers):
-        there = f"transformer.h.{layer}"
+        prefix = f"transformer.h.{layer}"
         of_layer = {
-            **linear("attention.norm", f"{there}.ln_1", hidden),
-            "attention.qkv.weight": _qkv(f"{there}.attn.c_attn.weight", config.heads, 3 * hidden, hidden),
-            "attention.qkv.bias": _qkv(f"{there}.attn.c_attn.bias", config.heads, 3 * hidden),
-            **_conv1d("attention.projection", f"{there}.attn.c_proj", hidden, hidden),
-            **linear("mlp.norm", f"{there}.ln_2", hidden),
-            **_conv1d("mlp.fc1", f"{there}.mlp.c_fc", 4 * hidden, hidden),
-            **_conv1d("mlp.fc2", f"{there}.mlp.c_proj", hidden, 4 * hidden)}
+            **linear("attention.norm", f"{prefix}.ln_1", hidden),
+            "attention.qkv.weight": _qkv(f"{prefix}.attn.c_attn.weight", config.heads, 3 * hidden, hidden),
+            "attention.qkv.bias": _qkv(f"{prefix}.attn.c_attn.bias", config.heads, 3 * hidden),
+            **_conv1d("attention.projection", f"{prefix}.attn.c_proj", hidden, hidden),
+            **linear("mlp.norm", f"{prefix}.ln_2", hidden),
+            **_conv1d("mlp.fc1", f"{prefix}.mlp.c_fc", 4 * hidden, hidden),
+            **_conv1d("mlp.fc2", f"{prefix}.mlp.c_proj", hidden, 4 * hidden)}
         found |= {f"layer{layer}.{name}": place for name, place in of_layer.items()}
     found |= linear("head.norm", "transformer.ln_f", hidden)
     return found | ({"head.projection.weight": same("lm_head.weight", config.vocab, hidden)} if config.untied else {})
@@ -39,8 +39,8 @@ def tied(config: Transformer) -> Mapping[str, str]:
     return {} if config.untied else {"head.projection.weight": "embedding.token.weight"}
 
 
-def _conv1d(ours: str, there: str, *shape: int) -> dict[str, TensorMapping]:
-    return {f"{ours}.weight": transposed(f"{there}.weight", *shape), f"{ours}.bias": same(f"{there}.bias", shape[0])}
+def _conv1d(ours: str, theirs: str, *shape: int) -> dict[str, TensorMapping]:
+    return {f"{ours}.weight": transposed(f"{theirs}.weight", *shape), f"{ours}.bias": same(f"{theirs}.bias", shape[0])}
 
 
 def _qkv(name: str, heads: int, *shape: int) -> TensorMapping:

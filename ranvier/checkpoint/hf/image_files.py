@@ -46,11 +46,12 @@ def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> N
 
 def _differences(folder: Path) -> dict[str, object]:
     """What the file of a folder says otherwise than `processor` of its size; nothing where none can be read."""
-    there = json_object(folder / PREPROCESSOR, _MOST_BYTES)
-    sizes = [there.get(key) for key in ("crop_size", "size")]
-    size = next((one["height"] for one in sizes if isinstance(one, dict) and isinstance(one.get("height"), int)), 224)
-    found = [{key: there[key] for key, value in processor(size, crops=crops).items()
-              if key in there and key != "image_processor_type" and there[key] != value} for crops in (True, False)]
+    stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    sizes = [stored.get(key) for key in ("crop_size", "size")]
+    size = next((size["height"] for size in sizes if isinstance(size, dict) and isinstance(size.get("height"), int)),
+                224)
+    found = [{key: stored[key] for key, value in processor(size, crops=crops).items()
+              if key in stored and key != "image_processor_type" and stored[key] != value} for crops in (True, False)]
     return min(found, key=len)
 
 

@@ -302,7 +302,7 @@ def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str
     settings = {key: value for key, value in adapters.document.items() if key in known and value is not None}
     config = peft.LoraConfig(**settings, target_modules=sorted({module.name for module, _, _ in places.values()}))
     found = peft.get_peft_model(model, config)
-    result = peft.set_peft_model_state_dict(found, {there: adapters.read(there) for _, _, there in places.values()})
+    result = peft.set_peft_model_state_dict(found, {theirs: adapters.read(theirs) for _, _, theirs in places.values()})
     if result.unexpected_keys:
         raise ValueError(f"no place for {result.unexpected_keys[0]}")
     return found.base_model.model

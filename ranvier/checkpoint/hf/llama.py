@@ -122,12 +122,12 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapp
     return found
 
 
-def _layer_mappings(config: Transformer, there: str) -> dict[str, hf.TensorMapping]:
+def _layer_mappings(config: Transformer, prefix: str) -> dict[str, hf.TensorMapping]:
     hidden, width, inner = config.hidden, head_dim(config), inner_width(config)
     queries, keys = config.heads * width, kv_heads(config) * width
-    attention, mlp = f"{there}.self_attn", f"{there}.mlp"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     norms = _norm_names(config)
-    found = {f"{ours}.weight": hf.same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+    found = {f"{ours}.weight": hf.same(f"{prefix}.{name}.weight", hidden) for ours, name in norms.items()
              if ours.startswith("attention")}
     biased = config.bias != "none"
     for ours, name, features in (("query", "q_proj", queries), ("key", "k_proj", keys), ("value", "v_proj", keys)):
@@ -138,7 +138,7 @@ def _layer_mappings(config: Transformer, there: str) -> dict[str, hf.TensorMappi
         each = config.qk_norm == "head"
         found |= {"attention.query_norm.weight": hf.same(f"{attention}.q_norm.weight", width if each else queries),
                   "attention.key_norm.weight": hf.same(f"{attention}.k_norm.weight", width if each else keys)}
-    found |= {f"{ours}.weight": hf.same(f"{there}.{name}.weight", hidden) for ours, name in norms.items()
+    found |= {f"{ours}.weight": hf.same(f"{prefix}.{name}.weight", hidden) for ours, name in norms.items()
               if ours.startswith("mlp")}
     for ours, name, features, into in (("fc1.gate", "gate_proj", inner, hidden), ("fc1.up", "up_proj", inner, hidden),
                                        ("fc2", "down_proj", hidden, inner)):
@@ -170,12 +170,12 @@ def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, hf.Ten
             owner, _, name = stem.rpartition(".")
             if name in parts:
                 by_tensor.setdefault(f"{owner}.{whole}.{kind}", []).append(ours)
-        for there, members in by_tensor.items():
+        for theirs, members in by_tensor.items():
             rows = [found[ours].shape[0] for ours in members]
             for number, ours in enumerate(members):
                 shape = found[ours].shape
                 found[ours] = hf.TensorMapping(
-                    names=(there,), shapes=((sum(rows), *shape[1:]),), shape=shape,
+                    names=(theirs,), shapes=((sum(rows), *shape[1:]),), shape=shape,
                     join=partial(_rows_of, sum(rows[:number]), rows[number]), part=_not_written)
     return found
 
@@ -276,11 +276,11 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(layers)]
     has_both = kind.model_type in (*_SWITCHED, *_FULL_EVERY)  # others read layer_types nowhere
     allowed = (["full_attention"] if has_both or not is_on else []) + (["sliding_attention"] if is_on else [])
-    if not isinstance(kinds, list) or len(kinds) != layers or any(one not in allowed for one in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
         raise _config_error("llama-layer-types", "layer_types", kinds,
                             f"must be {' or '.join(allowed)} for each of the "
                             f"{layers} layers, as other keys say")
-    full = [layer for layer, one in enumerate(kinds) if one == "full_attention"]
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == layers:
         return {}
     every = full[0] + 1 if full else 0
@@ -399,7 +399,7 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
         "num_key_value_heads": kv_heads(config), "head_dim": head_dim(config),
         "intermediate_size": inner_width(config), "max_position_embeddings": config.max_positions or config.sequence,
         "rms_norm_eps": config.norm_epsilon or NORM_EPSILON, "tie_word_embeddings": config.tied,
-        kind.activation_key: next(there for there, ours in _ACTIVATIONS.items() if ours == config.activation),
+        kind.activation_key: next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation),
         "attention_bias": config.bias in ("attention", "all"), "mlp_bias": config.bias == "all",
         "attention_dropout": 0.0, **_written_rope(config), **_written_window(kind, config),
         **_written_scores(config, head)}
@@ -494,7 +494,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
     found["layer_types"] = kinds
     if kind.model_type in _SWITCHED:
         found |= {"use_sliding_window": config.window is not None, "max_window_layers": next(
-            (layer for layer, one in enumerate(kinds) if one == "sliding_attention"), config.num_layers)}
+            (layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"), config.num_layers)}
     if kind.model_type == "smollm3":
         del found["max_window_layers"]
         found["pad_token_id"] = None  # its default is beyond a smaller vocabulary

@@ -115,10 +115,10 @@ def modules_of(config: Transformer, head: str) -> dict[str, Module]:
         layer, _, kind = name.rpartition(".")
         if kind != "weight" or len(place.shape) != 2 or not name.startswith("layer"):
             continue
-        for number, there in enumerate(place.names):
+        for number, theirs in enumerate(place.names):
             several = len(place.names) > 1
             target = f"{layer}.{('query', 'key', 'value')[number]}" if several else layer
-            found[target] = Module(name=there.removesuffix(".weight"), weight=name, target=target, place=place,
+            found[target] = Module(name=theirs.removesuffix(".weight"), weight=name, target=target, place=place,
                                    part=(number, len(place.names)) if several else None, units=config.heads)
     return found
 
@@ -181,23 +181,23 @@ def write(folder: Path, adapters: Adapters, weight: Read, *, dtype: torch.dtype,
     config, lora, tensors = adapters.config, adapters.lora, {}
     transposes, modules = _transposes(config), list(_modules_of(config, adapters.head, adapters.names))
     for module in modules:
-        for there, kind in _KINDS.items():
-            if kind == "magnitude_change" and (lora.method == "lora" or there.endswith(".weight")):
+        for theirs, kind in _KINDS.items():
+            if kind == "magnitude_change" and (lora.method == "lora" or theirs.endswith(".weight")):
                 continue
             value = adapters.value(module, kind)
             if kind == "magnitude_change":
                 rows = module.rows(weight(module.weight))
                 wide = torch.promote_types(torch.promote_types(value.dtype, rows.dtype), torch.float32)
                 value = value.to(wide) + torch.linalg.vector_norm(rows, dim=1, dtype=wide)
-            tensors[f"{_PREFIX}{module.name}.{there}"] = hf.finite(
+            tensors[f"{_PREFIX}{module.name}.{theirs}"] = hf.finite(
                 module.to_peft(kind, value.to(dtype), transposes), f"{module.target}.lora.{kind}", folder)
     places = form_of(config).places(config, adapters.head)
     saved = set()
     for name in trained:
         parts = hf.tensors_there(places[name], weight(name).to(dtype))
-        for there, tensor in zip(places[name].names, parts, strict=True):
-            tensors[_PREFIX + there] = tensor
-            saved.add(there.rpartition(".")[0])
+        for theirs, tensor in zip(places[name].names, parts, strict=True):
+            tensors[_PREFIX + theirs] = tensor
+            saved.add(theirs.rpartition(".")[0])
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / TENSORS, metadata={"format": "pt"})
     document = {
         "peft_type": "LORA", "task_type": _TASKS.get(adapters.head), "base_model_name_or_path": base, "r": lora.rank,
@@ -274,7 +274,7 @@ class AdapterFolder:
         """Our parameter of an adapter -> (its module, its kind, its name in the file); and our parameter of a head ->
         its name there. CheckpointError for tensors that fit no layer, by name and shape, and for missing ones."""
         modules = {module.name: module for module in modules_of(config, head).values()}
-        heads = {there: ours for ours, place in form_of(config).places(config, head).items() for there in place.names
+        heads = {theirs: ours for ours, place in form_of(config).places(config, head).items() for theirs in place.names
                  if ours.startswith("head.") and len(place.names) == 1}
         found: dict[str, tuple[Module, str, str]] = {}
         others: dict[str, str] = {}
@@ -342,21 +342,21 @@ def with_adapter_settings(run: Run) -> Run:
                           remedy="Leave it out: only shipped families have names in PEFT's format.")
     config, head = families.config_of(run), families.head_of(run)
     folder = AdapterFolder(Path(os.path.expanduser(run.lora.adapters)))
-    there: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "method": folder.method,
-                             "targets": folder.targets(config, head)}
-    for name, value in there.items():
+    settings: dict[str, Any] = {"rank": folder.rank, "alpha": folder.alpha, "method": folder.method,
+                                "targets": folder.targets(config, head)}
+    for name, value in settings.items():
         if getattr(run.lora, name) not in (getattr(Lora, name), value):
             raise ConfigError(f"is not that of {folder.folder}, {value}", code="differs-from-adapters",
                               where=f"lora.{name}", value=getattr(run.lora, name),
                               remedy="Leave it out, or choose another `--lora.adapters`.")
     train_head = True if folder.places(config, head)[1] else run.lora.train_head
-    return replace(run, lora=replace(run.lora, **there, train_head=train_head))
+    return replace(run, lora=replace(run.lora, **settings, train_head=train_head))
 
 
-def _value(folder: AdapterFolder, module: Module, kind: str, there: str, transposes: bool,
+def _value(folder: AdapterFolder, module: Module, kind: str, name: str, transposes: bool,
            norms: Callable[[Module], Tensor]) -> Tensor:
     """Our parameter of an adapter, from its tensor `there`. norms: of the rows of a module's weight."""
-    tensor = hf.finite(module.from_peft(kind, folder.read(there), transposes), f"{module.target}.lora.{kind}",
+    tensor = hf.finite(module.from_peft(kind, folder.read(name), transposes), f"{module.target}.lora.{kind}",
                        folder.folder)
     return tensor if kind != "magnitude_change" else tensor - norms(module).cpu().to(tensor.dtype)
 

@@ -151,8 +151,8 @@ class Pretrained(PretrainedConfig):
 
     def _check(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]) -> None:
         for place in self.places.values():
-            for there, wanted in zip(place.names, place.shapes, strict=True):
-                name = self._called[there]
+            for theirs, wanted in zip(place.names, place.shapes, strict=True):
+                name = self._called[theirs]
                 if name not in heads:
                     raise self._error("pretrained-tensor-missing", f"has no tensor {name}")
                 dtype, shape = heads[name]

@@ -26,25 +26,25 @@ def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) 
     tokens = num_tokens(config)
     found = {
         "embedding.patch.weight": hf.same(f"{projection}.weight", hidden, CHANNELS * patch ** 2,
-                                          there=(hidden, CHANNELS, patch, patch)),
+                                          theirs=(hidden, CHANNELS, patch, patch)),
         "embedding.patch.bias": hf.same(f"{projection}.bias", hidden),
-        "embedding.patch.first": hf.same(f"{base}.embeddings.cls_token", hidden, there=(1, 1, hidden)),
+        "embedding.patch.first": hf.same(f"{base}.embeddings.cls_token", hidden, theirs=(1, 1, hidden)),
         "embedding.position.weight": hf.same(f"{base}.embeddings.position_embeddings", tokens, hidden,
-                                             there=(1, tokens, hidden))}
+                                             theirs=(1, tokens, hidden))}
     for layer in range(config.num_layers):
-        there = f"{base}.encoder.layer.{layer}"
+        prefix = f"{base}.encoder.layer.{layer}"
         for kind, columns in (("weight", (hidden,)), ("bias", ())):
             wide = (width,) if columns else ()
-            output, fc2 = f"{there}.attention.output.dense.{kind}", f"{there}.{called['fc2']}.{kind}"
+            output, fc2 = f"{prefix}.attention.output.dense.{kind}", f"{prefix}.{called['fc2']}.{kind}"
             of_layer = {
-                "attention.norm": hf.same(f"{there}.{called['norm1']}.{kind}", hidden),
-                "attention.qkv": hf.parts_of_heads([f"{there}.attention.attention.{part}.{kind}" for part in (
+                "attention.norm": hf.same(f"{prefix}.{called['norm1']}.{kind}", hidden),
+                "attention.qkv": hf.parts_of_heads([f"{prefix}.attention.attention.{part}.{kind}" for part in (
                     "query", "key", "value")], config.heads, 3 * hidden, *columns),
-                "attention.projection": hf.scaled(output, f"{there}.layer_scale1.lambda1", hidden, *columns)
+                "attention.projection": hf.scaled(output, f"{prefix}.layer_scale1.lambda1", hidden, *columns)
                 if dinov2 else hf.same(output, hidden, *columns),
-                "mlp.norm": hf.same(f"{there}.{called['norm2']}.{kind}", hidden),
-                "mlp.fc1": hf.same(f"{there}.{called['fc1']}.{kind}", width, *columns),
-                "mlp.fc2": hf.scaled(fc2, f"{there}.layer_scale2.lambda1", hidden, *wide)
+                "mlp.norm": hf.same(f"{prefix}.{called['norm2']}.{kind}", hidden),
+                "mlp.fc1": hf.same(f"{prefix}.{called['fc1']}.{kind}", width, *columns),
+                "mlp.fc2": hf.scaled(fc2, f"{prefix}.layer_scale2.lambda1", hidden, *wide)
                 if dinov2 else hf.same(fc2, hidden, *wide),
             }
             found |= {f"layer{layer}.{name}.{kind}": place for name, place in of_layer.items()}

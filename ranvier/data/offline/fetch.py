@@ -103,5 +103,5 @@ def check(package: Package, path: Path) -> None:
 
 def _reason(error: Exception) -> str:
     """The last line that a failed command wrote."""
-    said = (getattr(error, "stderr", None) or "").strip().splitlines()
-    return said[-1] if said else str(error)
+    lines = (getattr(error, "stderr", None) or "").strip().splitlines()
+    return lines[-1] if lines else str(error)

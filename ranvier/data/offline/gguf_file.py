@@ -168,7 +168,7 @@ def _config(file: _File) -> dict[str, Any]:
     model_type = "mistral" if file.architecture == "llama" and window else file.architecture
     config = {
         "model_type": model_type, "architectures": [_CLASSES[model_type]],
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]), **{there: own[key] for key, there in
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]), **{theirs: own[key] for key, theirs in
                                                                          _SIZES.items()},
         "num_key_value_heads": kv_heads, "head_dim": width,
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]), "hidden_act": "silu",

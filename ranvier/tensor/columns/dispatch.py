@@ -49,13 +49,13 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
     layout: ColumnLayout | None = None
-    for one in operands:
-        if isinstance(one, ColumnTensor):
-            if one.grad_fn is not None:
-                refuse_own_graph(one)
+    for operand in operands:
+        if isinstance(operand, ColumnTensor):
+            if operand.grad_fn is not None:
+                refuse_own_graph(operand)
             if layout is None or layout.dim is None:
-                layout = one.columns
-        elif one.requires_grad or (type(one) is not Tensor and isinstance(one, torch.nn.Parameter)):
+                layout = operand.columns
+        elif operand.requires_grad or (type(operand) is not Tensor and isinstance(operand, torch.nn.Parameter)):
             refuse_call(func, operands, "with a parameter outside of its layer, or with a tensor computed from one,",
                         "Call the layer, or give a module of your own the methods of ranvier.tensor.layers.Splittable.")
     if func in rules.OF_LOCAL:

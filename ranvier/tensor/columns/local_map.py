@@ -55,20 +55,20 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
     return mark(y, layout.moved(layout.dim, size))
 
 
-def _own_shard(one: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
+def _own_shard(tensor: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
     """A tensor beside x, which has `layout`, as `function` gets it."""
-    own = layout_of_tensor(one)
+    own = layout_of_tensor(tensor)
     if own is None:
-        if one.requires_grad or isinstance(one, torch.nn.Parameter):
-            refuse_call(local_map, [x, one], "with a parameter outside of its layer, or with a tensor computed from "
+        if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
+            refuse_call(local_map, [x, tensor], "with a parameter outside of its layer, or with a tensor computed from "
                         "one,", "Call the layer, and pass on what it returns.")
-        return one
+        return tensor
     if own.dim is None and layout.dim is not None:
-        return summed_gradient(plain(one), layout.mesh)
+        return summed_gradient(plain(tensor), layout.mesh)
     if own.dim is not None and layout.dim is None:
-        refuse_call(local_map, [x, one], "of a replicated tensor and a shard",
+        refuse_call(local_map, [x, tensor], "of a replicated tensor and a shard",
                     "Give the shard first: the result has its layout.")
-    return plain(one)
+    return plain(tensor)
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

@@ -101,8 +101,8 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
 
     Dims are counted from the right because broadcasting aligns them there.
     """
-    found = {layout.place(one.dim()): layout
-             for one in operands if (layout := sharded_layout(one)) is not None}
+    found = {layout.place(operand.dim()): layout
+             for operand in operands if (layout := sharded_layout(operand)) is not None}
     if len(found) > 1:
         refuse_call(func, operands, "of tensors with different layouts over columns",
                     "Go from one to the other through the layers: Linear(stationary='output') from the residual "
@@ -113,24 +113,25 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
     return from_right, common
 
 
-def convert(func: Func, one: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
+def convert(func: Func, tensor: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
     """This column's part of `one`, an operand beside others whose sharded dim is `from_right` places from the right.
 
     A replicated operand of size 1 there is broadcast; of the global size, each column takes its shard.
     """
-    if sharded_layout(one) is not None:
-        return local(one)  # type: ignore[no-any-return]
-    one = local(one)
-    size = one.size(-from_right) if one.dim() >= from_right else 1
+    if sharded_layout(tensor) is not None:
+        return local(tensor)  # type: ignore[no-any-return]
+    tensor = local(tensor)
+    size = tensor.size(-from_right) if tensor.dim() >= from_right else 1
     if size == 1:
-        return summed_gradient(one, layout.mesh)
+        return summed_gradient(tensor, layout.mesh)
     if size != layout.size:
         refuse_call(func, operands,
                     f"of a tensor with {size} of {layout.size} elements along the dim that is sharded over columns",
                     "Make it with the size that the tensor reports (each column then takes its shard), or like another "
                     "tensor: zeros_like(x).")
-    dim = one.dim() - from_right
-    return own_part_of(one, dim, layout) if torch.is_grad_enabled() and one.requires_grad else layout.shard(one, dim)
+    dim = tensor.dim() - from_right
+    trains = torch.is_grad_enabled() and tensor.requires_grad
+    return own_part_of(tensor, dim, layout) if trains else layout.shard(tensor, dim)
 
 
 WHERE: tuple[Func, ...] = (torch.where, Tensor.where)
@@ -142,9 +143,9 @@ def are_alike(operands: Sequence[Tensor]) -> bool:
     first = operands[0]
     if not isinstance(first, ColumnTensor) or first.columns.dim is None:
         return False
-    for one in operands:
-        if one is not first and not (isinstance(one, ColumnTensor) and one.columns == first.columns
-                                     and one.local.shape == first.local.shape):
+    for operand in operands:
+        if operand is not first and not (isinstance(operand, ColumnTensor) and operand.columns == first.columns
+                                         and operand.local.shape == first.local.shape):
             return False
     return True
 
@@ -154,12 +155,12 @@ def pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
     if func in WHERE and len(operands) < 2:
         refuse_call(func, operands, "of a condition alone")
-    dims = max(one.dim() for one in operands)
+    dims = max(operand.dim() for operand in operands)
     if func in IN_PLACE and (sharded_layout(args[0]) is None or args[0].dim() != dims):
         refuse_call(func, operands, "of a sharded tensor into one that is not sharded",
                     "Use the form that returns a new tensor.")
     from_right, layout = common_layout(func, operands, dims)
-    if any(sharded_layout(one) is None for one in operands):
+    if any(sharded_layout(operand) is None for operand in operands):
         own, named = mapped(lambda one: convert(func, one, from_right, layout, operands), (tuple(args), kwargs))
     else:
         own, named = locals_of(args, kwargs)
@@ -174,7 +175,7 @@ def join(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     sharded, dim = tensors[0].dim() - from_right, dim % (tensors[0].dim() + stacked)
     if not stacked and dim == sharded:
         refuse_call(func, tensors, "along the dim that is sharded over columns")
-    found = func([convert(func, one, from_right, layout, tensors) for one in tensors], dim)
+    found = func([convert(func, tensor, from_right, layout, tensors) for tensor in tensors], dim)
     return mark(found, layout.moved(sharded + (stacked and dim <= sharded)))
 
 
@@ -275,16 +276,17 @@ def matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     layout = sharded_a or sharded_b
     if layout is None or min(a.dim(), b.dim()) < 2 or kwargs.keys() - {"input", "other", "mat1", "mat2", "tensor2"}:
         refuse_call(func, [a, b])
-    from_right = {one.dim() - own.sharded_dim for one, own in ((a, sharded_a), (b, sharded_b)) if own is not None}
+    from_right = {operand.dim() - own.sharded_dim
+                  for operand, own in ((a, sharded_a), (b, sharded_b)) if own is not None}
     place = from_right.pop()
     batch = place > 2
     if from_right or (sharded_a and sharded_b and not (batch and sharded_a[2:] == sharded_b[2:])):
         refuse_call(func, [a, b], "of tensors with different layouts over columns")
     if not batch and place != (2 if sharded_a else 1):
         refuse_call(func, [a, b], "along the dim that is sharded over columns")
-    operands = [local(one) if own is not None else
-                convert(func, one, place, layout, [a, b]) if batch else summed_gradient(local(one), layout.mesh)
-                for one, own in ((a, sharded_a), (b, sharded_b))]
+    operands = [local(operand) if own is not None else
+                convert(func, operand, place, layout, [a, b]) if batch else summed_gradient(local(operand), layout.mesh)
+                for operand, own in ((a, sharded_a), (b, sharded_b))]
     return mark(torch.matmul(*operands), layout.moved(dims - place))
 
 
@@ -297,13 +299,14 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     operands = [query, key, value]
     if dropout:
         refuse_call(func, operands, "with dropout", REMEDIES["dropout"])
-    layouts = [layout for one in operands if (layout := sharded_layout(one)) is not None]
-    places = {one.dim() - layout.sharded_dim for one in operands if (layout := sharded_layout(one)) is not None}
+    layouts = [layout for operand in operands if (layout := sharded_layout(operand)) is not None]
+    places = {operand.dim() - layout.sharded_dim
+              for operand in operands if (layout := sharded_layout(operand)) is not None}
     # Attention that is counted has been asked whether it takes such groups.
     grouped = func is FUSED_ATTENTION or argument(args, kwargs, 7, "enable_gqa", default=False)
-    if len(layouts) < 3 or len(places) > 1 or min(places) < 3 or not all(one.is_even for one in layouts) \
-            or len({one.blocks for one in layouts}) > 1 \
-            or (len({one.size for one in layouts}) > 1 and not (grouped and layouts[0].blocks == 1)):
+    if len(layouts) < 3 or len(places) > 1 or min(places) < 3 or not all(layout.is_even for layout in layouts) \
+            or len({layout.blocks for layout in layouts}) > 1 \
+            or (len({layout.size for layout in layouts}) > 1 and not (grouped and layouts[0].blocks == 1)):
         refuse_call(func, operands, "of tensors with different layouts over columns",
                     "Shard the heads over columns: unflatten(-1, (-1, width)) and transpose(1, 2) of what "
                     "Linear(stationary='output', units=heads) returns, for queries, keys and values alike.")
@@ -328,14 +331,14 @@ def einsum(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     if labels is None:
         refuse_call(func, tensors_in(operands), "with an ellipsis", "Name every dim in the equation.")
     inputs, output = labels
-    layouts = [sharded_layout(one) for one in operands]
-    shared = {(names[one.sharded_dim], one.size, one.blocks)
-              for names, one in zip(inputs, layouts, strict=True) if one is not None}
-    label, layout = next(iter(shared))[0], next(one for one in layouts if one is not None)
+    layouts = [sharded_layout(operand) for operand in operands]
+    shared = {(names[layout.sharded_dim], layout.size, layout.blocks)
+              for names, layout in zip(inputs, layouts, strict=True) if layout is not None}
+    label, layout = next(iter(shared))[0], next(layout for layout in layouts if layout is not None)
     if len(shared) > 1 or label not in output or any(names.count(label) > 1 for names in inputs):
         refuse_call(func, operands, f"{args[0]!r} along a dim that is sharded over columns")
-    given = [local(one) if own is not None else
-             convert(func, one, len(names) - names.index(label), layout, operands) if label in names
-             else summed_gradient(local(one), layout.mesh)
-             for one, names, own in zip(operands, inputs, layouts, strict=True)]
+    given = [local(operand) if own is not None else
+             convert(func, operand, len(names) - names.index(label), layout, operands) if label in names
+             else summed_gradient(local(operand), layout.mesh)
+             for operand, names, own in zip(operands, inputs, layouts, strict=True)]
     return mark(func(args[0], *given), layout.moved(output.index(label)))

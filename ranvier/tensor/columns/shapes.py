@@ -45,7 +45,7 @@ def transposed(num_dims: int, dim: int, first: int, second: int) -> int:
 
 def without(dim: int, removed: Sequence[int]) -> int:
     """`removed` dims are gone."""
-    return dim - sum(one < dim for one in removed)
+    return dim - sum(place < dim for place in removed)
 
 
 def indexed(shape: Sequence[int], dim: int, index: Any) -> int | None:

@@ -69,7 +69,7 @@ class ColumnTensor(Tensor):
                            kwargs: Kwargs | None = None) -> Any:
         if func is torch.ops.aten.detach.default:  # hooks of saved tensors
             return ColumnTensor(args[0].local.detach(), args[0].columns)
-        found = [one for one in tensors_in((*args, *(kwargs or {}).values())) if isinstance(one, ColumnTensor)]
+        found = [tensor for tensor in tensors_in((*args, *(kwargs or {}).values())) if isinstance(tensor, ColumnTensor)]
         refuse(f"{func} is called past torch's Python functions (by vmap, jit, torch.tensor or a hook)",
                layouts_text(found), LOCAL_MAP)
 
@@ -104,9 +104,9 @@ def mark_all(result: _T, layout: ColumnLayout, changed: object = None) -> _T:
             return changed  # type: ignore[return-value]
         found = ColumnTensor(result, layout)
     elif type(result) in (list, tuple):
-        found = type(result)(mark_all(one, layout) for one in result)  # type: ignore[call-arg, attr-defined]
+        found = type(result)(mark_all(tensor, layout) for tensor in result)  # type: ignore[call-arg, attr-defined]
     elif isinstance(result, tuple):  # torch.return_types: topk, max
-        found = type(result)([mark_all(one, layout) for one in result])
+        found = type(result)([mark_all(tensor, layout) for tensor in result])
     return found  # type: ignore[return-value]
 
 
@@ -158,9 +158,9 @@ def local(x: Any) -> Any:
 
 def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
     """A call's arguments with the shards of `ColumnTensor`s in their place."""
-    found = tuple([one.local if isinstance(one, ColumnTensor) else mapped(local, one)
-                   if isinstance(one, (list, tuple, dict)) else one for one in args])
-    return found, {name: mapped(local, one) for name, one in kwargs.items()} if kwargs else kwargs
+    found = tuple([arg.local if isinstance(arg, ColumnTensor) else mapped(local, arg)
+                   if isinstance(arg, (list, tuple, dict)) else arg for arg in args])
+    return found, {name: mapped(local, arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
@@ -170,11 +170,11 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
         return call(tree)
     kind = type(tree)
     if kind is tuple:
-        return tuple([mapped(call, one) for one in tree])
+        return tuple([mapped(call, item) for item in tree])
     if kind is dict:
-        return {name: mapped(call, one) for name, one in tree.items()}
+        return {name: mapped(call, item) for name, item in tree.items()}
     if kind is list:
-        return [mapped(call, one) for one in tree]
+        return [mapped(call, item) for item in tree]
     return tree if kind in _LEAVES else tree_map_only(Tensor, call, tree)
 
 
@@ -194,8 +194,8 @@ def sharded_layout(x: Any) -> ColumnLayout | None:
 
 def layouts_text(operands: Iterable[Tensor]) -> str:
     """Sizes and layouts of the operands of a call, for messages."""
-    return " and ".join(one.columns.text(tuple(one.local.shape)) if isinstance(one, ColumnTensor)
-                        else f"{list(one.shape)} without a layout" for one in operands)
+    return " and ".join(operand.columns.text(tuple(operand.local.shape)) if isinstance(operand, ColumnTensor)
+                        else f"{list(operand.shape)} without a layout" for operand in operands)
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -124,7 +124,7 @@ def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     x, layout = _sharded_operand(func, args)
     dims = argument(args, kwargs, 1, "dim")
     dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
-    removed = [one % x.dim() for one in dims if x.size(one) == 1]
+    removed = [dim % x.dim() for dim in dims if x.size(dim) == 1]
     return mark(local(x).squeeze(tuple(removed)), layout.moved(shapes.without(layout.sharded_dim, removed)))
 
 
@@ -151,7 +151,7 @@ def unsqueezed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
 
 def permuted(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
     """permute(dims)."""
-    return [one % x.dim() for one in sizes_or_dims(args, 1, kwargs, "dims")].index(dim)
+    return [dim % x.dim() for dim in sizes_or_dims(args, 1, kwargs, "dims")].index(dim)
 
 
 def transposed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
@@ -172,7 +172,7 @@ def reversed_dims(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int:
 
 def indexed(x: Tensor, dim: int, args: Args, kwargs: Kwargs) -> int | None:
     """x[index], where the index is the same on every column."""
-    if any(sharded_layout(one) is not None for one in tensors_in(args[1:])):
+    if any(sharded_layout(tensor) is not None for tensor in tensors_in(args[1:])):
         return None
     return shapes.indexed(tuple(x.size()), dim, args[1])
 

@@ -131,10 +131,10 @@ class SplitLinearGroup(SplitLinear):
         self._has_one_weight = False
         self._owned = dict(owned)
         for name in owned:
-            whole, mine = layer.get_submodule(name), nn.Module()
+            whole, part = layer.get_submodule(name), nn.Module()
             for kind, parameter in whole.named_parameters(recurse=False):
-                mine.register_parameter(kind, own_part(parameter, splits[f"{name}.{kind}"], mesh))
-            self.add_module(name, mine)
+                part.register_parameter(kind, own_part(parameter, splits[f"{name}.{kind}"], mesh))
+            self.add_module(name, part)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -165,7 +165,7 @@ class SplitLinearGroup(SplitLinear):
         weight = (workspace.take(name, self.weight_shape, rows[0]) if self.mesh.num_rows == 1
                   else workspace.take_one(buffer, name, self.weight_shape, rows[0]))
         if self._product.transposes_weight:
-            return torch.cat([one.t() for one in rows], dim=1, out=weight)
+            return torch.cat([row.t() for row in rows], dim=1, out=weight)
         return torch.cat(rows, out=weight)
 
     def own_bias(self) -> Tensor | None:
@@ -190,8 +190,8 @@ class SplitLinearGroup(SplitLinear):
         """This column's part of each output [B, S, F_j], in order."""
         y = super().forward(x)
         outputs = y.split([own.rows.stop - own.rows.start for own in self._owned.values()], dim=-1)
-        return tuple(_reorder_units(self._add_adapter(name, one, x), own.order)
-                     for (name, own), one in zip(self._owned.items(), outputs, strict=True))
+        return tuple(_reorder_units(self._add_adapter(name, output, x), own.order)
+                     for (name, own), output in zip(self._owned.items(), outputs, strict=True))
 
     def _add_adapter(self, name: str, y: Tensor, x: Tensor) -> Tensor:
         """One output with its adapter's, where it has one (`ranvier.tensor.adapters`)."""

@@ -93,9 +93,9 @@ class _NormOverColumns(Function):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             ctx.save_for_backward(x, weight, wide, wide)
             return x.clone()
-        mine = fused(_statistics, x, centred)
-        all_of_row = mine.new_empty(mesh.num_cols, *mine.shape)
-        mesh.over_cols.all_gather(all_of_row, mine).wait()
+        statistics = fused(_statistics, x, centred)
+        all_of_row = statistics.new_empty(mesh.num_cols, *statistics.shape)
+        mesh.over_cols.all_gather(all_of_row, statistics).wait()
         y, mean, rstd = fused(_normalize, x, all_of_row, weight, bias, epsilon, offset)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y

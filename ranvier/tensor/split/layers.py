@@ -159,8 +159,8 @@ class _Parameters:
     """Those of a whole module."""
 
     def __init__(self, whole: nn.Module) -> None:
-        self._found = {id(one) for one in whole.parameters()}
-        self._trained = ByMemory((None, one) for one in whole.parameters() if one.requires_grad)
+        self._found = {id(parameter) for parameter in whole.parameters()}
+        self._trained = ByMemory((None, parameter) for parameter in whole.parameters() if parameter.requires_grad)
 
     def contain(self, value: Tensor) -> bool:
         """Whether it is one of them, or has values of one that trains in its memory."""

@@ -94,7 +94,7 @@ class SplitLinear(SplitLayer):
     @property
     def unreduced_bytes(self) -> int:
         """Bytes of the weight gradients of a batch that are added up before they are summed over rows."""
-        wide = next((one.grad_dtype or one.dtype for one in self.weights if one.requires_grad), None)
+        wide = next((weight.grad_dtype or weight.dtype for weight in self.weights if weight.requires_grad), None)
         if wide is None or not self._adds_up:
             return 0
         return self.mesh.num_rows * prod(self.weight_shape) * wide.itemsize
@@ -177,7 +177,7 @@ class SplitLinear(SplitLayer):
 
     def _add_up(self, dw: Tensor) -> None:
         if self._unreduced is None:
-            wide = next(one.grad_dtype or one.dtype for one in self.weights if one.requires_grad)
+            wide = next(weight.grad_dtype or weight.dtype for weight in self.weights if weight.requires_grad)
             self._unreduced = dw.to(wide, copy=True)
         else:
             self._unreduced.add_(dw)
@@ -204,13 +204,13 @@ class SplitLinear(SplitLayer):
         x = self.mesh.cast(x)
         operands, weights, biases = _Operands(), self.weights, self.biases
         compute = partial(self._compute, x.detach(), operands)
-        if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *weights, *biases))):
-            if self.weight_gradients is not None and any(one.requires_grad for one in weights):
+        if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, *weights, *biases))):
+            if self.weight_gradients is not None and any(weight.requires_grad for weight in weights):
                 self.may_wait = False  # a block may call autograd for purposes of its own, which adds by itself
             return compute()
         y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), self, compute)
         gradients = self.weight_gradients
-        if gradients is not None and self.may_wait and any(one.requires_grad for one in weights):
+        if gradients is not None and self.may_wait and any(weight.requires_grad for weight in weights):
             travelling = self.mesh.num_cols if isinstance(self._product, InputStationary) else 1
             gradients.forward_bytes += x.numel() * x.element_size() + travelling * y.numel() * y.element_size()
         return y
@@ -228,8 +228,8 @@ class SplitLinear(SplitLayer):
             if self._gathers_weight:
                 operands.weight = self._column_weight(kept=True)
             operands.gathered = self._product.gather_x(x.detach())
-            for one in (*(operands.gathered or ()), *([] if operands.weight is None else [operands.weight])):
-                self._coming[_storage(one.tensor)] = one
+            for tensor in (*(operands.gathered or ()), *([] if operands.weight is None else [operands.weight])):
+                self._coming[_storage(tensor.tensor)] = tensor
         return self._product.out_shape(x, self.own_shape[0])
 
     def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, slabs: Tensor | None, panels: Sequence[Tensor], *,
@@ -244,7 +244,7 @@ class SplitLinear(SplitLayer):
         gradients = self.weight_gradients
         if gradients is not None and not gradients.in_pass():
             gradients, self.may_wait = None, False
-        elif gradients is not None and any(one._backward_hooks for one in self.weights):
+        elif gradients is not None and any(weight._backward_hooks for weight in self.weights):
             gradients = None  # a hook sees gradients that go through autograd only
         weight = None
         if wants_input:
@@ -282,7 +282,7 @@ class SplitLinear(SplitLayer):
             operands = [x, dy]
         else:
             operands = [x, dy.new_empty(()).expand(dy.shape), *(one.wait() for one in gathered)]
-        gradients.add([one for one in self.weights if one.requires_grad], operands,
+        gradients.add([weight for weight in self.weights if weight.requires_grad], operands,
                       partial(self._compute_deferred, gathered is not None))
         return dx
 
@@ -312,7 +312,7 @@ class SplitLinear(SplitLayer):
     def _compute_deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
         """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
         self.begins("deferred weight gradient")
-        gathered = [Arriving(one) for one in panels] if is_gathered else None
+        gathered = [Arriving(panel) for panel in panels] if is_gathered else None
         self._waiting -= 1
         summed = not self._adds_up or (self._closed and self._unreduced is None and not self._waiting)
         _, dw = self._product.gradients(dy, x, None, self.weight_shape, gathered=gathered,
@@ -347,7 +347,7 @@ class _Save(Function):
         # `.data`: what a collective writes meanwhile must not count as a change of what is saved.
         ctx.save_for_backward(x if wants_weight and gathered is None else None,
                               weight.tensor.data if weight is not None and wants_input else None,
-                              *(one.tensor.data for one in gathered or () if wants_weight))
+                              *(tensor.tensor.data for tensor in gathered or () if wants_weight))
         ctx.layer, ctx.like = layer, x.new_empty(()).expand(x.shape)
         return x.new_empty(()).expand(shape)
 

@@ -48,7 +48,7 @@ def multiply_rows(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None)
         return
     a, b = _operands(out, a, b)
     batches = max(len(out), len(a))
-    a, out = (one if len(one) == batches else one.view(batches, -1, one.shape[-1]) for one in (a, out))
+    a, out = (matrix if len(matrix) == batches else matrix.view(batches, -1, matrix.shape[-1]) for matrix in (a, out))
     _multiply_batches(out, a, b.expand(batches, *b.shape), bias)
 
 
