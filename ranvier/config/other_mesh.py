@@ -101,7 +101,7 @@ def difference(old: Mesh, new: Mesh) -> str:
 
 
 def microbatch_size(size: int, *, global_size: int, mesh: Mesh) -> int:
-    """`wanted`, or what a replica of `mesh` has of a global batch of `global_size` sequences where that is less.
+    """`size`, or what a replica of `mesh` has of a global batch of `global_size` sequences where that is less.
 
     It is then the largest number of sequences that the rows can share, if there is any.
     """

@@ -28,8 +28,8 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 
 
 class CopiedModules:
-    """modules: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of the copies that
-    this rank has. parameters: those of the copies, by name. part: of a parameter's name and whole value, this rank's.
+    """modules: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of this rank's
+    copies. parameters: those of the copies, by name. part: of a parameter's name and whole value, this rank's.
 
     Modules are not kept in memory here: a program may drop its model."""
 

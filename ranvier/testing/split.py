@@ -334,7 +334,7 @@ def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
 
 
 def _own_part(whole: Tensor, part: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The part of a whole tensor that has the place and layout of `mine`."""
+    """The part of a whole tensor that has the place and layout of `part`."""
     if mesh is None:
         return whole
     layout, size = layout_of_tensor(part), part.shape[0] if part.dim() else 0

@@ -355,7 +355,7 @@ def with_adapter_settings(run: Run) -> Run:
 
 def _value(folder: AdapterFolder, module: Module, kind: str, name: str, transposes: bool,
            norms: Callable[[Module], Tensor]) -> Tensor:
-    """Our parameter of an adapter, from its tensor `there`. norms: of the rows of a module's weight."""
+    """Our parameter of an adapter, from its tensor `name`. norms: of the rows of a module's weight."""
     tensor = hf.finite(module.from_peft(kind, folder.read(name), transposes), f"{module.target}.lora.{kind}",
                        folder.folder)
     return tensor if kind != "magnitude_change" else tensor - norms(module).cpu().to(tensor.dtype)

@@ -114,7 +114,7 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
 
 
 def convert(func: Func, tensor: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
-    """This column's part of `one`, an operand beside others whose sharded dim is `from_right` places from the right.
+    """This column's part of `tensor`, an operand beside others whose sharded dim is `from_right` places from the right.
 
     A replicated operand of size 1 there is broadcast; of the global size, each column takes its shard.
     """
