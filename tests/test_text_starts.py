@@ -31,6 +31,7 @@ ALLOWED = {
         "bos_token", "post_processor", "add_special_tokens", "eot_token_id"),
     "checkpoint/hf/tokenizer_files.py": ("bos_token",),  # writes tokenizer_config.json
     "checkpoint/hf/export_model.py": ("bos_token",),
+    "inference/generation_config.py": ("bos_token",),  # tells of forced_bos_token_id, which nothing follows
     "inference/lm_eval_model.py": ("prefix_token", "add_special_tokens", "eot_token_id")}  # the package's names
 """File -> words of text starts that it may use."""
 

@@ -92,9 +92,9 @@ class MicrobatchProfile:
         """The profile with one more measurement. One that is not a finite number of seconds is left out."""
         if not isfinite(seconds):
             return self
-        trial = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)
-        same = [trial for trial in self.trials if replace(trial, seconds=seconds) == trial]
-        fastest = min([*same, trial], key=lambda trial: trial.seconds)
+        new = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)
+        same = [trial for trial in self.trials if replace(trial, seconds=seconds) == new]
+        fastest = min([*same, new], key=lambda trial: trial.seconds)
         return MicrobatchProfile((*(trial for trial in self.trials if trial not in same), fastest))
 
     def _trials(self, pipe: int, data: int, frozen: int) -> dict[int, float]:

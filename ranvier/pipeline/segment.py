@@ -6,11 +6,11 @@
 Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, change attributes and
 draw random numbers: the second run gets a copy of the state, and buffers (in memory of their own), attributes and
 generators as they were, so that nothing is changed twice, and neither other microbatches in between nor other blocks
-that share them change anything. A hook
-that a block puts on a tensor of the state is put on an alias the second time, so that it runs once. What cannot be
-given back is refused: tensors of the state that are changed in place, parameters that the second run would change
-again or find otherwise, and hooks of modules, which would be called twice. Under selective recomputation the second run
-finds outputs of expensive operations in place of computing them (`ranvier.tensor.kept_outputs`).
+that share them change anything. A hook that a block puts on a tensor of the state is put on an alias the second time,
+so that it runs once. What cannot be given back is refused: tensors of the state that are changed in place, parameters
+that the second run would change again or find otherwise, and hooks of modules, which would be called twice. Under
+selective recomputation the second run finds outputs of expensive operations in place of computing them
+(`ranvier.tensor.kept_outputs`).
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class ChangedInPlace:
         self.shared: dict[int, Tensor] = {}
         """Identity of a tensor that several blocks have -> the tensor."""
         for block in blocks:
-            mine = {id(tensor): tensor for module in block.modules() for _, tensor in _tensors_of(module)}
-            self.shared |= {key: tensor for key, tensor in mine.items() if key in found}
-            found |= mine
+            own = {id(tensor): tensor for module in block.modules() for _, tensor in _tensors_of(module)}
+            self.shared |= {key: tensor for key, tensor in own.items() if key in found}
+            found |= own
             self._modules |= dict.fromkeys(block.modules())
 
     def add(self, changed: Tensor) -> None:
@@ -328,7 +328,6 @@ class Segment:
                           "it back as it was", code="recompute-buffer-changed", where=f"{kind} {self._path(*place)}",
                           remedy="Put a new tensor in its place (self.x = self.x + y), or set "
                                  "`--memory.recompute none`.")
-
 
     def _path(self, owner: nn.Module, attribute: str) -> str:
         return next(f"{name}.{attribute}" for block, module in self._blocks
