@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -16,15 +17,16 @@ class OutsideLeaves:
     """Looks at one stage."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Tensor] | None = None
-        """The last batch's, kept alive so that no other tensor gets the identity of one."""
+        self._before: list[ref[Tensor]] = []
+        """Those of the last batch, which may be gone."""
 
     def look(self, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
         """At the graph of `outputs` before its backward. known: tensors whose gradients the engine takes."""
         ids = {id(tensor) for tensor in known}
         found = {id(leaf): leaf for leaf in _leaves(outputs) if id(leaf) not in ids}
-        before, self._before = self._before, found
-        if twice := [leaf for leaf in found.values() if before is not None and id(leaf) in before]:
+        twice = [leaf for before in self._before if (leaf := before()) is not None and id(leaf) in found]
+        self._before = [ref(leaf) for leaf in found.values()]
+        if twice:
             warnings.warn("a block or the loss uses trainable tensors of no block "
                           f"({len(twice)}, the first of shape {tuple(twice[0].shape)}); their gradients are neither "
                           "summed over replicas nor divided by the weight of the batch. Make what is to be trained an "

@@ -64,7 +64,6 @@ def test_a_trainable_tensor_of_no_block_is_told(case, mesh):
     block, loss, is_told = CASES[case]
 
     def rank(world):
-        torch.manual_seed(0)
         engine = Engine([block(), block()], world, mesh=mesh, loss=loss())
         for _ in range(3):
             engine.forward_backward(share(engine, points([[2], [3]][:mesh.data])))

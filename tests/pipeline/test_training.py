@@ -424,9 +424,14 @@ def test_an_optimizer_of_one_stages_parameters():
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_engines_that_share_a_block_train_each_their_own(size):
     """A GAN: the generator's engine has a group of rate 0 for the discriminator, on a stage of that alone, too."""
-    def program(world):
+    def network():
         torch.manual_seed(0)
-        maker, judge, mesh = nn.Linear(4, 4), nn.Linear(4, 1), Mesh(pipe=world.size)
+        return nn.Linear(4, 4), nn.Linear(4, 1)
+
+    networks = [network() for _ in range(size)]  # ranks are threads, which share torch's generator
+
+    def program(world):
+        (maker, judge), mesh = networks[world.rank], Mesh(pipe=world.size)
         own = set(map(id, maker.parameters()))
 
         def groups(parameters):
@@ -443,7 +448,7 @@ def test_two_engines_that_share_a_block_train_each_their_own(size):
                 for engine in (discriminator, generator)]
 
     losses = run_ranks(program, size)[0]
-    maker, judge = (torch.manual_seed(0), nn.Linear(4, 4), nn.Linear(4, 1))[1:]
+    maker, judge = network()
     steps = [torch.optim.Adam(one.parameters(), lr=0.05) for one in (judge, maker)]
     for step, loss in enumerate(losses):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step // 2))
