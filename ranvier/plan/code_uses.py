@@ -329,10 +329,10 @@ class _Function(FunctionTree):
         around = [store.node, *self._around(store.node)]
         for node in self._numbers:
             if isinstance(node, ast.Assign) and any(trees.place_in(target) is not None for target in node.targets) and (
-                    node is store.statement or (isinstance(node.value, ast.Name) and node.value.id == store.place
-                                                and any(
-                        part in around for body in trees.bodies(self._parents[node]) if node in body
-                        for part in body[:body.index(node)]))):
+                    node is store.statement or (
+                        isinstance(node.value, ast.Name) and node.value.id == store.place and any(
+                            part in around for body in trees.bodies(self._parents[node]) if node in body
+                            for part in body[:body.index(node)]))):
                 return True
         return False
 
