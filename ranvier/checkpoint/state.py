@@ -190,7 +190,7 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
             raise CheckpointError("is not a tensor, so it cannot be saved in a checkpoint", code="state-not-tensor",
                                   where=f"state {name}", value=type(buffer).__name__,
                                   remedy="Keep it in a buffer, or save it yourself.")
-        yield Piece.from_tensor("buffer", name, buffer)
+        yield Piece.from_tensor("buffer", name, torch.view_as_real(buffer) if buffer.is_complex() else buffer)
 
 
 def _random(engine: Engine) -> Iterator[Piece]:
@@ -322,8 +322,7 @@ def load(engine: Engine, saved: Saved) -> None:
                 else f"has the buffer {name}, and the model has none")
         raise CheckpointError(what, code="checkpoint-of-other-buffers", where=f"checkpoint {saved.folder}",
                               remedy=_SAME_MODEL)
-    fill(engine, saved)
-    set_extra_states(engine, {name: saved.read("buffer", name) for name in buffers if name.endswith("._extra_state")})
+    set_extra_states(engine, fill(engine, saved))
     random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):
         if piece.name in random:
@@ -345,9 +344,10 @@ def _block_of(engine: Engine, name: str) -> str | None:
     return max((block for block in engine.block_names if name.startswith(f"{block}.")), key=len, default=None)
 
 
-def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
+def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> dict[str, Tensor]:
     """Read parameters, states and buffers of this rank from `source`. freezes: parameters that were not being trained
-    there are frozen here, too."""
+    there are frozen here, too. Returns what modules keep as extra state, for `set_extra_states` when all is read."""
+    extra_states = {}
     source = with_origins(engine, source)
     with torch.no_grad():
         _load_parameters(engine, source)
@@ -359,6 +359,9 @@ def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
             if piece.name in source.manifest.tensors.get("buffer", {}):
                 _check_shape(source, piece)
                 source.read_into("buffer", piece.name, piece.box, piece.tensor)
+                if piece.name.endswith("._extra_state"):
+                    extra_states[piece.name] = piece.tensor
+    return extra_states
 
 
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:

@@ -31,6 +31,7 @@ from ranvier.comm.message import Message, MessageKind, checksum
 from ranvier.comm.protocol import Backend, Group, Transport
 from ranvier.errors import CheckpointError, MessageTimeout
 from ranvier.layout import Box, Move, box_size, index_of, plan_moves
+from ranvier.pipeline.state_dict import set_extra_states
 from ranvier.tensor.quantized_weight import dense
 
 if TYPE_CHECKING:
@@ -89,14 +90,16 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
     ranks = whole.group("transition", [range(whole.size)])
     source = _Ranks(ranks.gather_objects(_announcement(held)), {} if held is None else {
         number: piece.tensor for number, piece in enumerate(held.pieces)})
+    extra_states = {}
     if engine is not None:
         state.check_fits(engine, source)
-        state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
+        extra_states = state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
     travelling = list(source.plan_moves(needs))
     transport = whole.transport("transition", on_host=True)  # as `take` has copied it
     _carry_out(travelling, source, transport, whole.rank, timeout_seconds)
     if engine is not None:
+        set_extra_states(engine, extra_states)
         state.restore_counters(engine, source.manifest)
     ranks.barrier()  # all have acknowledged
     whole.close()

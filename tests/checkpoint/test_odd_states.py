@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -85,8 +86,11 @@ def saved_and_loaded(world, folder, layer):
     return checkpoints.load().step
 
 
-def test_an_empty_parameter(tmp_path):
-    assert run_ranks(lambda world: saved_and_loaded(world, tmp_path, Odd(empty=True)), 2) == [0, 0]
+@pytest.mark.parametrize("layer", [
+    partial(Odd, empty=True), lambda: Odd(buffer=torch.polar(torch.ones(3), torch.arange(3.0)))],
+    ids=["an empty parameter", "a complex buffer"])
+def test_what_is_seldom_saved(tmp_path, layer):
+    assert run_ranks(lambda world: saved_and_loaded(world, tmp_path, layer()), 2) == [0, 0]
 
 
 class Extra(Odd):

@@ -135,6 +135,42 @@ def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
     assert plain == run_ranks(uninterrupted, 4, timeout_seconds=60.0)[0]
 
 
+class Counting(torch.nn.Linear):
+    """Its calls are no buffer, but extra state; beside them is a buffer as of rotary embeddings."""
+
+    def __init__(self):
+        super().__init__(2, 2, dtype=torch.float64)
+        self.calls = 0
+        self.register_buffer("turn", torch.tensor(1j))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.tensor([self.calls])
+
+    def set_extra_state(self, state):
+        self.calls = int(state)
+
+
+def test_extra_states_and_complex_buffers_go_along():
+    """Each rank's modules are its own, as those of processes are."""
+    def work(world):
+        layouts = Layouts(world, Mesh(pipe=2), model=[Counting() for _ in range(2)], optim=Optim(),
+                          loss=lambda y, t: (y.sum(), float(len(y))))
+        with torch.no_grad():
+            for layer in layouts.engine.blocks.values():
+                layer.turn.mul_(2)
+        layouts.engine.train_batch([(torch.ones(1, 2, dtype=torch.float64), torch.zeros(1))] * 3)
+        layouts.move(Mesh(data=2))
+        found = [(layer.calls, layer.turn.item()) for layer in layouts.engine.blocks.values()]
+        layouts.close()
+        return found
+
+    assert run_ranks(work, 2, timeout_seconds=60.0) == [[(3, 2j)] * 2] * 2
+
+
 def test_what_does_not_leave_a_rank_in_time(monkeypatch):
     monkeypatch.setattr(InProcessTransport, "flush", lambda self, seconds=None: seconds != HAND_OVER_SECONDS)
     with raises("transition-send-late", where="transition", value=f"{HAND_OVER_SECONDS:g} s"):
