@@ -29,11 +29,11 @@ def agent(hosts, index, num_hosts, output, args):
                  "--master-addr", ADDRESSES[0], "--master-port", PORT, "-m", "ranvier", *args)
 
 
-def train(tmp_path, mesh, *more):
+def train(tmp_path, mesh, steps, *, timeout_seconds):
     return ["train", "gpt-tiny", *tiny_runs.flags(
         tmp_path, **{f"mesh__{axis}": size for axis, size in mesh.items()}, train__sample_tokens=2,
-        run_dir=tmp_path / "run", resume="auto", checkpoint__every=5, comm__timeout_seconds=TIMEOUT_SECONDS,
-        comm__transport="torch"), *more]
+        run_dir=tmp_path / "run", resume="auto", checkpoint__every=5, comm__timeout_seconds=timeout_seconds,
+        comm__transport="torch", train__steps=steps)]
 
 
 @pytest.mark.slow
@@ -41,8 +41,8 @@ def train(tmp_path, mesh, *more):
 def test_a_host_that_is_cut_off(hosts, tmp_path, mesh):
     """All ranks of both hosts end, each host's output says who cannot be heard, and one host goes on with the rest."""
     folder = tmp_path / "run" / "checkpoint"
-    agents = [agent(hosts, index, 2, tmp_path / f"{index}.txt", train(tmp_path, mesh, "--train.steps", 1_000_000))
-              for index in range(2)]
+    endless = train(tmp_path, mesh, 1_000_000, timeout_seconds=TIMEOUT_SECONDS)
+    agents = [agent(hosts, index, 2, tmp_path / f"{index}.txt", endless) for index in range(2)]
     try:
         assert wait_until(lambda: len(checkpoints(folder)) > 1 or any(each.process.poll() is not None
                                                                       for each in agents), 240)
@@ -62,7 +62,7 @@ def test_a_host_that_is_cut_off(hosts, tmp_path, mesh):
     assert "ranvier: rank 0's store does not answer: this machine is disconnected from it" in there, there
 
     newest = step_of(checkpoints(folder)[0])
-    again = agent(hosts, 0, 1, tmp_path / "again.txt", train(tmp_path, mesh, "--train.steps", newest + 7))
+    again = agent(hosts, 0, 1, tmp_path / "again.txt", train(tmp_path, mesh, newest + 7, timeout_seconds=120))
     try:
         assert wait_until(lambda: again.process.poll() is not None, 200), again.text
         assert again.process.returncode == 0, again.text
