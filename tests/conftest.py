@@ -4,6 +4,8 @@ of those with several do not spin. Times of hypothesis' examples say nothing on 
 `make test` has the same examples each time, so that no change is refused for a fault that it does not have.
 `make test-all` draws others, and more (`--hypothesis-profile random`)."""
 
+import ctypes
+import functools
 import gc
 import os
 import signal
@@ -90,6 +92,23 @@ rest follows by the number of tests. `make test` says --no-loadscope-reorder: py
 single long test last."""
 
 
+def on_one_core(run_ranks):
+    """Ranks that are threads share the interpreter's lock, which each operation of torch gives away: on one core they
+    take half of the CPU time, because none of them wakes another core for it. `make test-all` has them on all cores,
+    where they overtake each other more often."""
+    @functools.wraps(run_ranks)
+    def run(fn, size, **options):
+        core = ctypes.CDLL(None).sched_getcpu()
+
+        def rank(world):
+            os.sched_setaffinity(0, [core])  # of this thread
+            return fn(world)
+
+        return run_ranks(rank, size, **options)
+
+    return run
+
+
 def pytest_addoption(parser):
     parser.addoption("--one-case", action="store_true", help="of each test function one case, each day another one")
 
@@ -106,6 +125,10 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         if torch.version.cuda is not None:  # torch's first tracing calls this, which crashes there behind some tests
             torch._C._ensureCUDADeviceGuardSet()
+    if hasattr(os, "sched_setaffinity") and hypothesis.settings().derandomize:
+        from ranvier.testing import ranks
+
+        ranks.run_ranks = on_one_core(ranks.run_ranks)
     leaves_out = config.getoption("ignore") or config.getoption("ignore_glob")  # folders, which files would not be in
     if worker is not None and not leaves_out and all(Path(argument).is_dir() for argument in config.args):
         files = sorted({str(path) for argument in config.args for path in Path(argument).rglob("test_*.py")})
