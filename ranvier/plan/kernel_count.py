@@ -22,6 +22,7 @@ from ranvier.config.run import Run
 from ranvier.cost import kernels
 from ranvier.cost.blocks import Repeated
 from ranvier.cost.kernels import Kernel, Kernels
+from ranvier.system.meta_operations import run_on_meta
 from ranvier.tensor import float8
 from ranvier.tensor.columns import plain
 from ranvier.tensor.fused import Fused, use_calls
@@ -105,7 +106,7 @@ class KernelCount(TorchDispatchMode):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         before = len(self.kept_outputs)
-        result = self.kept_outputs.first_run(func, args, kwargs)
+        result = self.kept_outputs.first_run(func, args, kwargs, run=run_on_meta)
         given, returned = tensors_in((args, kwargs)), tensors_in(result)
         if func.is_view or not self.counts(given or returned):
             return result

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ranvier.errors import ConfigError
+from ranvier.system.meta_operations import run_on_meta
 
 MemoryPlace = Literal["device", "host"]
 """Whether a storage counts as device or as host memory, wherever it is."""
@@ -113,7 +114,7 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         # Constructors such as torch.tensor pass a new storage, which no operation has created, through lift_fresh.
         given = [] if func is torch.ops.aten.lift_fresh.default else self._storages((args, kwargs))
-        result = func(*args, **kwargs)
+        result = run_on_meta(func, args, kwargs) if self._on_meta else func(*args, **kwargs)
         for storage in (*given, *self._storages(result)):
             kind, _ = self._counted.get(weakref.ref(storage), (None, 0))
             # An untracked input storage does not become new because the operation returns a view of it.

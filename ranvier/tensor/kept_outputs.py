@@ -44,6 +44,10 @@ class _Kept(NamedTuple):
     key: Hashable
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 class KeptOutputs:
     """The kept outputs of one run of some blocks. weights: storages (`_cdata`) of the blocks' parameters."""
 
@@ -105,9 +109,10 @@ class KeptOutputs:
         """Something else than an operation was called, which may save tensors."""
         self._is_last = False
 
-    def first_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, kept where it is expensive."""
-        out = func(*args, **kwargs)
+    def first_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
+                  run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _run) -> Any:
+        """`func(*args, **kwargs)`, which `run` runs, kept where it is expensive."""
+        out = run(func, args, kwargs)
         if self.is_inside or not self._records:
             return out
         if _is_expensive(func, args, kwargs):
