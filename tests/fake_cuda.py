@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ranvier.tensor.columns import plain
 
@@ -110,10 +109,24 @@ class FakeEvent:
         return (other.at - self.at) * 1e-6
 
 
+def tensors_in(tree: object) -> list[Tensor]:
+    """Of what operations take and return, in a fraction of the time of torch's pytrees."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [leaf for each in tree for leaf in tensors_in(each)] if isinstance(tree, (tuple, list)) else []
+
+
 class _Mode(TorchDispatchMode):
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self._cuda = cuda
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not by torch's wrapper, whose first call imports the compiler, and which each operation would pass."""
+        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._cuda.run(function, args, dict(kwargs or {}))
@@ -172,7 +185,7 @@ class FakeCuda:
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the dispatcher."""
         name = function._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         places = [self.place(tensor) for tensor in tensors]
         known = {place for place in places if place is not None}
         target: int | None = next(iter(known), None)
@@ -196,8 +209,8 @@ class FakeCuda:
         inputs = {id(tensor.untyped_storage()) for tensor in tensors if not tensor.is_sparse and not tensor.is_meta}
         result = _wide_product(function, args, kwargs) if function in _WIDE else function(*args, **kwargs)
         if target is not None:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and not leaf.is_meta and id(leaf.untyped_storage()) not in inputs:
+            for leaf in tensors_in(result):
+                if not leaf.is_meta and id(leaf.untyped_storage()) not in inputs:
                     self._put(leaf, target)
         return result
 

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +32,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import ranvier
 from benchmarks.gpu.models import nccl
-from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.fake_cuda import FakeCuda, FakeEvent, FakeStream, tensors_in
 
 ROOT = Path(ranvier.__file__).parent
 Clock = dict[object, int]
@@ -54,12 +53,18 @@ def join(clock: Clock, other: Clock) -> None:
 def place() -> tuple[str, int]:
     """The file below ranvier/ and the line that is running."""
     frame = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(f"{ROOT}/"):
+    while frame is not None and _file_below(frame.f_code.co_filename) is None:
         frame = frame.f_back
     # `_event` records for its caller, which is what a reader wants to see
     if frame is not None and frame.f_code.co_name == "_event":
         frame = frame.f_back
-    return ("", 0) if frame is None else (str(Path(frame.f_code.co_filename).relative_to(ROOT)), frame.f_lineno)
+    return ("", 0) if frame is None else (_file_below(frame.f_code.co_filename) or "", frame.f_lineno)
+
+
+@cache
+def _file_below(name: str) -> str | None:
+    """The file's name below ranvier/; None for files elsewhere."""
+    return str(Path(name).relative_to(ROOT)) if name.startswith(f"{ROOT}/") else None
 
 
 @dataclass(frozen=True)
@@ -248,9 +253,9 @@ class OrderedCuda(FakeCuda):
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the dispatcher."""
         name, pins = function._schema.name, bool(kwargs.get("pin_memory"))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         result = super().run(function, args, kwargs)
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = tensors_in(result)
         if pins:
             for tensor in results:
                 self.pinned(tensor)
@@ -311,7 +316,7 @@ class OrderedCuda(FakeCuda):
         for place, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
-                found |= {id(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+                found |= {id(leaf) for leaf in tensors_in(value)}
         return found
 
     # ------------------------------------------------------------------ what programs call

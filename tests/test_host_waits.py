@@ -6,8 +6,8 @@ On a fake device, under `torch.cuda.set_sync_debug_mode("error")`: whatever woul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -44,6 +44,15 @@ def moved(batch: list[Microbatch], device: torch.device) -> list[Microbatch]:
     return [Microbatch(one.inputs.to(device), one.targets.to(device), one.samples) for one in batch]
 
 
+@contextmanager
+def waits_raise() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def trained(device: torch.device, settings: dict[str, object], *, errors: bool = False, precision: str = "bf16",
             write: Callable[[Tensor], object] = lambda parameter: None
             ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
@@ -54,11 +63,10 @@ def trained(device: torch.device, settings: dict[str, object], *, errors: bool =
         for batch in batches(program, engine.mesh, 0):
             given = moved(batch, device)
             # before: targets are looked at, and copies (`Watch`), and in fp16 ranks agree on what a batch weighs
-            torch.cuda.set_sync_debug_mode("error" if errors and len(results) > 1 else "default")
-            results.append(engine.train_batch(given))
-            for parameter in engine.named_parameters().values():
-                write(parameter)
-            torch.cuda.set_sync_debug_mode("default")
+            with waits_raise() if errors and len(results) > 1 else nullcontext():
+                results.append(engine.train_batch(given))
+                for parameter in engine.named_parameters().values():
+                    write(parameter)
         found = [(one.loss, float(one.grad_norm or 0.0)) for one in results]
         parameters = {name: parameter.detach().clone().to("cpu") for name, parameter
                       in engine.named_parameters().items()}
@@ -70,8 +78,8 @@ def trained(device: torch.device, settings: dict[str, object], *, errors: bool =
 @pytest.mark.parametrize("settings", first(FEW, SETTINGS), ids=str)
 def test_a_step_has_the_cpus_numbers_and_no_wait(settings):
     """With the default guard, which judges every step by its loss and its norm."""
+    expected = trained(CPU, settings)
     with FakeCuda(devices=2):
-        expected = trained(CPU, settings)
         found = trained(DEVICE, settings, errors=settings.get("offload") != "host")  # the host updates: it waits
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
@@ -82,8 +90,9 @@ def test_writes_through_data_after_each_step_are_followed(offload):
     def write(parameter):
         parameter.data[:2].mul_(0.5)
 
+    expected = trained(CPU, {"offload": offload}, write=write)
     with FakeCuda(devices=2):
-        expected, found = (trained(device, {"offload": offload}, errors=False, write=write) for device in (CPU, DEVICE))
+        found = trained(DEVICE, {"offload": offload}, write=write)
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
@@ -98,8 +107,8 @@ def test_what_waits_is_noticed():
     {"initial_loss_scale": 2.0**20, "algorithm": "muon", "ema": 0.9, "offload": "stream"}], ids=str)
 def test_an_overflow_is_found_on_the_device(settings):
     """In fp16, with scales that overflow for some steps and then do not, and with one that grows."""
+    expected = trained(CPU, settings, precision="fp16")
     with FakeCuda(devices=2):
-        expected = trained(CPU, settings, precision="fp16")
         found = trained(DEVICE, settings, precision="fp16", errors=True)
     norms = [norm for _, norm in expected[0]]
     assert any(map(math.isfinite, norms)) and all(map(math.isfinite, norms)) is ("clip_norm" in settings)
