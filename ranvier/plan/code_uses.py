@@ -28,6 +28,7 @@ from __future__ import annotations
 import ast
 import dis
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -53,6 +54,8 @@ _READS_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "locals",
 _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setattr__", "__delattr__"})
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
+_FINDS = threading.Lock()
+"""Ranks that are threads look at the same functions at the same time: one of them finds the uses."""
 _VARIABLE = re.compile(r"(?<![\w.])[a-zA-Z_]\w*")
 """In the text of an expression."""
 
@@ -107,9 +110,14 @@ class Uses:
         return self.reads_any or name in self.own or name in self.others
 
 
-@lru_cache(maxsize=1 << 14)
 def uses_of(code: CodeType, own: str | None = None) -> Uses:
     """The uses of a function and of those inside it. own: its variable for the object whose method it is."""
+    with _FINDS:
+        return _uses_of(code, own)
+
+
+@lru_cache(maxsize=1 << 14)
+def _uses_of(code: CodeType, own: str | None) -> Uses:
     return Uses.union(list(_uses_of_all(code, own, trees.source_of(code))))
 
 
