@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tests.sources import ROOT, nodes
+from tests.sources import ROOT, nodes, walk
 
 _SAME = {"io": "", "_io": "", "builtins": "", "posix": "os", "torch.multiprocessing": "multiprocessing",
          "concurrent.futures.process": "concurrent.futures", "torch.distributed.distributed_c10d": "torch.distributed",
          "torch._C._distributed_c10d": "torch.distributed", "numpy.lib.npyio": "numpy", "safetensors.torch":
          "safetensors", "_pickle": "pickle"}
 """Modules that have what another one has."""
+_NAMED = {ast.Name, ast.Attribute, ast.Call, ast.Subscript}
+_REFERRING = _NAMED | {ast.ImportFrom}
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,15 @@ def references_of_files() -> dict[str, list[Reference]]:
 
 def references(code: str) -> Iterator[Reference]:
     """All of a module, those of type annotations aside."""
-    return _references(list(ast.walk(ast.parse(code))))
+    return _references(walk(ast.parse(code)))
 
 
 def _references(inside: list[ast.AST]) -> Iterator[Reference]:
-    names, skipped = _imported(inside), {id(inner) for outer in _annotations(inside) for inner in ast.walk(outer)}
+    names, skipped = _imported(inside), {id(inner) for outer in _annotations(inside) for inner in walk(outer)}
     called = {id(node.func): node for node in inside if isinstance(node, ast.Call)}
     for node in inside:
-        if id(node) in skipped or isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+        if type(node) not in _REFERRING or id(node) in skipped or isinstance(
+                getattr(node, "ctx", None), (ast.Store, ast.Del)):
             continue
         if isinstance(node, ast.ImportFrom):
             yield from (Reference(f"{node.module}.*", None) for alias in node.names if alias.name == "*")
@@ -56,9 +59,14 @@ def _references(inside: list[ast.AST]) -> Iterator[Reference]:
 
 def _annotations(inside: list[ast.AST]) -> Iterator[ast.AST]:
     for node in inside:
-        for field in ("annotation", "returns"):
-            if (found := getattr(node, field, None)) is not None:
-                yield found
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found = node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = node.returns
+        else:
+            continue
+        if found is not None:
+            yield found
 
 
 def _imported(nodes: list[ast.AST]) -> dict[str, str]:
@@ -78,6 +86,8 @@ def _imported(nodes: list[ast.AST]) -> dict[str, str]:
 
 def _name(node: ast.AST, names: dict[str, str]) -> str:
     """The full name of an expression; empty where it has none."""
+    if type(node) not in _NAMED:
+        return ""
     found = ""
     if isinstance(node, ast.Name):
         found = names.get(node.id, node.id if hasattr(builtins, node.id) else "")
