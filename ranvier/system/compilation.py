@@ -1,17 +1,18 @@
 """When this process compiles with torch.compile, which no time limit counts; and `without_compiler`, which avoids the
-import of torch's compiler."""
+import of torch's compiler and of sympy."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
+import torch.fx.experimental  # noqa: F401  (of which a stand-in is an attribute)
 
 _LONGEST_SECONDS = 3600.0
 """A compilation that lasts longer counts as ended: it may never end."""
@@ -66,34 +67,108 @@ def watch() -> None:
 
 
 class _ImportedOnUse(ModuleType):
-    """Stands for `torch._dynamo`, which whoever asks for more than `disable` imports."""
+    """Stands for a module, which whoever asks for more than `known` imports. load: imports it."""
 
-    @staticmethod
-    def disable(function: Callable[..., object], *args: object, **options: object) -> Callable[..., object]:
-        return function
+    def __init__(self, name: str, load: Callable[[], ModuleType], is_package: bool, known: Mapping[str, object]
+                 ) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)  # which tells whether a package is installed
+        self._load, self._is_package, self._known = load, is_package, known
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._known and sys.modules.get(self.__name__) is self:
+            return self._known[name]
+        if name == "__path__" and not self._is_package:  # which each import of a name asks for
+            raise AttributeError(name)
         self.remove()
-        import torch._dynamo
+        return getattr(self._load(), name)
 
-        return getattr(torch._dynamo, name)
+    def install(self) -> None:
+        """Unless the module is there already."""
+        parent, _, name = self.__name__.rpartition(".")
+        if self.__name__ not in sys.modules:
+            sys.modules[self.__name__] = self
+            if parent:
+                setattr(sys.modules[parent], name, self)
 
     def remove(self) -> None:
+        parent, _, name = self.__name__.rpartition(".")
         if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__], torch._dynamo
+            del sys.modules[self.__name__]
+            if parent:
+                delattr(sys.modules[parent], name)
+
+
+def _compiler() -> ModuleType:
+    import torch._dynamo
+
+    module: ModuleType = torch._dynamo
+    return module
+
+
+def _sympy() -> ModuleType:
+    import sympy  # type: ignore[import-untyped]
+
+    module: ModuleType = sympy
+    return module
+
+
+def _symbolic_shapes() -> ModuleType:
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes
+
+
+def _of_numbers(name: str, kinds: Collection[type], compute: Callable[..., object]) -> Callable[..., object]:
+    """torch's function of symbolic sizes, computed here where all arguments, or what is in them, are of these types."""
+    def are_known(values: Iterable[object]) -> bool:
+        return all(are_known(one) if isinstance(one, (tuple, list)) else type(one) in kinds for one in values)
+
+    def call(*args: Any, **options: Any) -> object:
+        if options or not are_known(args):
+            return getattr(_symbolic_shapes(), name)(*args, **options)
+        return compute(*args)
+
+    return call
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return tuple(one) == tuple(other) if isinstance(one, (tuple, list)) else bool(one == other)
+
+
+_FLAG, _NUMBER = (bool,), (bool, int)
+_COMPUTED: tuple[tuple[str, tuple[type, ...], Callable[..., object]], ...] = (
+    *((name, _FLAG, _same) for name in ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
+                                        "statically_known_true")),
+    ("sym_and", _FLAG, lambda *flags: all(flags)), ("sym_or", _FLAG, lambda *flags: any(flags)),
+    ("sym_eq", _NUMBER, _are_equal), ("is_nested_int", _NUMBER, lambda size: False),
+    *((name, (), _same) for name in ("guarding_hint_or_throw", "has_guarding_hint")))
+_STAND_INS: tuple[tuple[str, Callable[[], ModuleType], bool, Mapping[str, object]], ...] = (
+    ("torch._dynamo", _compiler, True, {"disable": lambda function, *_, **__: function}),
+    ("torch.fx.experimental.symbolic_shapes", _symbolic_shapes, False,
+     {name: _of_numbers(name, kinds, compute) for name, kinds, compute in _COMPUTED}),
+    ("sympy", _sympy, True, {"Basic": type("Basic", (), {})}))
+"""What operations on the meta device import, to ask whether a size or a number is symbolic: none is."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, operations on the meta device do not import torch's compiler, which takes more than a second.
+    """Inside, operations on the meta device do not import torch's compiler, which takes more than a second, nor sympy,
+    which takes more than half of one.
 
     Torch computes shapes with Python functions that it hides from the compiler (`torch._disable_dynamo`), and imports
-    it for the first of them. Nothing is compiled here, so there is nothing to hide them from.
+    it for the first of them. Nothing is compiled here, so there is nothing to hide them from. They also work for sizes
+    that are symbols of sympy.
     """
-    stand_in = _ImportedOnUse("torch._dynamo")
-    if stand_in.__name__ not in sys.modules:
-        sys.modules[stand_in.__name__] = torch._dynamo = stand_in
+    stand_ins = [_ImportedOnUse(*each) for each in _STAND_INS]
+    for one in stand_ins:
+        one.install()
     try:
         yield
     finally:
-        stand_in.remove()
+        for one in stand_ins:
+            one.remove()

@@ -216,21 +216,30 @@ def test_doctor_finds_fault(capsys, monkeypatch):
 
 
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, tiny):
-    """It takes longer to import than torch. Its stand-in is there only while blocks are counted."""
+    """It takes longer to import than torch, and sympy half as long. Stand-ins for both are there only while blocks are
+    counted, and then do what the modules do."""
     args = ["train", "gpt-tiny", "--quiet", "--mesh.data", "1", "--mesh.pipe", "1", *tiny]
     program = ("import sys\n"
                "from ranvier.cli.main import run_command\n"
                "from ranvier.train import report\n"
                "report.timeline_picture = report.draw_loss = lambda *given: None\n"  # drawing takes longer than the run
                f"assert run_command({args}) == 0\n"
-               "assert not {'torch._dynamo', 'matplotlib'} & sys.modules.keys()\n"
+               "assert not {'torch._dynamo', 'sympy', 'matplotlib'} & sys.modules.keys()\n"
                "import torch\n"
                "from ranvier.system.compilation import without_compiler\n"
                "with without_compiler():\n"
                "    torch.ones(3, device='meta') + 1.0\n"
                "    assert type(sys.modules['torch._dynamo']).__name__ == '_ImportedOnUse'\n"
+               "    import sympy as early\n"
+               "    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq\n"
+               "    assert sym_eq((2, 3), [2, 3]) and not sym_eq((2, 3), (2, 4)) and not isinstance(1, early.Basic)\n"
                "    from torch._dynamo.utils import counters\n"
                "    assert torch._dynamo.__file__ and torch._dynamo.utils.counters is counters\n"
+               "import sympy\n"
+               "from torch.fx.experimental.symbolic_shapes import ShapeEnv\n"
+               "assert early.Basic is sympy.Basic and early.Symbol is sympy.Symbol\n"
+               "size = ShapeEnv().create_unbacked_symint()\n"
+               "assert not guard_or_false(size == 7) and guard_or_false(sym_eq(size, size))\n"
                "assert torch.compile(torch.sin, backend='eager')(torch.zeros(1)).item() == 0.0\n")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False,
                           cwd=tmp_path)
