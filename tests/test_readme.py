@@ -43,7 +43,7 @@ COMMANDS = commands()
 RUNNABLE = [command for command in COMMANDS if not command.startswith("make ") and " resize runs/mine" not in command]
 HELPS = [command for command in RUNNABLE if command.startswith("python -m ") and command.endswith(" --help")]
 SLOW = ("bert-sentiment", "vit-cifar10", "torchrun", "mpiexec", "runs/small", "runs/writer", "--mesh.row 2",
-        "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base")
+        "runs/kept", "runs/frugal", "runs/own-family", "runs/upper", "runs/auto", "--explain", "runs/base", "gpt-12b")
 """In commands that wait for `make test-all`: recipes that fetch, and what tests of its own folder start as well."""
 FEW_STEPS = "--train.steps 3 --train.eval-sequences 8 --train.sample-tokens 8"
 ONE_RANK = "--mesh.data 1 --mesh.pipe 1"

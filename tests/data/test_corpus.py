@@ -278,7 +278,7 @@ def test_few_documents_are_cut_by_position(count):
 
 
 @settings(max_examples=30)
-@given(st.lists(st.text(min_size=1, max_size=60), max_size=45))
+@given(st.lists(st.text("ab \n\u00e9", min_size=1, max_size=60), max_size=45))
 def test_splitting_loses_nothing(texts):
     parts = list(split(Document("", text) for text in texts))
     assert "".join(document.text for document, _ in parts) == "".join(texts)

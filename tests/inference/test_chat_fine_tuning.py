@@ -27,7 +27,7 @@ def base(tmp_path_factory):
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path), eos_token="<|end|>")
     transformers.set_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, max_position_embeddings=96, initializer_range=0.2,
         eos_token_id=tokenizer.eos_token_id)).double().save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -47,14 +47,14 @@ def trained(run):
 def test_chat_fine_tuning_from_import_to_text(base, tmp_path, capsys):
     run = resolve_pretrained(Run(
         mesh=Mesh(data=2, pipe=2), batch=Batch(global_size=8, microbatch_size=2), precision="fp64",
-        run_dir=tmp_path / "run", train=Train(steps=3, learning_rate=2e-2, eval_sequences=2, sample_tokens=0),
-        checkpoint=Checkpoint(every=3), model=Transformer(pretrained=str(base), sequence=32),
+        run_dir=tmp_path / "run", train=Train(steps=2, learning_rate=2e-2, eval_sequences=2, sample_tokens=0),
+        checkpoint=Checkpoint(every=2), model=Transformer(pretrained=str(base), sequence=32),
         data=Data(task="chat", train=str(base / "talks.jsonl"), cache_dir=tmp_path / "cache"),
         lora=Lora(rank=4, alpha=8.0, targets=("query", "value"))))
     trained(run)
-    elsewhere = trained(replace(run, mesh=Mesh(pipe=1, col=2), resume="auto", train=replace(run.train, steps=6)))
-    still = trained(replace(run, mesh=Mesh(), run_dir=tmp_path / "still", train=replace(run.train, steps=6)))
-    assert elsewhere.keys() == still.keys() and len(still) == 16
+    elsewhere = trained(replace(run, mesh=Mesh(pipe=1, col=2), resume="auto", train=replace(run.train, steps=4)))
+    still = trained(replace(run, mesh=Mesh(), run_dir=tmp_path / "still", train=replace(run.train, steps=4)))
+    assert elsewhere.keys() == still.keys() and len(still) == 8
     for name, adapter in still.items():
         torch.testing.assert_close(elsewhere[name], adapter, rtol=0, atol=1e-9)
 
