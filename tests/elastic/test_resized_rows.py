@@ -101,24 +101,37 @@ def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(senten
     assert all(data * pipe * row * col <= 4 for data, pipe, row, col in meshes)
 
 
+FROZEN = Elastic(freeze="manual", manual=("1:1",))
+
+
+def two_layers(folder, run_dir, mesh, elastic, **changes):
+    """A run of two layers on the sentences in `folder`."""
+    run = tiny(folder, run_dir, mesh=mesh, elastic=elastic, **changes)
+    return replace(run, model=replace(run.model, num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def forty(tmp_path_factory):
+    """A folder of forty sentences, and the losses of one rank on them."""
+    folder = tmp_path_factory.mktemp("forty")
+    write_sentences(folder, train=40)
+    run = two_layers(folder, folder / "one", Mesh(), FROZEN, batch=AT_ONCE)
+    run_all(run)
+    return folder, losses(run)
+
+
 @pytest.mark.parametrize(("mesh", "wishes", "reads"), [
     (Mesh(row=2), {}, 16), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)], ids=["rows", "columns"])
-def test_the_cache_of_rows_and_columns(tmp_path, mesh, wishes, reads):
+def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
     """In each epoch other samples are a row's. Of the 40 of the second epoch 32 have been written, and are read where
     both samples of a microbatch are among them; those that were written whole are not read as parts of columns."""
-    write_sentences(tmp_path, train=40)
-    elastic = Elastic(freeze="manual", manual=("1:1",))
-
-    def short(name, mesh, elastic, **changes):
-        run = tiny(tmp_path, tmp_path / name, mesh=mesh, elastic=elastic, **changes)
-        run = replace(run, model=replace(run.model, num_layers=2))
-        return run, run_all(run, trackers=[Wishes(run, wishes if name == "run" else {})])[0]
-
-    run, results = short("run", mesh, replace(elastic, cache=True, cache_from=1, cache_precision="full",
-                                              cache_dir=tmp_path / "cached"))
+    folder, expected = forty
+    run = two_layers(folder, tmp_path / "run", mesh, replace(
+        FROZEN, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cached"))
+    results, _ = run_all(run, trackers=[Wishes(run, wishes)])
     assert [mesh_of(line) for line in transitions(run)][1:] == [(1, 1, 1, 2)] * len(wishes)
     assert read_rows(results) >= reads
-    assert losses(run) == pytest.approx(losses(short("one", Mesh(), elastic, batch=AT_ONCE)[0]), rel=1e-9)
+    assert losses(run) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):
