@@ -133,8 +133,8 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
-    pytest.param({"batch": Batch(global_size=64, microbatch_size=1), "model": Transformer(
-        num_layers=1, hidden=8, heads=2, vocab=300, sequence=64)}, id="samples of a step"),
+    pytest.param({"batch": Batch(global_size=32, microbatch_size=1), "model": Transformer(
+        num_layers=1, hidden=4, heads=1, vocab=300, sequence=64)}, id="samples of a step"),
     *(pytest.param({"optim": Optim(algorithm=algorithm), "batch": ONE}, id=f"update by {algorithm}")
       for algorithm in ("lion", "adafactor")),
     pytest.param({"optim": Optim(algorithm="muon"), "batch": ONE, "model": LARGE}, id="update by muon"),
