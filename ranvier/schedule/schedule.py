@@ -465,8 +465,10 @@ class RankSchedule:
         return None
 
     def _wait_or_done(self) -> Wait | Done:
-        """The answer when no action is ready."""
-        waits = [each for stage in reversed(self._of_turn) if isinstance(each := stage.wait_or_done(), Wait)]
+        """The answer when no action is ready: what another rank is to send, not what a stage here is to compute."""
+        waits = [each._replace(forward=None if each.stage - 1 in self.stages else each.forward,
+                               backward=None if each.stage + 1 in self.stages else each.backward)
+                 for stage in reversed(self._of_turn) if isinstance(each := stage.wait_or_done(), Wait)]
         awaited = (each for each in waits if each.forward is not None or each.backward is not None)
         return next(awaited, waits[0] if waits else Done())
 

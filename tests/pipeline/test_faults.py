@@ -175,6 +175,13 @@ def test_a_forward_that_never_comes(quick_board):
     assert text.endswith("(got 0.5). Check which rank is behind, or raise Engine(timeout_seconds=...).")
 
 
+def test_a_rank_with_adjacent_stages_waits_for_another_rank(quick_board):
+    """pipe 1 has stages 1 and 2, both of which wait for forward 0: 2 for that of 1."""
+    text = timeout(Mesh(pipe=2), points([[1]]), losing(MessageKind.FORWARD, 0),
+                   pipeline=Pipeline(stages_per_rank=2, placement="v-shape"))
+    assert re.search(r"pipe 1 .*wait.* for the forward of microbatch 0 from pipe 0", text), text
+
+
 def test_a_gap_between_messages_is_noticed_at_once():
     with raises("message-lost", 0, 1, 2):
         on_mesh(partial(chain, *[Plain] * 4), Mesh(pipe=2), lambda engine: (
