@@ -478,13 +478,14 @@ class Gradients:
         self.unapplied = True
         self._versions = self._versions_now()
 
-    def were_zeroed(self) -> bool:
-        """Whether somebody has set all gradients of this rank to None or zero since `note_values`."""
+    def were_zeroed(self) -> bool | None:
+        """Whether somebody has set all gradients of this rank to None or zero since `note_values`; None where it had
+        none."""
         found = [spec.parameter.grad for spec in self.owned_specs() if spec.name in self._versions]
         given = [grad for grad in found if grad is not None]
         written = [spec.name for spec in self.owned_specs() if spec.parameter.grad is not None
                    and spec.parameter.grad._version != self._versions.get(spec.name)]
-        return bool(found) and (not given or (bool(written) and not any(bool(grad.any()) for grad in given)))
+        return (not given or (bool(written) and not any(bool(grad.any()) for grad in given))) if found else None
 
     def wait(self) -> None:
         """Return when all chunks are reduced."""

@@ -368,7 +368,7 @@ class Updater:
             self.masters.give_gradients()
         self.gradients.take_edits()
 
-    def were_zeroed(self) -> bool:
+    def were_zeroed(self) -> bool | None:
         """Of `Gradients.were_zeroed`, also by the user's optimizer."""
         if self.masters is not None:
             self.masters.give_gradients()

@@ -34,7 +34,8 @@ class BatchStatistics:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[15 or more] fp64: sum of losses, weight, how many ranks have found their gradients set to zero, how many train
+    """[15 or more] fp64: sum of losses, weight, how many ranks have found their gradients set to zero (and ranks + 1
+    times those that have some; when summed up, whether earlier batches are of another step), how many train
     (ranks + 1 times those that update by it, and the square of that times those that predict), the numbers of
     `SameTargets`, 0 if all have updated equally often, how many add to an earlier batch, and the numbers of
     `SameRates`, `SameLeft`, `TiedParameters` and `OwnSamples`."""
@@ -49,7 +50,8 @@ class BatchStatistics:
         self._targets = torch.zeros(SAME_TARGETS, dtype=torch.float64)
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
-        self._zeroed = self._training = self._updates = self._predicts = False
+        self._training = self._updates = self._predicts = False
+        self._zeroed: bool | None = None  # of this rank; None where it has no gradients
         self.num_accumulated = 0
         """Batches since the last step, whose gradients the next one applies."""
         self.num_updates = 0
@@ -62,21 +64,20 @@ class BatchStatistics:
         """Whether the batch at hand adds to earlier ones."""
         return self._earlier is not None
 
-    def begin_training(self, were_zeroed: Callable[[], bool], *, updates: bool, rate: float | None,
+    def begin_training(self, were_zeroed: Callable[[], bool | None], *, updates: bool, rate: float | None,
                        users: torch.optim.Optimizer | None) -> None:
         """A training batch begins. were_zeroed: whether somebody has set the gradients of this rank to zero since the
-        last one, which ends what had accumulated. updates: whether a step follows. rate, users: of `SameRates.begin`.
-        """
+        last one, which ends what had accumulated where no rank has any left; None where there were none. updates:
+        whether a step follows. rate, users: of `SameRates.begin`."""
         self._same_rates.begin(rate, users)
         self._updates = updates
         self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
-        self._zeroed = self._earlier is not None and were_zeroed()
-        self.num_accumulated *= not self._zeroed
+        self._zeroed = None if self._earlier is None else were_zeroed()
 
     def keep(self) -> None:
         """The batch has run, and its gradients stay for the next one of the same step."""
         self._accumulated, self._earlier = self.sums[:2].clone(), None
-        self.num_accumulated += 1
+        self.num_accumulated = 1 if self.sums[2] else self.num_accumulated + 1
 
     def after_step(self, updated: bool) -> None:
         """A step has been taken, which has updated the parameters or left them."""
@@ -107,13 +108,15 @@ class BatchStatistics:
         of_training = [self.num_updates * (-1 if ranks.index else size - 1), earlier is not None, same_rates.number(),
                        same_left.number()] if self._training else [0, 0, 0, 0]
         self.sums = sums = torch.tensor([
-            0, 0, self._zeroed, self._training * (size + 1 if self._updates else 1) + self._predicts * (size + 1) ** 2,
+            0, 0, 0 if self._zeroed is None else 1 if self._zeroed else size + 1,
+            self._training * (size + 1 if self._updates else 1) + self._predicts * (size + 1) ** 2,
             *[0] * SAME_TARGETS,
             *of_training, ties.number(), *self._samples],
             dtype=torch.float64)  # in one call: this is the host's time in every step
 
         def add_earlier() -> None:
             _, weight, zeroed, calls, *numbers = sums.tolist()
+            sums[2] = ends_earlier = 0 < zeroed <= size  # on a rank, and no rank has gradients
             updates, continuing, rates, left, of_ties, *samples = numbers[SAME_TARGETS:]
             predicting, training = divmod(int(calls), (size + 1) ** 2)
             updating, others = divmod(training, size + 1)
@@ -135,7 +138,7 @@ class BatchStatistics:
                 raise ModelError("has a negative or infinite weight, which would reverse its gradient or lose it",
                                  code="loss-weight-range", where="loss", value=f"{weight:.4g} in the batch",
                                  remedy="Return the number of valid targets beside the sum of losses.")
-            if earlier is not None and not zeroed:  # unless somebody has set gradients to zero, on any rank
+            if earlier is not None and not ends_earlier:
                 sums[:2].add_(earlier)
 
         parts = [(self._targets, sums[of_targets])] if own is None else [

@@ -1,5 +1,6 @@
 """Several calls of forward_backward are one batch, until a step or until gradients are set to zero."""
 
+import copy
 import math
 from functools import partial
 
@@ -27,6 +28,7 @@ from tests.pipeline.parity import (
     tokens,
 )
 from tests.pipeline.test_unreached_parameters import MODEL, SGD, expected, routed
+from tests.pipeline.test_unusual_blocks import Plain
 
 PARTS = [tokens([[2, 1], [1]], ignored=0.3, seed=1), tokens([[1], [3]], ignored=0.6, seed=2),
          tokens([[1], [1]], seed=3)]
@@ -108,6 +110,35 @@ def test_what_ends_an_accumulation(end):
         assert result.loss == pytest.approx(loss, rel=TOLERANCE)
 
     on_mesh(small_gpt, Mesh(data=2, pipe=2), work, optimizer=partial(torch.optim.SGD, lr=0.0))
+
+
+@pytest.mark.parametrize("remove", [lambda weight: setattr(weight, "grad", None), lambda weight: weight.grad.zero_()],
+                         ids=["none", "zero"])
+def test_gradients_of_one_stage_that_are_removed_end_no_accumulation(remove):
+    """Those of other stages stay, as in a plain loop."""
+    parts = [points([[2], [1]], seed=seed) for seed in range(2)]
+    blocks = nn.Sequential(Plain(), nn.Linear(4, 4, bias=False))
+    weight = sum(one.targets.numel() for part in parts for replica in part for one in replica)
+    model = copy.deepcopy(blocks).double()
+    for number, part in enumerate(parts):
+        for one in (one for replica in part for one in replica):
+            (squared(model(one.inputs), one.targets)[0] / weight).backward()
+        if not number:
+            model[1].weight.grad = None
+
+    def work(world):
+        engine = Engine(copy.deepcopy(blocks), world, mesh=Mesh(data=2, pipe=2), loss=squared, dtype=torch.float64,
+                        optimizer=partial(torch.optim.SGD, lr=0.1))
+        engine.forward_backward(share(engine, parts[0]))
+        if engine.is_last_stage:
+            remove(engine.named_parameters()["1.weight"])
+        result = engine.forward_backward(share(engine, parts[1]))
+        assert result.weight == weight and engine.num_accumulated == 2
+        found = engine.gradients()
+        assert_close(found, {name: model.get_parameter(name).grad for name in found})
+        engine.close()
+
+    run_ranks(work, 4)
 
 
 def test_gradients_that_are_written_count_as_they_are():
