@@ -247,6 +247,7 @@ class FlatOptimizer:
         """Parameters become their moving averages, on all ranks that hold them; returns what they were. Collective."""
         self.finish()
         self.placement.synchronize()
+        self.follow_parameters(by_value=self._watch.is_on)
         before = self.weights.clone()
         if self.steps:
             for bucket in self.buckets:

@@ -99,6 +99,21 @@ def test_one_that_begins_later_begins_with_the_parameters(tmp_path):
         assert relative_error(value, mixed) < 1e-12
 
 
+def test_a_parameter_with_memory_of_its_own_is_its_average_inside():
+    def work(world):
+        engine = Engine([nn.Linear(2, 1, bias=False)], world, loss=lambda y, t: (y.sum(), 1), optim=Optim(ema=DECAY))
+        parameter = engine.named_parameters()["0.weight"]
+        engine.train_batch([(torch.ones(1, 2), torch.ones(1))])
+        average = parameter.detach().clone()
+        parameter.data = edited = 2 * average
+        with engine.averaged():
+            assert torch.equal(parameter, average)
+        assert torch.equal(parameter, edited)
+        engine.close()
+
+    run_ranks(work, 1)
+
+
 @pytest.mark.parametrize(("mesh", "offload", "shard"), first(
     [(Mesh(data=2), "none", True), (Mesh(pipe=2), "stream", False)], CASES[:-1]), ids=str)
 def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path, mesh, offload, shard):
