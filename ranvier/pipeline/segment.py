@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ranvier.block import State, as_named_tensors, from_named_tensors
+from ranvier.block import LossBlock, State, as_named_tensors, from_named_tensors
 from ranvier.errors import ModelError
 from ranvier.pipeline.held_parameters import BATCHES_BY_VALUE, changed_norms, with_norms
 from ranvier.sent_values import place_of
@@ -121,7 +121,9 @@ class Segment:
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, selective: bool = False,
                  changing: ChangedInPlace | None = None) -> None:
-        self._blocks, self._selective = blocks, selective
+        # The stage computes a loss after its segments, once.
+        self._blocks = [(name, block) for name, block in blocks if not isinstance(block, LossBlock)]
+        self._selective = selective
         self._changing = changing or ChangedInPlace(block for _, block in blocks)
         first, last = blocks[0][0], blocks[-1][0]
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"

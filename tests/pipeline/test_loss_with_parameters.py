@@ -8,7 +8,7 @@ from torch import nn
 
 from ranvier.block import Initial, Model
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.config.run import Optim, Pipeline
+from ranvier.config.run import Memory, Optim, Pipeline
 from ranvier.mesh import Mesh
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
@@ -87,6 +87,17 @@ def test_it_trains(mesh, kind, pipeline, options):
     assert all(result == pytest.approx(held_out, rel=1e-10) for _, result, _ in ranks)
     seen = [float(buffers["loss.loss.seen"]) for _, _, buffers in ranks if "loss.loss.seen" in buffers]
     assert seen == [3.0 * len(batches)] * mesh.data
+
+
+def test_it_is_not_recomputed_with_the_blocks_before_it():
+    def rank(world):
+        blocks, loss = built("list")
+        engine = Engine(blocks[:3], world, loss=loss, optimizer=ADAMW, memory=Memory(recompute=2))
+        engine.train_batch([(torch.ones(2, 4), torch.zeros(2, 4))])
+        engine.close()
+        return float(loss.seen)
+
+    assert run_ranks(rank, 1) == [2.0]
 
 
 def test_checkpoints_have_it(tmp_path):
