@@ -139,7 +139,7 @@ def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientS
     if scale is None:
         return Judged(bad=None if guard is None else guard.judge(norm))
     overflow = not math.isfinite(norm)
-    if not (overflow and kept is not None and kept.overflow):
+    if kept is None or (overflow and not kept.overflow):  # a step counts once
         scale.update(overflow)
     if guard is not None and not overflow:
         guard.note_good()
@@ -435,7 +435,8 @@ class Updater:
         bad = guard.bad_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
             return replace(status, may_update=bad is None, verdict=partial(Judged, bad=bad))
-        judge = partial(_judge_norm, self._guard, self._scale, self._kept_status)
+        kept = self._kept_status if self._earlier_weight() else None  # unless its gradients were set to zero
+        judge = partial(_judge_norm, self._guard, self._scale, kept)
         if self.flat is not None and self.flat.on_device:
             norm = HostCopy(status.norm_on_device)
             self._undecided = cache(lambda: judge(float(norm.read())))  # once: it counts good steps, too

@@ -175,7 +175,8 @@ def test_what_one_call_reaches_is_reached():
             torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
 
 
-def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
+def test_the_loss_scale_counts_a_step_once():
+    """An overflow in one call skips the step and halves the scale once; several good calls are one good step."""
     def rank(world):
         engine = Engine([torch.nn.Linear(4, 4)], world, dtype=torch.float16, optim=Optim(initial_loss_scale=8.0),
                         loss=lambda output, targets: (output.float().sum(), 4.0))
@@ -185,8 +186,15 @@ def test_an_overflow_in_one_call_skips_the_step_and_halves_the_scale_once():
         engine.step(results[-1])
         assert [result.overflow for result in results] == [True, True] and engine.loss_scale.scale == 4.0
         assert torch.equal(before, engine.parameters()[0])
-        engine.step(engine.forward_backward([(torch.ones(1, 4).half(), torch.zeros(1))]))
-        assert not torch.equal(before, engine.parameters()[0])
+        for _ in range(2):
+            result = engine.forward_backward([(torch.ones(1, 4).half(), torch.zeros(1))])
+        engine.step(result)
+        assert not torch.equal(before, engine.parameters()[0]) and engine.loss_scale.good_steps == 1
+        for _ in range(2):  # of two steps, as the gradients say
+            engine.forward_backward([(torch.full((50, 4), 10000.0).half(), torch.zeros(1))])
+            for parameter in engine.parameters():
+                parameter.grad = None
+        assert engine.loss_scale.scale == 1.0
         engine.close()
 
     run_ranks(rank, 1)
