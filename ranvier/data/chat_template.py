@@ -95,12 +95,11 @@ class ChatTokenizer:
         if not self._inner.chat_template:
             raise _no_template(folder)
         template_text = self._inner.chat_template
-        self._source: str = template_text if isinstance(template_text, str) else json.dumps(template_text)
-        if len(self._source) > _MOST_TEMPLATE or not is_unicode(self._source):
+        source = template_text if isinstance(template_text, str) else json.dumps(template_text)
+        if len(source) > _MOST_TEMPLATE or not is_unicode(source):
             raise DataError(f"has a chat template that is not a text of at most {_MOST_TEMPLATE:,} characters",
                             code="chat-template-too-long", where=str(template or folder),
-                            value=f"{len(self._source):,} characters", remedy="Name another `--data.chat-template`.")
-        self._words = frozenset(re.findall(r"\w+", self._source))
+                            value=f"{len(source):,} characters", remedy="Name another `--data.chat-template`.")
         self.vocab: int = len(self._inner)
         if isinstance(self._inner.chat_template, str):
             self._beside[_TEMPLATE] = self._inner.chat_template
@@ -164,9 +163,7 @@ class ChatTokenizer:
         try:
             return self._render(conversation, prompt=prompt, turns=turns, marks=marks)
         except TemplateError as error:
-            raise DataError("is refused by the chat template", code="refused-by-chat-template",
-                            where=conversation.place, value=str(error),
-                            remedy="Correct the messages, or name another `--data.chat-template`.") from error
+            raise _refused(conversation, error) from error
 
     def _render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
                 marks: bool = False) -> Rendered:
@@ -176,7 +173,7 @@ class ChatTokenizer:
                     for message in conversation.messages[:turns]]
         try:
             return template_renderer.render(
-                messages=messages, template=self._inner.get_chat_template(None, conversation.tools),
+                messages=messages, template=self._template(conversation),
                 tools=conversation.tools, variables={**self._inner.special_tokens_map, **conversation.variables},
                 prompt=prompt, marks=marks)
         except TemplateLimitError as error:
@@ -185,12 +182,21 @@ class ChatTokenizer:
                             remedy="Name another `--data.chat-template`, or leave the conversation out if it is very "
                                    "long.") from error
 
+    def _template(self, conversation: Conversation) -> str:
+        """The template of a conversation: a tokenizer may have another one for those with tools. TemplateError where it
+        has none."""
+        try:
+            found: str = self._inner.get_chat_template(None, conversation.tools)
+        except ValueError as error:
+            raise TemplateError(str(error).partition("!")[0]) from error
+        return found
+
     def encode(self, conversation: Conversation) -> list[Sample]:
         """The samples of a conversation: one, or one for each turn of the assistant that is learnt, where the template
         writes earlier turns otherwise once others follow. What is learnt includes the end-of-turn token. DataError for
         keys and roles that the template does not read."""
         self._check(conversation)
-        if self._has_markers:
+        if _has_marks(self._template(conversation)):
             return [self._sample_by_markers(conversation)]
         learnt = [number for number, message in enumerate(conversation.messages)
                   if message["role"] == "assistant" and number not in conversation.unlearnt]
@@ -202,31 +208,31 @@ class ChatTokenizer:
 
     def _check(self, conversation: Conversation) -> None:
         """Refuse what the template would leave out in silence."""
+        try:
+            words = _words_of(self._template(conversation))
+        except TemplateError as error:
+            raise _refused(conversation, error) from error
         for number, message in enumerate(conversation.messages, start=1):
             role = message["role"]
-            if role not in _ROLES and (role in _OTHER_ROLES or role not in self._words):
+            if role not in _ROLES and (role in _OTHER_ROLES or role not in words):
                 ours = _OTHER_ROLES.get(role)
                 raise DataError(f"has the unknown role of message {number}", code="unknown-role",
                                 where=conversation.place, value=role,
                                 remedy=f"Rename it {ours}." if ours else f"Use one of {', '.join(sorted(_ROLES))}.")
             unknown = sorted(key for key in message.keys() - _KEYS
-                             if key not in self._words and message[key] not in (None, "", []))
+                             if key not in words and message[key] not in (None, "", []))
             if unknown:
                 raise DataError(f"has a key of message {number} that the chat template does not read",
                                 code="message-key-not-read", where=conversation.place, value=unknown[0],
                                 remedy="Leave it out of the data set, or name a `--data.chat-template` that reads it.")
-        unread = sorted(name for name in conversation.variables if name not in self._words)
-        if conversation.tools and "tools" not in self._words:
+        unread = sorted(name for name in conversation.variables if name not in words)
+        if conversation.tools and "tools" not in words:
             unread.insert(0, "tools")
         if unread:
             raise DataError(f"has {unread[0]}, which the chat template does not read",
                             code="conversation-column-not-read", where=conversation.place,
                             value=repr(conversation.variables.get(unread[0], conversation.tools))[:80],
                             remedy="Leave it out of the data set, or name a `--data.chat-template` that reads it.")
-
-    @property
-    def _has_markers(self) -> bool:
-        return "{% generation" in self._source or "{%- generation" in self._source
 
     def _span(self, conversation: Conversation, number: int) -> tuple[int, str]:
         """First character of a turn of the assistant, and the text of the conversation that ends with it.
@@ -280,6 +286,23 @@ class ChatTokenizer:
                     for turns in range(len(conversation.messages) + 1)]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
         return ids, is_target
+
+
+def _refused(conversation: Conversation, error: TemplateError) -> DataError:
+    return DataError("is refused by the chat template", code="refused-by-chat-template", where=conversation.place,
+                     value=str(error), remedy="Correct the messages, or name another `--data.chat-template`.")
+
+
+@lru_cache(maxsize=2)
+def _words_of(template: str) -> frozenset[str]:
+    """The words in a template."""
+    return frozenset(re.findall(r"\w+", template))
+
+
+@lru_cache(maxsize=2)
+def _has_marks(template: str) -> bool:
+    """Whether a template marks what the assistant writes."""
+    return re.search(r"\{%[-+]?\s*generation\b", re.sub(r"\{#.*?#\}", "", template, flags=re.DOTALL)) is not None
 
 
 @lru_cache(maxsize=1)

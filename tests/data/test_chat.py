@@ -99,8 +99,11 @@ def test_the_assistants_turns_and_their_ends_are_learnt_and_nothing_else(tmp_pat
 
 
 def test_a_template_may_mark_what_the_assistant_writes(tmp_path):
-    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", MARKED))
-    assert written(tokenizer, TALK)[1] == ["Hi, you.<|end|>", "B\u00fce \U0001f600.<|end|>"]
+    for mark in ("{%generation%}", "{%-  generation -%}", "{%+ generation %}", "{% generation %}"):
+        tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", MARKED.replace("{% generation %}", mark)))
+        assert written(tokenizer, TALK)[1] == ["Hi, you.<|end|>", "B\u00fce \U0001f600.<|end|>"]
+    commented = ChatTokenizer(tokenizer_in(tmp_path / "tok", CHATML + "{# without {% generation %} #}"))
+    assert written(commented, TALK)[1] == ["Hi, you.<|end|>\n", "B\u00fce \U0001f600.<|end|>\n"]
     (tmp_path / "other.jinja").write_text(MARKED)
     other = ChatTokenizer(tokenizer_in(tmp_path / "tok"), tmp_path / "other.jinja")
     assert encode(other, TALK)[0] == encode(tokenizer, TALK)[0] and other.fingerprint == tokenizer.fingerprint
@@ -163,6 +166,22 @@ def test_templates_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with raises("chat-packages-missing"):
         ChatTokenizer(tokenizer_in(tmp_path / "tok"))
+
+
+def test_of_several_templates_each_conversation_has_its_own(tmp_path):
+    """Marks, and keys that are read, are those of the template that is rendered."""
+    both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": MARKED + "{# tools, mood #}"}]
+    tokenizer = ChatTokenizer(tokenizer_in(tmp_path / "tok", both))
+    moody = [TALK[1], {**TALK[2], "mood": "good"}]
+    ids, is_target = encode(tokenizer, moody, tools=[{"name": "add"}])
+    assert tokenizer.decode(np.array(ids)[is_target]) == "Hi, you.<|end|>"
+    assert written(tokenizer, TALK)[1] == ["Hi, you.<|end|>\n", "B\u00fce \U0001f600.<|end|>\n"]
+    with raises("message-key-not-read", "mood"):
+        encode(tokenizer, moody)
+    only = ChatTokenizer(tokenizer_in(tmp_path / "tok", both[1:]))
+    assert only.ends_of_turns() == frozenset()
+    with raises("refused-by-chat-template", "no default"):
+        encode(only, TALK)
 
 
 # Templates that write earlier turns otherwise: without their thoughts; with an end of text behind the last turn; with a
