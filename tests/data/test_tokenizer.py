@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ranvier.data import tokenizer as module
@@ -37,6 +37,21 @@ TEXT = "".join(f"def forward_{number}(self, x):\n    return self.norm(x) + {numb
 @pytest.fixture(scope="module")
 def small() -> Tokenizer:
     return train([TEXT], 300)
+
+
+@pytest.fixture(scope="module")
+def slashes() -> Tokenizer:
+    """Of GPT-4o's words, of which a line end and slashes may end those of punctuation."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words = tokenizers.Regex(
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(words, "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    inner.train_from_iterator([".\n// a\n" * 20], tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    return Tokenizer(inner)
 
 
 @examples(80)
@@ -70,11 +85,13 @@ def test_tokens_that_are_no_utf8_decode_to_the_replacement_character(small):
 
 
 @examples(80)
-@given(st.text(st.sampled_from("ab1 .\n\té")), st.integers(1, 9))
-def test_cutting_into_pieces_changes_no_token(small, text, size):
+@given(st.text(st.sampled_from("ab1 ./\n\té")), st.integers(1, 9))
+@example(".......\n// a", 1)
+def test_cutting_into_pieces_changes_no_token(small, slashes, text, size):
     parts = list(pieces(text, size))
     assert "".join(parts) == text
-    assert [token for part in parts for token in small.encode(part)] == small.encode(text)
+    for tokenizer in (small, slashes):
+        assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 def test_long_texts_are_cut():
