@@ -235,12 +235,22 @@ class Tokens:
         return DataError(what, code=code, where=str(self.folder / f"{_TOKENS}.npy"), value=value,
                          remedy="Delete its folder; it is then made again.")
 
-    def documents(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First token of each document, and the one after its last, which is the separator `end`."""
+    def documents(self, end: int, start: Sequence[int] = ()) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First token of each document, and the one after its last, which is the separator `end`. start: tokens with
+        which each document starts, of which the last may be the separator, too."""
         found = [number * _SCAN + np.flatnonzero(part == end) for number, part in enumerate(self.check_numbers())]
         stops = np.concatenate([*found, [len(self) - 1]]).astype(np.int64) + 1
         stops = np.unique(stops[stops > 0])
-        return np.concatenate([[0], stops[:-1]]).astype(np.int64)[:len(stops)], stops
+        starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)[:len(stops)]
+        if tuple(start[-1:]) != (end,):
+            return starts, stops
+        short = np.flatnonzero(stops - starts == len(start))
+        equal = short[(self[starts[short, None] + np.arange(len(start))] == np.array(start)).all(1)]
+        beginnings: list[int] = []
+        for place in equal[equal < len(starts) - 1].tolist():
+            if place - 1 not in beginnings[-1:]:  # behind a beginning there may be a document without tokens
+                beginnings.append(place)
+        return np.delete(starts, np.array(beginnings, dtype=int) + 1), np.delete(stops, beginnings)
 
     def head(self, count: int) -> list[int]:
         """The first `count` tokens."""

@@ -98,7 +98,7 @@ class LanguageModelling(Task):
         opened = [corpora.open_corpus(source.name, cache, progress, run.data.text_column) for source in sources]
         tokenizer = text_tokenizer(run, lambda: _train_tokenizer(run, opened, cache, progress), progress)
         files = [_tokens(run, corpus, tokenizer, progress) for corpus in opened]
-        parts = [[_samples(tokens, run, tokenizer.end) for tokens in pair] for pair in files]
+        parts = [[_samples(tokens, run, tokenizer) for tokens in pair] for pair in files]
         if run.data.eval is not None:
             return _with_held_out(run, self._prepare(run, tokenizer, opened, files, parts), tokenizer, progress)
         return self._prepare(run, tokenizer, opened, files, parts)
@@ -143,7 +143,7 @@ def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress:
     assert name is not None
     corpus = corpora.open_corpus(name, cache_folder(run), progress, run.data.text_column)
     _, tokens = _tokens(run, corpus, tokenizer, progress, whole=True)
-    samples = _samples(tokens, run, tokenizer.end)
+    samples = _samples(tokens, run, tokenizer)
     if len(samples) < 1:
         raise DataError(f"has too little text for one sequence of {run.model.sequence} + 1 tokens",
                         code="too-little-eval-text", where="data.eval", value=f"{len(tokens)} tokens",
@@ -174,11 +174,12 @@ def _tokens(run: Run, corpus: corpora.OpenCorpus, tokenizer: Tokenizer, progress
     return Tokens(train), Tokens(held)
 
 
-def _samples(tokens: Tokens, run: Run, end: int) -> Sequences | PackedSamples:
+def _samples(tokens: Tokens, run: Run, tokenizer: Tokenizer) -> Sequences | PackedSamples:
     """Sequences of the text as it stands, or of packed documents."""
     if not run.data.packing:
         return Sequences(tokens, run.model.sequence)
-    samples = TokenSamples(tokens, *cut_runs(*tokens.documents(end), run.model.sequence), run.model.sequence)
+    documents = tokens.documents(tokenizer.end, tokenizer.start)
+    samples = TokenSamples(tokens, *cut_runs(*documents, run.model.sequence), run.model.sequence)
     return PackedSamples(samples, best_fit(samples.sample_lengths, run.model.sequence))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from ranvier.config.run import Batch, Data, Run, Transformer
 from ranvier.data.padding import padding_shares, padding_text
 from ranvier.data.prepare import prepare
 from ranvier.data.token_samples import PackedSamples, TokenSamples, best_fit, cut_runs
+from ranvier.data.tokenizer import train
 from ranvier.mesh import Mesh
 from ranvier.models.packed_sequences import attention_mask, positions_of
 from ranvier.pipeline.microbatch import Microbatch
@@ -145,6 +147,21 @@ def test_documents_are_packed_without_a_token_lost_and_the_padding_is_told(tmp_p
     assert data.padding.count("%") == 3 and data.padding.split("%")[1].startswith(" packed (")
     assert prepare(replace(run, data=replace(run.data, packing=False))).padding == ""
     assert prepare(run).fingerprint != prepare(replace(run, data=replace(run.data, packing=False))).fingerprint
+
+
+def test_a_packed_document_keeps_a_beginning_that_is_the_separator(tmp_path):
+    """As of tokenizers with one token for BOS and EOS."""
+    inner = tokenizers.Tokenizer.from_str(train(["some words"], 260).text())
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", inner.token_to_id("<|endoftext|>"))])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": f"{number:02} words"}) for number in range(40)))
+    data = prepare(Run(model=Transformer(vocab=300, sequence=32), data=Data(
+        corpus=str(tmp_path / "rows.jsonl"), packing=True, tokenizer=str(tmp_path / "tokenizer.json"),
+        cache_dir=tmp_path / "cache")))
+    samples = data.train.samples
+    firsts = {int(samples.inputs(np.array([number]))[0, 0]) for number in range(len(samples))}
+    assert firsts == {data.tokenizer.end} and len(samples) == 38
 
 
 def test_shares_of_padding():
