@@ -45,12 +45,12 @@ class Document:
 
 def is_rows(path: Path, column: str | None) -> bool:
     """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
-    other file, and so is a JSON file that has neither an object a line nor an array of objects with texts."""
+    other file, and so is a JSON file that has neither several lines of objects nor objects with texts."""
     ending = tables.ending_of(path)
     if ending not in (*tables.SEPARATED, tables.JSON):
         return ending in tables.ENDINGS
     try:
-        if ending == tables.JSON and tables.holds_lines(path):
+        if ending == tables.JSON and tables.lines_of_objects(path) > 1:
             return True
         columns = tables.open_file(path, str(path)).columns if column is None or ending == tables.JSON else (column,)
         return TEXT_COLUMN in columns if column is None else bool(columns)
@@ -305,7 +305,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
                 progress(text)
 
     endings = {tables.ending_of(Path(file)) for file in stats}
-    of_json = [tables.JSON] if tables.JSON in endings else []
+    of_json = ["objects"] if tables.JSON in endings else []
     lines = ("rows", *of_json) if of_json or endings & {*tables.JSON_LINES} else ()
     columns = ("column", column) if endings & {*tables.ROW_ENDINGS} and column else ()
     packed = ("unpacked",) if any(tables.is_compressed(file) and tables.ending_of(file) not in tables.ROW_ENDINGS

@@ -151,7 +151,7 @@ def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
         separator = SEPARATED.get(ending, "\t")
         columns, rows = _read_separated(path, name, separator, quoted_tabs or separator != "\t")
     else:
-        read = json_array if ending == JSON and not holds_lines(path) else json_rows
+        read = json_array if ending == JSON and not lines_of_objects(path) else json_rows
         first = next(read(path, name), None)
         columns = () if first is None else tuple(first.values)
 
@@ -210,15 +210,18 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
         yield _object(values, f"{name} row {number}", None, escaped, remedy)
 
 
-def holds_lines(path: Path) -> bool:
-    """Whether a JSON file has an object on each of its lines, as C4's and Dolma's shards have, instead of one array."""
+def lines_of_objects(path: Path) -> int:
+    """0 for a JSON file that does not have an object on each of its lines, as C4's and Dolma's shards have; else the
+    number of its lines, counted up to 2."""
     with _text(path, "\n") as file:
         lines = (line for line in iter(partial(file.readline, _MOST_LINE), "") if line.strip())
         first, second = next(lines, ""), next(lines, "")
     try:
-        return second.lstrip().startswith("{") and isinstance(parse_json(first), dict)
+        if second.lstrip()[:1] in ("", "{") and isinstance(parse_json(first), dict):
+            return 2 if second else 1
     except ValueError:
-        return False
+        pass
+    return 0
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:

@@ -310,9 +310,11 @@ def test_rows_as_an_array_or_compressed_are_texts(tmp_path):
         (tmp_path / name).write_bytes(content)
         found = [document.text for document in opened(tmp_path / name, tmp_path).documents(1000)]
         assert found == [row["text"] for row in rows][name == "d.csv.gz":], name
-    for content in ('{"text": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
+    for content in ('{"name": "x"}', '[{"name": "x"}]', "[1]", "[", ""):
         (tmp_path / "e.json").write_text(content)
         assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == [content][:bool(content)]
+    (tmp_path / "e.json").write_text('{"text": "x", "id": 1}\n')  # one of a folder with a file for each text
+    assert [one.text for one in opened(tmp_path / "e.json", tmp_path).documents(99)] == ["x"]
     apart = "\n" + lines.replace("\n", "\n\n")
     for name, content in (("f.json", lines.encode()), ("g.json.gz", gzip.compress(lines.encode())),  # C4's, Dolma's
                           ("h.json", apart.encode())):

@@ -190,7 +190,7 @@ def test_files_folders_and_patterns_of_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "code"), [
-    ("a.json", b'{"prompt": "?"}', "not-an-array"), ("a.json", b"[3]", "row-not-object"),
+    ("a.json", b'{"prompt":\n"?"}', "not-an-array"), ("a.json", b"[3]", "row-not-object"),
     ("a.json", b"[", "row-not-json"), ("a.txt", b"a", "not-a-table")])
 def test_damaged_files_are_refused(tmp_path, name, content, code):
     (tmp_path / name).write_bytes(content)
