@@ -221,6 +221,8 @@ def _first(tensors, kind):
     (dict(use_dora=True), ["adapter-tensor-missing", "magnitude_change"]),
     (lambda tensors: tensors.pop(_first(tensors, "lora_B")), ["adapter-tensor-missing", "B"]),
     (lambda tensors: tensors.update(other=torch.zeros(2)), ["adapter-of-unknown-layer"]),
+    (lambda tensors: tensors.update({"base_model.model.transformer.ln_f.weight": torch.zeros(24)}),
+     ["adapter-of-unknown-layer", "ln_f"]),  # only linear layers of a head are trained
     (lambda tensors: tensors.clear(), ["folder-without-adapters"])])
 def test_refused_folders(peer, tmp_path, change, error):
     there = peer("GPT2LMHeadModel", False)

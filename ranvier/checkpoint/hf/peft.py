@@ -274,8 +274,10 @@ class AdapterFolder:
         """Our parameter of an adapter -> (its module, its kind, its name in the file); and our parameter of a head ->
         its name there. CheckpointError for tensors that fit no layer, by name and shape, and for missing ones."""
         modules = {module.name: module for module in modules_of(config, head).values()}
-        heads = {theirs: ours for ours, place in form_of(config).places(config, head).items() for theirs in place.names
-                 if ours.startswith("head.") and len(place.names) == 1}
+        places = form_of(config).places(config, head)
+        heads = {theirs: ours for ours, place in places.items() for theirs in place.names
+                 if ours.startswith("head.") and len(place.names) == 1
+                 and len(places[f"{ours.rpartition('.')[0]}.weight"].shape) == 2}  # norms are not trained with a head
         found: dict[str, tuple[Module, str, str]] = {}
         others: dict[str, str] = {}
         for name, shape in self._found.items():
