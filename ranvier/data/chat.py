@@ -175,7 +175,7 @@ def _load_source(run: Run, source: Source, tokenizer: ChatTokenizer, progress: P
     tables = [open_conversations(name, setting)
               for setting, name in (("train", source.name), ("eval", held)) if name is not None]
     forms = [(table.fingerprint, form_of_table(table, run.data).fingerprint) for table in tables]
-    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "counts of rows")
+    place = cache_folder(run) / "chat" / fingerprint(forms, tokenizer.content, sequence, "marks of each template")
 
     def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f" within `model.sequence` {sequence}" if counts.too_long else ""

@@ -153,7 +153,7 @@ def _load_pairs(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, score
               for setting, each in (("train", name), ("eval", held)) if each is not None]
     place = cache_folder(run) / "preference" / fingerprint(
         tables, tokenizer.content, sequence, function_fingerprint(form) if is_object_name(form) else form, scores,
-        "counts of rows")
+        "marks of each template")
 
     def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
