@@ -70,6 +70,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     """
     from ranvier.config.run import Comm, Launch
     from ranvier.inference import generation_config
+    from ranvier.inference.prompts import TextPrompts
     from ranvier.inference.trained import open_model
     from ranvier.launch import start as launch
     from ranvier.mesh import Mesh
@@ -84,6 +85,9 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
                           remedy="Give a text, or leave it out.")
     found = open_model(model, tell_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
+    if isinstance(writer, TextPrompts) and (token := next(filter(None, map(writer.special_in, asked)), None)):
+        tell_once(f"a prompt has the text {token}: special tokens in prompts are encoded as plain characters; with "
+                  "--chat the model's template writes them")
     folder = found.origin if found.tokenizer is None else found.tokenizer.parent
     if flags["repetition_penalty"] is None:
         sampling = replace(sampling, repetition_penalty=generation_config.repetition_penalty(folder))

@@ -234,7 +234,8 @@ def _write(folder: Path, corpus: corpora.OpenCorpus, text: str, max_bytes: int, 
     with open_part(folder / "train") as train, open_part(folder / "eval") as held:
         read = corpus.documents(max_bytes, lambda: cuts.append(True))
         documents = ((document, True) for document in read) if whole else corpora.split(read)
-        pieces = map_in_order(partial(_encode_documents, tokenizer), _pieces(documents), processes_of(progress))
+        told = _tell_special_tokens(documents, tokenizer, progress)
+        pieces = map_in_order(partial(_encode_documents, tokenizer), _pieces(told), processes_of(progress))
         for ids, size, is_held in chain.from_iterable(pieces):
             append = held if is_held else train
             append(tokenizer.start)
@@ -245,6 +246,19 @@ def _write(folder: Path, corpus: corpora.OpenCorpus, text: str, max_bytes: int, 
             if done - reported >= 10_000_000:
                 reported = done
                 progress(f"tokenising {corpus.name}: {done / 1e6:.0f} million characters")
+
+
+def _tell_special_tokens(documents: Iterable[tuple[corpora.Document, bool]], tokenizer: Tokenizer, progress: Progress
+                         ) -> Iterator[tuple[corpora.Document, bool]]:
+    """The documents; the first one in which a special token is spelt out is told."""
+    documents = iter(documents)
+    for document, is_held in documents:
+        yield document, is_held
+        if token := tokenizer.special_in(document.text):
+            progress(f"{document.name} has the text {token}: in texts special tokens are encoded as plain characters, "
+                     "other than in conversations (--data.task chat)")
+            break
+    yield from documents
 
 
 def _pieces(documents: Iterable[tuple[corpora.Document, bool]]) -> Iterator[list[tuple[corpora.Document, bool]]]:

@@ -74,6 +74,9 @@ class Tokenizer(TextTokenizer):
         with suppress(ValueError):
             settings: Any = parse_json(beside.get("tokenizer_config.json", "{}"))
             self.cuts_beginnings = isinstance(settings, dict) and settings.get("truncation_side") == "left"
+        special = [token.content for token in inner.get_added_tokens_decoder().values()
+                   if token.special and token.content]
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         numbers = inner.get_vocab()
         self.vocab: int = max(numbers.values()) + 1
         self.end: int = numbers[end]
@@ -85,6 +88,11 @@ class Tokenizer(TextTokenizer):
 
     def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
         return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends, self.pad)
+
+    def special_in(self, text: str) -> str | None:
+        """The first special token that is spelt out in a text, where it is encoded as plain characters."""
+        found = self._special.search(text)
+        return None if found is None else found[0]
 
     def encode_from_start(self, text: str) -> list[int]:
         """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""

@@ -28,6 +28,10 @@ class TextPrompts:
                               value=str(prompt)[:80], remedy="Add `--chat`.")
         return self._tokenizer.encode_from_start(prompt)
 
+    def special_in(self, prompt: Any) -> str | None:
+        """The first special token that is spelt out in a text, where it is encoded as plain characters."""
+        return self._tokenizer.special_in(prompt) if isinstance(prompt, str) else None
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens."""
         return self._tokenizer.decode(ids)

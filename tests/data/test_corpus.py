@@ -445,7 +445,13 @@ def test_a_tokenizer_is_taken_from_a_file(tmp_path):
     own.save(tmp_path / "tokenizer.json")
     run = Run(model=Transformer(vocab=300, sequence=16), data=Data(
         corpus=str(tmp_path / "mine.txt"), cache_dir=tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json")))
-    assert prepare(run).tokenizer.fingerprint == own.fingerprint and check.check(run).problems == ()
+    told = []
+    assert prepare(run, told.append).tokenizer.fingerprint == own.fingerprint and check.check(run).problems == ()
+    assert not any("special tokens" in line for line in told)
+    (tmp_path / "chats.txt").write_text("a line with the separator <|endoftext|> in it\n" * 1000)
+    prepare(replace(run, data=replace(run.data, corpus=str(tmp_path / "chats.txt"))), told.append)
+    line, = (line for line in told if "special tokens" in line)
+    assert line.startswith("chats.txt has the text <|endoftext|>: ") and "plain characters" in line
     (problem,) = check.check(replace(run, model=replace(run.model, vocab=270))).problems
     errors.check(problem, "vocab-too-small", 275, value=270)
     (problem,) = check.check(replace(run, data=replace(run.data, tokenizer="gtp2"))).problems

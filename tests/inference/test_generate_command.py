@@ -92,6 +92,11 @@ def test_what_else_the_folder_says_of_texts_is_told(tmp_path, said, flags, told)
     assert told in found and bool(found) == bool(told), found
 
 
+def test_special_tokens_in_a_prompt_are_told(folder, capsys):
+    assert run_command(["generate", str(folder), "--prompt", "the <|endoftext|> dog", "--max-tokens", "1"]) == 0
+    assert "<|endoftext|>: special tokens in prompts are encoded as plain" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
 def test_lines_of_prompts_end_as_files_end_them(tmp_path, name):
     """Not at other characters that Python counts as ends; the mark at the beginning is none of the first prompt."""
