@@ -146,7 +146,7 @@ _COMPUTED: tuple[tuple[str, tuple[type, ...], Callable[..., object]], ...] = (
                                         "statically_known_true")),
     ("sym_and", _FLAG, lambda *flags: all(flags)), ("sym_or", _FLAG, lambda *flags: any(flags)),
     ("sym_eq", _NUMBER, _are_equal), ("is_nested_int", _NUMBER, lambda size: False),
-    *((name, (), _same) for name in ("guarding_hint_or_throw", "has_guarding_hint")))
+    *((name, (), _same) for name in ("guarding_hint_or_throw", "has_guarding_hint", "has_hint", "size_hint")))
 _STAND_INS: tuple[tuple[str, Callable[[], ModuleType], bool, Mapping[str, object]], ...] = (
     ("torch._dynamo", _compiler, True, {"disable": lambda function, *_, **__: function}),
     ("torch.fx.experimental.symbolic_shapes", _symbolic_shapes, False,
