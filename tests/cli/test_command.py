@@ -22,6 +22,7 @@ from ranvier.launch import start
 from ranvier.launch.launchers import Started
 from ranvier.mesh import Mesh
 from tests import tiny_runs
+from tests.covering import first
 from tests.errors import reports
 
 
@@ -175,8 +176,9 @@ def test_check_finds_everything_at_once(capsys):
         assert problem["message"] and problem["remedy"]
 
 
-@pytest.mark.parametrize(("recipe", "columns"), [("gpt-tiny", "100"), *(
-    (one, "80") for one in read.recipe_names() if one not in ("bert-sentiment", "vit-cifar10", "smollm2-sft"))])
+@pytest.mark.parametrize(("recipe", "columns"), first(  # the one with most lines, and that with the longest
+    [("gpt-tiny", "100"), ("gpt-12b", "80"), ("llama-tiny", "80")], [("gpt-tiny", "100"), *(
+        (one, "80") for one in read.recipe_names() if one not in ("bert-sentiment", "vit-cifar10", "smollm2-sft"))]))
 def test_check_is_within_thirty_lines(capsys, monkeypatch, recipe, columns):
     """The verdict first, then memory, then what differs from the defaults. The other recipes need pretrained models."""
     monkeypatch.setenv("COLUMNS", columns)
