@@ -206,8 +206,8 @@ class Found:
 
     is_inside = property(lambda self: self.outputs.is_inside)
 
-    def first_run(self, func, args, kwargs):
-        return func(*args, **kwargs)
+    def first_run(self, func, args, kwargs, *, run):
+        return run(func, args, kwargs)
 
     def __len__(self):
         return self.count
