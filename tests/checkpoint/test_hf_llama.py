@@ -244,6 +244,9 @@ DOCUMENT = dict(model_type="llama", vocab_size=61, hidden_size=24, intermediate_
     (dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), ("rope-setting-not-supported",)),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), ("rope-type",)),
     (dict(rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "linear", "factor": 2.0}), ("rope-twice",)),
+    (dict(original_max_position_embeddings=2048, rope_scaling={
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}),
+     ("rope-positions-twice", 2048, 1024)),
     (dict(model_type="olmo3", rope_parameters={"rope_theta": 1e4}), ("rope-of-kinds", "rope_parameters")),
     (dict(model_type="gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_parameters={
         "full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}), ("rope-twice",)),

@@ -361,8 +361,12 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     if scaling == "dynamic":  # whatever original_max_position_embeddings says
         found["rope_positions"] = document.get("max_position_embeddings")
     elif scaling != "linear":
-        found["rope_positions"] = rope.get("original_max_position_embeddings") or document.get(
-            "original_max_position_embeddings", document.get("max_position_embeddings"))
+        key = "original_max_position_embeddings"
+        inner, outer = rope.get(key), document.get(key)
+        if inner and outer and inner != outer:
+            raise _config_error("rope-positions-twice", key, outer, f"is not that of the rotary scaling, {inner}, "
+                                "and versions of transformers take one or the other")
+        found["rope_positions"] = inner or document.get(key, document.get("max_position_embeddings"))
     if scaling == "llama3":
         found["rope_limits"] = [rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)]
     elif scaling == "yarn":
