@@ -94,8 +94,8 @@ single long test last."""
 
 def on_one_core(run_ranks):
     """Ranks that are threads share the interpreter's lock, which each operation of torch gives away: on one core they
-    take half of the CPU time, because none of them wakes another core for it. `make test-all` has them on all cores,
-    where they overtake each other more often."""
+    take less CPU time, with many collectives half of it, because none of them wakes another core for it. `make
+    test-all` has them on all cores, where they overtake each other more often."""
     @functools.wraps(run_ranks)
     def run(fn, size, **options):
         core = ctypes.CDLL(None).sched_getcpu()
