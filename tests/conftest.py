@@ -104,7 +104,7 @@ def on_one_core(run_ranks):
             os.sched_setaffinity(0, [core])  # of this thread
             return fn(world)
 
-        return run_ranks(rank, size, **options)
+        return run_ranks(rank if callable(fn) else fn, size, **options)  # which refuses others by name
 
     return run
 
