@@ -48,6 +48,8 @@ OBJECT = "object"
 """The kind of what objects of a program keep (`checkpoint/objects`)."""
 NO_STATES = ("parameter", "buffer", "random", OBJECT)
 """Kinds that are no optimizer state."""
+EXTRA_STATE = "._extra_state"
+"""End of the names of what torch's modules return from `get_extra_state`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +192,8 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
             raise CheckpointError("is not a tensor, so it cannot be saved in a checkpoint", code="state-not-tensor",
                                   where=f"state {name}", value=type(buffer).__name__,
                                   remedy="Keep it in a buffer, or save it yourself.")
-        yield Piece.from_tensor("buffer", name, torch.view_as_real(buffer) if buffer.is_complex() else buffer)
+        real = buffer.is_complex() and not name.endswith(EXTRA_STATE)
+        yield Piece.from_tensor("buffer", name, torch.view_as_real(buffer) if real else buffer)
 
 
 def _random(engine: Engine) -> Iterator[Piece]:
@@ -322,7 +325,8 @@ def load(engine: Engine, saved: Saved) -> None:
                 else f"has the buffer {name}, and the model has none")
         raise CheckpointError(what, code="checkpoint-of-other-buffers", where=f"checkpoint {saved.folder}",
                               remedy=_SAME_MODEL)
-    set_extra_states(engine, fill(engine, saved))
+    fill(engine, saved)
+    set_extra_states(engine, extra_states(engine, saved))
     random = saved.manifest.tensors.get("random", {})
     for piece in _random(engine):
         if piece.name in random:
@@ -344,10 +348,20 @@ def _block_of(engine: Engine, name: str) -> str | None:
     return max((block for block in engine.block_names if name.startswith(f"{block}.")), key=len, default=None)
 
 
-def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> dict[str, Tensor]:
-    """Read parameters, states and buffers of this rank from `source`. freezes: parameters that were not being trained
-    there are frozen here, too. Returns what modules keep as extra state, for `set_extra_states` when all is read."""
-    extra_states = {}
+def extra_states(engine: Engine, source: StateSource) -> dict[str, Tensor]:
+    """Tensors for what modules of this rank have saved as extra state, of which shape and format may be others by now,
+    and which `source` fills: for `set_extra_states` when it has."""
+    found, saved_buffers = {}, source.manifest.tensors.get("buffer", {})
+    for name in (name for name in engine.named_buffers() if name.endswith(EXTRA_STATE) and name in saved_buffers):
+        saved = saved_buffers[name]
+        found[name] = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+        source.read_into("buffer", name, whole_box(saved.shape), found[name])
+    return found
+
+
+def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
+    """Read parameters, states and buffers of this rank from `source`, but for the `extra_states`. freezes: parameters
+    that were not being trained there are frozen here, too."""
     source = with_origins(engine, source)
     with torch.no_grad():
         _load_parameters(engine, source)
@@ -356,12 +370,9 @@ def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> dict[s
                 parameter.requires_grad_(False)
         _load_states(engine, source)
         for piece in _buffers(engine, first_only=False):
-            if piece.name in source.manifest.tensors.get("buffer", {}):
+            if piece.name in source.manifest.tensors.get("buffer", {}) and not piece.name.endswith(EXTRA_STATE):
                 _check_shape(source, piece)
                 source.read_into("buffer", piece.name, piece.box, piece.tensor)
-                if piece.name.endswith("._extra_state"):
-                    extra_states[piece.name] = piece.tensor
-    return extra_states
 
 
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:

@@ -93,7 +93,8 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
     extra_states = {}
     if engine is not None:
         state.check_fits(engine, source)
-        extra_states = state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
+        state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
+        extra_states = state.extra_states(engine, source)
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
     travelling = list(source.plan_moves(needs))
     transport = whole.transport("transition", on_host=True)  # as `take` has copied it

@@ -47,6 +47,7 @@ from ranvier.models.family import num_classes
 from ranvier.optim.rules import EMA
 from ranvier.pipeline.engine import Engine
 from ranvier.pipeline.microbatch import Microbatch
+from ranvier.pipeline.state_dict import set_extra_states
 from ranvier.precision import DTYPES
 from ranvier.world import World
 
@@ -206,8 +207,9 @@ def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
             kind = piece.kind
             if kind == "parameter":
                 kind = EMA if piece.name in averages else "master" if piece.name in kinds.get("master", {}) else kind
-            if piece.name in kinds.get(kind, {}):
+            if piece.name in kinds.get(kind, {}) and not piece.name.endswith(state.EXTRA_STATE):
                 source.read_into(kind, piece.name, piece.box, piece.tensor)
+    set_extra_states(engine, state.extra_states(engine, source))
 
 
 def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:

@@ -94,8 +94,8 @@ class _ImportedOnUse(ModuleType):
     def remove(self) -> None:
         parent, _, name = self.__name__.rpartition(".")
         if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-            if parent:
+            sys.modules.pop(self.__name__, None)  # ranks that are threads may remove it at the same time
+            if parent and vars(sys.modules[parent]).get(name) is self:
                 delattr(sys.modules[parent], name)
 
 
@@ -114,6 +114,9 @@ def _sympy() -> ModuleType:
 
 
 def _symbolic_shapes() -> ModuleType:
+    """Also for functions of its stand-in, which are asked about what is no plain number."""
+    if isinstance(present := sys.modules.get("torch.fx.experimental.symbolic_shapes"), _ImportedOnUse):
+        present.remove()
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes

@@ -26,6 +26,7 @@ class _Form(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST = 4096
 _known: dict[Hashable, Hashable] = {}
 """Forms of results, the last `_MOST` of them; None where a result is not new memory throughout."""
@@ -33,14 +34,15 @@ _known: dict[Hashable, Hashable] = {}
 
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)` for an operation that a dispatch mode is given: new tensors of the same form where one
-    with such arguments has run before. Operations that write or return their arguments, and tensors that are not plain
-    ones on the meta device, are left to torch, as all is under another mode."""
+    with such arguments has run before. Operations that write or return their arguments or are not torch's own, and
+    arguments that are neither plain values nor plain tensors on the meta device, are left to torch, as all is under
+    another mode."""
     if not _is_functional(func) or torch._C._len_torch_dispatch_stack():
         return func(*args, **kwargs)
     try:
         key = func, torch.get_default_dtype(), _form_of(args), _form_of(kwargs)
         found = _known.get(key)
-    except TypeError:  # another tensor, or an argument that has no hash
+    except TypeError:  # another argument
         return func(*args, **kwargs)
     if found is not None:
         return _made(found)
@@ -54,12 +56,12 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 @cache
 def _is_functional(func: Any) -> bool:
-    return isinstance(func, torch._ops.OpOverload) and all(
+    return isinstance(func, torch._ops.OpOverload) and func.namespace == "aten" and all(
         each.alias_info is None for each in (*func._schema.arguments, *func._schema.returns))
 
 
 def _form_of(value: Any) -> Hashable:
-    """Equal for values of which an operation makes results of the same form. TypeError for other tensors."""
+    """Equal for values of which an operation makes results of the same form. TypeError where that is not known."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta or value.layout is not torch.strided:
             raise TypeError
@@ -68,6 +70,8 @@ def _form_of(value: Any) -> Hashable:
         return type(value), *map(_form_of, value)
     if isinstance(value, Mapping):
         return type(value), *((key, _form_of(each)) for key, each in value.items())
+    if type(value) not in _PLAIN:
+        raise TypeError
     return type(value), value  # 1, 1.0 and True are equal
 
 

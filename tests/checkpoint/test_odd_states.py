@@ -12,8 +12,9 @@ from torch import nn
 
 from ranvier.checkpoint import files
 from ranvier.checkpoint.checkpoints import Checkpoints
-from ranvier.checkpoint.manifest import File, Manifest, SavedTensor, _overlap, encode, read_manifest
+from ranvier.checkpoint.manifest import File, Manifest, Saved, SavedTensor, _overlap, encode, read_manifest
 from ranvier.config.run import Optim
+from ranvier.inference.trained import _fill
 from ranvier.mesh import Mesh
 from ranvier.models.gpt import gpt
 from ranvier.pipeline.engine import Engine
@@ -91,6 +92,42 @@ def saved_and_loaded(world, folder, layer):
     ids=["an empty parameter", "a complex buffer"])
 def test_what_is_seldom_saved(tmp_path, layer):
     assert run_ranks(lambda world: saved_and_loaded(world, tmp_path, layer()), 2) == [0, 0]
+
+
+class Growing(Odd):
+    """Its extra state has another shape and number format after each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return torch.full((self.calls,), 0.5) if self.calls else torch.tensor(0)
+
+    def set_extra_state(self, state):
+        assert bool((state == 0.5).all())
+        self.calls = len(state)
+
+
+def test_extra_states_come_back_as_they_were_saved(tmp_path):
+    """In training, and where a checkpoint is only computed with."""
+    def rank(world):
+        def build():
+            return Engine(nn.Sequential(Growing(), nn.Linear(4, 4)), world,
+                          loss=lambda y, t: (((y - t) ** 2).sum(), t.numel()))
+        engine, again, other = (build() for _ in range(3))
+        engine.forward_backward([(torch.ones(1, 4), torch.ones(1, 4))] * 3)
+        engine.zero_grad()
+        checkpoints = Checkpoints(engine, tmp_path)
+        checkpoints.save()
+        checkpoints.wait()
+        loaded = Checkpoints(again, tmp_path).load()
+        _fill(other, Saved(loaded.folder), ())
+        return [each.blocks["0"].calls for each in (engine, again, other)]
+
+    assert run_ranks(rank, 1) == [[3, 3, 3]]
 
 
 class Extra(Odd):

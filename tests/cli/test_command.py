@@ -233,8 +233,9 @@ def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path, tiny
                "    torch.ones(3, device='meta') + 1.0\n"
                "    assert type(sys.modules['torch._dynamo']).__name__ == '_ImportedOnUse'\n"
                "    import sympy as early\n"
-               "    from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq\n"
+               "    from torch.fx.experimental.symbolic_shapes import guard_or_false, is_nested_int, sym_eq\n"
                "    assert sym_eq((2, 3), [2, 3]) and not sym_eq((2, 3), (2, 4)) and not isinstance(1, early.Basic)\n"
+               "    assert not is_nested_int(2.0)\n"  # what is no size is torch's to answer, which is imported then
                "    from torch._dynamo.utils import counters\n"
                "    assert torch._dynamo.__file__ and torch._dynamo.utils.counters is counters\n"
                "import sympy\n"
