@@ -305,7 +305,7 @@ class Stage:
                                  code="tensor-attributes-sent", where=_describe_returned(name, self.blocks[-1][1]),
                                  value=values, remedy="Return what they hold as tensors of the carried state, or "
                                                       "delete them.")
-            if tensor.requires_grad:
+            if self.training and tensor.requires_grad:  # in an evaluation a parameter does, too
                 roots[name] = root_of(tensor)
         if kept := bool(roots or leaves):
             self._graphs[number] = _Graph(leaves, roots, outputs[""].dtype if self._loss is not None else None)

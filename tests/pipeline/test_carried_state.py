@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from ranvier.config.run import Pipeline
+from ranvier.config.run import Optim, Pipeline
 from ranvier.errors import ModelError
 from ranvier.mesh import Mesh
 from ranvier.pipeline.microbatch import Microbatch
 from ranvier.sent_values import pack, place_of, unpack
 from tests.covering import covering, label
 from tests.errors import raises
-from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share
+from tests.pipeline.parity import assert_parity, chain, generator, gradients_on, on_mesh, points, share, squared
 
 MESHES = [Mesh(), Mesh(pipe=2), Mesh(pipe=3), Mesh(data=2, pipe=4)]
 POLICIES = ("message-driven", "1f1b", "gpipe")
@@ -162,6 +162,23 @@ def test_the_dimensions_may_change_from_block_to_block_and_be_empty():
     make = partial(chain, lambda: Widen(4, 9), lambda: Widen(9, 1), lambda: Widen(1, 6),
                    lambda: nn.Sequential(Widen(6, 4), nn.Flatten()))
     assert_parity(make, points([[2, 0, 3]]), Mesh(pipe=4))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
+def test_an_evaluation_runs_no_backward(mesh):
+    """Also where blocks and the loss switch gradients on, as those of energies do: a step may be under way."""
+    with_gradients = torch.enable_grad()
+    model = partial(chain, *[partial(Part, with_gradients(lambda linear, x: linear(x)))] * 2,
+                    loss=with_gradients(squared))
+    batches = points([[2]])
+
+    def work(engine):
+        engine.forward_backward(share(engine, batches))
+        before = {name: gradient.clone() for name, gradient in engine.gradients().items()}
+        engine.evaluate(share(engine, batches))
+        assert all(torch.equal(gradient, before[name]) for name, gradient in engine.gradients().items())
+
+    on_mesh(model, mesh, work, optim=Optim())
 
 
 def test_inputs_are_left_as_they_are():
