@@ -79,10 +79,11 @@ class _Enter(Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where nothing has a gradient, the stage before gets none
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
         return gradient
 
 

@@ -111,6 +111,7 @@ class _DeferrableLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None,
                 layer: _DeferrableForward, autocast: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
         ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
         if layer.in_float8:
             return float8.forward_product(x, weight, bias)
@@ -122,7 +123,9 @@ class _DeferrableLinear(Function):
         return functional.linear(x, w, b).detach()  # users may change what is not a view in place
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if dy is None:  # as a function behind it has returned, which is no gradient of zeros
+            return None, None, None, None, None
         (x, weight), layer = ctx.saved_tensors, ctx.layer
         dx = None
         if ctx.needs_input_grad[0]:
@@ -353,11 +356,14 @@ class _RowLookup(Function):
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int, gradients: WeightGradients) -> Tensor:
         ctx.save_for_backward(ids)
+        ctx.set_materialize_grads(False)
         ctx.weight, ctx.padding, ctx.gradients = weight, padding, gradients
         return functional.embedding(ids, weight).detach()  # users may change what is not a view in place
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if dy is None:
+            return None, None, None, None
         (ids,), weight = ctx.saved_tensors, ctx.weight
         if not ctx.gradients.in_pass() or weight.grad is None:
             return torch.ops.aten.embedding_dense_backward(dy, ids, len(weight), ctx.padding, False), None, None, None

@@ -143,6 +143,40 @@ def test_updates_in_the_backward():
         torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Its backward returns None, as a function may that stops gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+class Stops(nn.Module):
+    def __init__(self, rows, stops=True):
+        super().__init__()
+        self.table, self.stops = nn.Embedding(rows, 4), stops
+        self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.linear(x + self.table(x[:, 0].abs().long()))
+        return self.last(WithoutGradient.apply(hidden) if self.stops else hidden)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
+def test_a_backward_that_returns_none(mesh):
+    """Autograd then calls the functions before it without a gradient, and zeros are none: within a stage, through the
+    beginning of one, and on both of two replicas."""
+    model, batches = partial(chain, partial(Stops, 5, stops=False), partial(Stops, 1100)), [points([[2]] * mesh.data)]
+    theirs = expected(SGD, batches, model)
+    for mine in on_mesh(model, mesh, partial(trained, batches=batches), optim=OWN(), learning_rate=0.1):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=1e-10, atol=1e-13)
+
+
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])
 @pytest.mark.parametrize("users", [False, True])
 def test_half_precision(users, accumulate):
