@@ -39,6 +39,10 @@ from ranvier.tensor.remembered import Remembered
 _KNOWN_HOOKS = "ranvier.", "torch.nn.utils."
 """Modules whose hooks may run twice: they compute weights or outputs, and change at most buffers."""
 
+_FILLS_LATER = frozenset({"rrelu", "rrelu_"})
+"""Functions that save a tensor for the backward before they fill it. Torch stops a second run as soon as all is saved.
+"""
+
 _COMPUTED = nullcontext()
 _Place = tuple[nn.Module, str]
 """A module and the name of its buffer, or of an attribute that is a tensor."""
@@ -127,6 +131,8 @@ class Segment:
         self._changing = changing or ChangedInPlace(block for _, block in blocks)
         first, last = blocks[0][0], blocks[-1][0]
         self._where = f"block {first}" if first == last else f"blocks {first} to {last}"
+        codes = (getattr(module.forward, "__code__", None) for _, block in self._blocks for module in block.modules())
+        self._stops_early = all(code is None or _FILLS_LATER.isdisjoint(code.co_names) for code in codes)
         self._seen: set[_Place] = set()
         """Buffers that a forward has found: the first one shows whether forwards change them."""
         self._num_batches = -1
@@ -211,7 +217,8 @@ class Segment:
             return result
 
         try:
-            return cast(State, checkpoint(once_or_again, state, use_reentrant=False))
+            return cast(State, checkpoint(once_or_again, state, use_reentrant=False,
+                                           early_stop=self._stops_early))
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):
                 raise

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from ranvier.block import Model
 from ranvier.config.run import Memory, Pipeline
 from ranvier.mesh import Mesh
+from ranvier.pipeline.segment import Segment
 from ranvier.tensor.remembered import Remembered
 from ranvier.testing.reference import Reference
 from tests.covering import covering, pairwise
@@ -485,6 +486,25 @@ def test_a_hook_on_a_tensor_of_the_state_runs_once(recompute):
     assert_parity(partial(model, linear, HooksItsInput, HooksItsInput, linear), points([[2, 1, 3]]), Mesh(pipe=2),
                   memory=Memory(recompute=recompute))
 
+
+
+class Leaky(nn.Module):
+    def forward(self, x):
+        return functional.rrelu(x, training=self.training)
+
+
+@pytest.mark.parametrize("activation", [nn.RReLU, Leaky])
+def test_random_slopes_are_there_where_they_are_the_last_thing_saved(activation):
+    """rrelu saves their tensor before it fills it, and torch would end the second run there."""
+    block = nn.Sequential(linear(), activation()).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def gradients(run):
+        torch.manual_seed(3)
+        return torch.autograd.grad(run(block, x).sum(), list(block.parameters()))
+
+    again, plain = (gradients(run) for run in (Segment([("b", block)]).run, lambda f, x: f(x)))
+    assert all(map(torch.equal, again, plain))
 
 
 def test_hooks_of_others_are_refused():
