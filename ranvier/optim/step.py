@@ -335,14 +335,17 @@ class Updater:
         all, whichever batch of the step told of which. Collective where they are clipped."""
         assert self._averaged is not None, "there are no averaged gradients"
         averaged = status = self._averaged
+        let_go = not self.gradients.unapplied and all(
+            spec.parameter.grad is None for spec in self.gradients.owned_specs())
         self._take_edits()
         if self.flat is not None:
             self.flat.prefetch()
         if self._optim.clip_norm and not self._clips_late:
             status = self._recount(status)
-        self._apply(status, 1.0)
+        if not let_go or self.flat is None:  # averages of parameters stay, too
+            self._apply(status, 1.0)
         self._averaged, self.gradients.unapplied = None, False
-        self._last = status if status.may_update else self._last
+        self._last = status if status.may_update and not let_go else self._last
         self.gradients.note_left()
         return averaged
 

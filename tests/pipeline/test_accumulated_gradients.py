@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -226,10 +227,20 @@ def test_a_step_with_the_result_of_an_evaluation_is_refused():
     on_mesh(small_gpt, Mesh(data=2), work, learning_rate=1e-2, optim=Optim())
 
 
-@pytest.mark.parametrize("options", [{"optimizer": partial(torch.optim.AdamW, weight_decay=0.1)},
-                                     {"optim": Optim(weight_decay=0.1)}], ids=["torch", "ranvier"])
+@pytest.mark.parametrize("options", [
+    {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1)},
+    {"optim": Optim(weight_decay=0.1, ema=0.5, clip_norm=0.1, clip_from="previous-step")}], ids=["torch", "ranvier"])
 def test_a_step_after_zero_grad_changes_nothing(options):
-    """As after a plain loop's, which leaves no gradients: neither decay nor momentum."""
+    """As after a plain loop's, which leaves no gradients: neither decay nor momentum, nor averages of
+    parameters, nor the norm that clips the next step."""
+    def values(engine):
+        def now(what):
+            return {what + name: value.detach().clone() for name, value in engine.named_parameters().items()}
+
+        with engine.averaged() if "optim" in options else nullcontext():
+            averages = now("average of ")
+        return averages | now("")
+
     def work(engine):
         engine.train_batch(share(engine, PARTS[0]))
         before = {name: value.detach().clone() for name, value in engine.named_parameters().items()}
@@ -239,12 +250,12 @@ def test_a_step_after_zero_grad_changes_nothing(options):
         engine.step(result)
         assert all(torch.equal(value, before[name]) for name, value in engine.named_parameters().items())
         engine.train_batch(share(engine, PARTS[1]))
-        return {name: value.detach() for name, value in engine.named_parameters().items()}
+        return values(engine)
 
     def without(engine):
         for part in PARTS[:2]:
             engine.train_batch(share(engine, part))
-        return {name: value.detach() for name, value in engine.named_parameters().items()}
+        return values(engine)
 
     mesh = Mesh(data=2, pipe=2)
     found, expected = on_mesh(small_gpt, mesh, work, **options), on_mesh(small_gpt, mesh, without, **options)
