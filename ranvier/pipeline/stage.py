@@ -75,16 +75,19 @@ class _Graph(NamedTuple):
 
 
 class _Enter(Function):
-    """Passes a leaf to a stage's blocks: the same values, which they may change in place as they may within a stage."""
+    """Passes a leaf to a stage's blocks: the same values, which they may change in place as they may within a stage.
+
+    always: whether a backward that returns None gives zeros. Rows, whose samples differ, run the same layers then.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where nothing has a gradient, the stage before gets none
+    def forward(ctx: Any, leaf: Tensor, always: bool) -> Tensor:
+        ctx.set_materialize_grads(always)
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return gradient, None
 
 
 _enter = apply_outside_transforms(_Enter)
@@ -265,7 +268,7 @@ class Stage:
             for name, tensor in inputs.items():
                 entered[name] = leaf = tensor.detach()
                 if self.training and name in requires_grad:
-                    leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_())
+                    leaves[name], entered[name] = leaf, _enter(leaf.requires_grad_(), self._mesh is not None)
             carried_tensors.refuse_partial(entered, leaves, self._weights.in_pass)
             self._shared = carried_tensors.SharedMemory()
             if notes:
