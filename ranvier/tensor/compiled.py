@@ -30,7 +30,7 @@ from torch._subclasses import fake_tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ranvier import keyed_random
 from ranvier.block import State, as_named_tensors
@@ -272,7 +272,7 @@ class CompiledBlocks:
         # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
         with self._install_forward(module, partial(_recording_forward, record) if has_products else None), \
                 _restore_block(module), mode, torch.set_grad_enabled(has_products):
-            inputs = tree_map(mode.from_tensor, state)
+            inputs = tree_map_only(Tensor, mode.from_tensor, state)
             before = _tensors(module)
             if trains:
                 before |= {tensor: tensor._version for tensor in as_named_tensors(inputs, "the carried state").values()

@@ -162,6 +162,28 @@ def test_frozen_blocks_and_parameters():
 
 
 @pytest.mark.slow
+class Takes(nn.Module):
+    """A state with more than tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, state):
+        hidden, nothing, size, dtype = state if isinstance(state, tuple) else (state, None, 2, torch.float64)
+        assert nothing is None
+        return torch.tanh(self.linear(hidden)).to(dtype) * size, None, size + 1, dtype
+
+
+class Leaves(nn.Module):
+    def forward(self, state):
+        return state[0]
+
+
+def test_a_state_with_none_and_numbers():
+    assert_parity(partial(chain, Takes, Takes, Takes, Leaves), points([[3, 2, 4]]), Mesh(pipe=2), compile=True)
+
+
 def test_stages_that_defer_their_products():
     assert_parity(lambda: model_of("gpt"), batches_of("gpt", replicas=2, count=2), Mesh(data=2, pipe=2), compile=True,
                   pipeline=Pipeline(defer_bytes=1 << 30), run_seconds=300.0)
