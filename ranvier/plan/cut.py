@@ -102,12 +102,18 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
                                  value=type(part).__name__,
                                  remedy="Give the module from before torch.jit.script or torch.jit.trace; "
                                         "torch.compile and scripted functions are taken.")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {block}.{name}"
+            if nn.parameter.is_lazy(tensor):
+                raise ModelError("has no shape yet", code="lazy-parameter", where=what, value=type(tensor).__name__,
+                                 remedy="Run the modules on a sample, model(sample), before the engine gets them.")
+            if not isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
+                raise ModelError("is sparse, and replicas and checkpoints exchange whole memory", code="sparse-buffer",
+                                 where=what, value=tensor.layout,
+                                 remedy="Register its indices and values as buffers, and make the sparse tensor of "
+                                        "them in the forward.")
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
-            if nn.parameter.is_lazy(parameter):
-                raise ModelError("has no shape yet", code="lazy-parameter", where=f"parameter {full}",
-                                 value=type(parameter).__name__,
-                                 remedy="Run the modules on a sample, model(sample), before the engine gets them.")
             if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
                 raise ModelError("is not a plain tensor, of which ranks could hold parts", code="wrapped-parameter",
                                  where=f"parameter {full}",

@@ -507,9 +507,21 @@ def test_two_parameters_over_one_memory_are_refused():
     train(columns_of_one_tensor, Mesh(pipe=2))
 
 
-def test_a_parameter_without_a_shape_is_refused():
-    with raises("lazy-parameter", where="parameter 1.weight"):
-        train(lambda: ([nn.Linear(4, 4), nn.LazyLinear(4)], squared), Mesh())
+@pytest.mark.parametrize(("layer", "where"), [
+    (nn.LazyLinear, "parameter 1.weight"), (lambda _: nn.LazyBatchNorm1d(affine=False), "buffer 1.running_mean")])
+def test_a_parameter_or_buffer_without_a_shape_is_refused(layer, where):
+    with raises("lazy-parameter", where=where):
+        train(lambda: ([nn.Linear(4, 4), layer(4)], squared), Mesh())
+
+
+def test_a_sparse_buffer_is_refused():
+    def blocks():
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("neighbours", torch.eye(4).to_sparse())
+        return [nn.Linear(4, 4), layer], squared
+
+    with raises("sparse-buffer", "torch.sparse_coo", where="buffer 1.neighbours"):
+        train(blocks, Mesh())
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(4, 4).to_sparse(), TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4))],
