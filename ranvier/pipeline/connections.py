@@ -200,7 +200,10 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
     for work in [group.broadcast(tensors[tensor]) for tensor, group in groups.items() if len(group.ranks) > 1]:
         work.wait()
     for tensor, value in tensors.items():
-        tensor.data.copy_(value)
+        if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.data = value  # an expanded buffer, whose elements cannot be written
+        else:
+            tensor.data.copy_(value)
         if groups[tensor].index:
             increment_version(tensor)  # `trained_elsewhere` sees by it that the values are new here
     if connections.tensor_mesh is not None:

@@ -186,6 +186,20 @@ def test_a_buffer_that_grows_is_named():
     train(buffers="local")
 
 
+def test_an_expanded_buffer():
+    """Torch does not write into one. A checkpoint does, as into any other."""
+    def work(world):
+        layer = nn.Linear(4, 4, dtype=torch.float64)
+        layer.register_buffer("scales", torch.tensor([[2.0], [3.0]], dtype=torch.float64)[world.rank].expand(4))
+        layer.register_forward_hook(lambda layer, _, output: output * layer.scales)
+        engine = Engine([layer], world, mesh=Mesh(data=2), loss=squared, optimizer=SGD)
+        engine.train_batch(share(engine, points([[3], [2]])))
+        engine.load_state_dict(copy.deepcopy(engine.state_dict()))
+        return layer.scales.tolist()
+
+    assert run_ranks(work, 2) == [[2.0] * 4] * 2
+
+
 @pytest.mark.parametrize(("make", "mesh", "why"), [(NORMED, Mesh(pipe=2), "there is one replica"),
                                                    (partial(chain, partial(nn.Linear, 4, 4)), Mesh(data=2),
                                                     "no block has a buffer")])
