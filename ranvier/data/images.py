@@ -113,7 +113,7 @@ def short_side(size: int) -> int:
 
 
 def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
-    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    left, top = (image.width - width) // 2, (image.height - height) // 2  # rounded down, as transformers does
     return image.crop((left, top, left + width, top + height))
 
 
@@ -421,7 +421,7 @@ def _files(run: Run, progress: Progress) -> Parts:
                 for piece in _pieces(part, size, progress):
                     append(piece)
 
-    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright")
+    folder = cache_folder(run) / "images" / fingerprint(train.state, held.state, size, "upright", "down")
     stored = made_once(folder, make, progress)
     return (_make_pictures(stored[0], run, _augment(run)), _make_pictures(stored[1], run, None), train.classes,
             [part.digest for part in stored])

@@ -135,7 +135,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     if not saved.manifest.step:  # an import
         for place in run_folders(path, saved.folder):
-            check_pixels(place)
+            check_pixels(place, tell)
         _check_head(saved.manifest.about.get("missing"), saved.folder)
         if not labels and values.get("data.task") in ("classification", "images"):
             labels = _default_class_names(values.get("model.num_classes"))
@@ -175,7 +175,7 @@ def _from_folder(path: Path, tell: Callable[[str], None]) -> Trained:
     task = "images" if config.family == "vit" else _TASK_OF[found.head]
     values: dict[str, object] = {"model.pretrained": str(path), "data.task": task, "model.family": config.family}
     if config.family == "vit":
-        check_pixels(path)
+        check_pixels(path, tell)
         values["model.image_size"] = config.image_size
     else:
         values["model.sequence"] = min(config.max_positions or config.sequence, _LONGEST)

@@ -150,6 +150,12 @@ def test_a_model_without_safetensors(tmp_path, hub):
     assert (folder / "pytorch_model.bin").is_file() and len(hub) == 2
 
 
+def test_files_that_refuse_or_change_a_model_are_fetched(tmp_path, hub):
+    for name in (files := ("preprocessor_config.json", "adapter_config.json")):
+        (tmp_path / f"there/{name}").write_text("{}")
+    assert {*files} <= {path.name for path in folder_of(HUB, tmp_path, lambda line: None).iterdir()}
+
+
 def test_what_the_hub_does_not_give_is_named(tmp_path, hub, capsys):
     with raises("hub-model-unreadable", "someone/else", "ConnectionError"):
         resolve_pretrained(run_on(tmp_path, "someone/else"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ranvier.checkpoint.hf.pretrained import own_file
 from ranvier.config.run import Run
+from ranvier.data.cache import Progress
 from ranvier.data.images import CIFAR, MEAN, STD, short_side
 from ranvier.errors import CheckpointError
 from ranvier.system.untrusted_file import json_object
@@ -45,8 +46,11 @@ def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> N
 
 
 def _differences(folder: Path) -> dict[str, object]:
-    """What the file of a folder says otherwise than `processor` of its size; nothing where none can be read."""
+    """What the file of a folder says otherwise than `processor` of its size; nothing where none can be read. Without
+    image_mean or image_std, transformers takes those of the class, which are seldom ImageNet's."""
     stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    if stored:
+        stored = dict.fromkeys(("image_mean", "image_std"), "of its class") | stored
     sizes = [stored.get(key) for key in ("crop_size", "size")]
     size = next((size["height"] for size in sizes if isinstance(size, dict) and isinstance(size.get("height"), int)),
                 224)
@@ -60,11 +64,12 @@ def notes_on_images(folder: Path) -> list[str]:
     found = _differences(folder)
     listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in found.items())
     return [f"{folder / PREPROCESSOR} has {listed}: here images are resized (bicubic), cropped and normalised as for "
-            "ImageNet, to which training adapts the model"] if found else []
+            "ImageNet; training adapts the model to that"] if found else []
 
 
-def check_pixels(folder: Path) -> None:
-    """CheckpointError where a model that is not trained further would see other pixels than those of its training."""
+def check_pixels(folder: Path, tell: Progress) -> None:
+    """CheckpointError where a model that is not trained further would see other pixels than those of its training;
+    `tell` takes a note where images are resized or cropped otherwise."""
     for key, value in _differences(folder).items():
         if key in _PIXELS:
             raise CheckpointError(f"has {key} of its own: images are normalised otherwise here, so scores would be "
@@ -72,3 +77,5 @@ def check_pixels(folder: Path) -> None:
                                   value=value,
                                   remedy="Train the model first (`ranvier train --model.pretrained`), which adapts it, "
                                          "or evaluate it with transformers.")
+    for note in notes_on_images(folder):
+        tell(note)

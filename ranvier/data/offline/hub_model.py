@@ -11,7 +11,8 @@ from ranvier.errors import DataError
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _CONFIG = "config.json"
 _SMALL = [_CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-          "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt"]
+          "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "preprocessor_config.json",
+          "adapter_config.json"]
 _WEIGHTS = (["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"], ["pytorch_model.bin"])
 """Files of tensors, the first form that a model has. Those of other programs may be beside them."""
 
