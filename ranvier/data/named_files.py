@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -129,9 +130,19 @@ def read_bytes(path: Path, setting: str, form: str) -> bytes:
 
 def visible_files(root: Path, enter: Callable[[str], bool] | None = None) -> Iterator[Path]:
     """What lies under `root` and has no name that begins with a dot. enter: whether to look into folders of a name; by
-    default into those without a dot."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = filter(enter or _is_visible, folders)
+    default into those without a dot, also where links lead to them, and into each folder once."""
+    seen = {home := root.resolve()}
+
+    def is_new(path: Path) -> bool:
+        place = path.resolve()
+        if place in seen or (path.is_symlink() and place.is_relative_to(home)):
+            return False
+        seen.add(place)
+        return True
+
+    for folder, folders, files in os.walk(root, followlinks=enter is None):
+        folders[:] = filter(enter, folders) if enter else [
+            name for name in sorted(filter(_is_visible, folders)) if is_new(Path(folder, name))]
         yield from (Path(folder, file) for file in files if _is_visible(file))
 
 
@@ -156,6 +167,8 @@ def _exists(name: str) -> bool:
 
 FILES = f"a file of rows ({', '.join(tables.ROW_ENDINGS)}; .gz behind it), a folder or a pattern of such files"
 """Description of what is accepted beside the names of data sets."""
+_UNREAD = re.compile(rf"({'|'.join(map(re.escape, tables.ROW_ENDINGS))})\.(7z|bz2|lz4|xz|zip|zst)$|\.arrow$")
+"""Names of files that hold rows and are not read."""
 
 
 def open_source(name: str, setting: str, form: str) -> tables.Table:
@@ -177,10 +190,16 @@ def open_source(name: str, setting: str, form: str) -> tables.Table:
 
 
 def files_of(name: str) -> list[Path]:
-    """The files of rows that a name stands for, in the order of their paths."""
+    """The files of rows that a name stands for, in the order of their paths. DataError for a folder with rows in a file
+    that is not read: they must not go missing."""
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        found = [file for file in path.rglob("*") if file.is_file()]
+        found = [file for file in visible_files(path) if file.is_file()]
+        other = next((file for file in sorted(found) if _UNREAD.search(file.name.lower())), None)
+        if other is not None:
+            raise DataError("has a file of rows in a form that is not read", code="folder-with-unread-rows", where=name,
+                            value=str(other.relative_to(path)),
+                            remedy="Unpack or convert it, or give a pattern of the files that are meant.")
     else:
         found = [path] if path.exists() else [Path(file) for file in glob.glob(str(path), recursive=True)]
     return sorted(file for file in found if tables.ending_of(file) in tables.ROW_ENDINGS)

@@ -129,6 +129,16 @@ def test_pipes_and_links_to_nowhere_are_left_out_and_not_waited_for(tmp_path):
         opened(folder / "pipe", tmp_path)
 
 
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(tmp_path):
+    for name in ("texts/inside", "elsewhere/deep"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(name)
+    for name, place in (("again", "inside"), ("up", ".."), ("linked", "../elsewhere"), ("same", "../elsewhere/deep")):
+        (tmp_path / "texts" / name).symlink_to(place)
+    assert sorted(document.text for document in opened(tmp_path / "texts", tmp_path).documents(1 << 62)) == [
+        "elsewhere/deep", "texts/inside"]
+
+
 @pytest.mark.parametrize("name", ["", "~nobody-of-this-name/x", "/" + "x" * 5000])
 def test_names_that_no_path_can_have(tmp_path, name):
     with raises("corpus-missing"):

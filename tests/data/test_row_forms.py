@@ -16,6 +16,7 @@ from ranvier.data.tables import load_split
 from ranvier.errors import DataError
 from tests.data.test_chat import run_of, tokenizer_in
 from tests.data.test_preference import run_of as pairs_run_of
+from tests.errors import raises
 
 USER, ANSWER = {"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -177,6 +178,8 @@ def test_files_folders_and_patterns_of_rows(tmp_path):
         file.write("\n".join(map(json.dumps, rows[2:4])))
     (parts / "c.csv").write_text("prompt,completion\n4?,yes\n5?,yes\n")
     (parts / "README.md").write_text("not rows")
+    (parts / ".ipynb_checkpoints").mkdir()
+    (parts / ".ipynb_checkpoints/a-checkpoint.json").write_text(json.dumps(rows[:2]))
     for name, count in ((parts / "a.json", 2), (parts / "b.jsonl.gz", 2), (parts, 6), (parts / "*.json*", 4)):
         found = list(conversations(str(name), "train", Data()))
         assert [one.messages[0]["content"] for one in found] == [f"{number}?" for number in range(
@@ -187,6 +190,9 @@ def test_files_folders_and_patterns_of_rows(tmp_path):
     with pytest.raises(DataError) as caught:
         open_conversations(str(parts), "train")
     assert (caught.value.code, caught.value.value) == ("other-columns", "question")
+    (parts / "d.jsonl").rename(parts / "d.jsonl.zst")
+    with raises("folder-with-unread-rows", "d.jsonl.zst", where=str(parts)):
+        open_conversations(str(parts), "train")
 
 
 @pytest.mark.parametrize(("name", "content", "code"), [
