@@ -91,22 +91,23 @@ def _messages(row: Row, column: str) -> list[Message]:
         # A template may look for `content` without asking whether it is there.
         parts = {key: _as_written(row, part) for key, part in message.items() if part is not None or key == "content"}
         found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in parts.items()})
-        if isinstance(message.get("content"), list):
-            found[-1] = {**found[-1], "content": _text_of_parts(message, row)}
+        if not isinstance(message.get("content"), (str, type(None))):
+            found[-1] = {**found[-1], "content": _text_of_parts(found[-1], row)}
     return found
 
 
 def _text_of_parts(message: Message, row: Row) -> Any:
-    """The text of a content in parts. DataError where a part is none: most templates would write the list as Python
-    prints it. What a tool returns may be any list."""
-    parts = message["content"]
+    """The text of a content in parts. DataError where a part is none, and for what is neither a text nor parts: most
+    templates would write it as Python prints it. What a tool returns may be anything."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [content]
     others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text"
                                              and isinstance(part.get("text"), str))]
-    if not others:
+    if not others and isinstance(content, list):
         return "".join(part["text"] for part in parts)
     if message["role"] == "tool":
-        return parts
-    raise row.error("content-not-text", "has a message whose content has other parts than text", others[0],
+        return content
+    raise row.error("content-not-text", "has a message whose content has other parts than text", (others or parts)[0],
                     'Give a text, or parts of the form {"type": "text", "text": "..."}.')
 
 

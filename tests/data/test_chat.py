@@ -278,6 +278,8 @@ def row(*messages, **more):
     (row({"from": "human", "value": "c"}), "message-without-role", ["human"]),
     (row({"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "image_url"}]}), "content-not-text",
      ["image_url"]),
+    (row({"role": "user", "content": {"type": "text", "text": "c"}}), "content-not-text", ["text"]),
+    (row({"role": "user", "content": float("nan")}), "content-not-text", ["nan"]),
     (row(tools=[{"name": "add"}]), "conversation-column-not-read", ["tools", "add", "data.chat-template"]),
     (row(tools="add"), "column-of-other-kind", ["tools", "add"]),
     (row(chat_template_kwargs=[1]), "column-of-other-kind", ["chat_template_kwargs", [1]]),

@@ -93,12 +93,15 @@ def test_keys_that_arrow_adds_are_no_part_of_calls_and_tools(tmp_path):
     calls = [CALL, {"name": "add", "arguments": {"a": 1}}]
     tools = [{"name": call["name"], "parameters": {key: {"type": "any"} for key in call["arguments"]}}
              for call in calls]
-    rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [{"function": call}]}, ANSWER], "tools": tools}
-            for call in calls]
+    user, answer = ({**one, "content": [{"type": "text", "text": one["content"]}]} for one in (USER, ANSWER))
+    result = {"role": "tool", "content": [{"type": "data", "value": 3}]}
+    rows = [{"messages": [user, {"role": "assistant", "tool_calls": [{"function": call}]}, result, answer],
+             "tools": tools} for call in calls]
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     for name in (written(tmp_path / "rows.jsonl", *rows), str(tmp_path / "rows.parquet")):
         for found, call in zip(conversations(name, "train", Data()), calls, strict=True):
             assert found.messages[1]["tool_calls"] == [{"function": call}] and found.tools == tools
+            assert [found.messages[0], *found.messages[2:]] == [USER, result, ANSWER]
     kept, = conversations(written(tmp_path / "null.jsonl", {"messages": [USER, {"role": "assistant", "tool_calls": [
         {"function": {"name": "add", "arguments": {"a": None}}}]}, ANSWER]}), "train", Data())
     assert kept.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
