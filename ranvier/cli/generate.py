@@ -102,6 +102,8 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
 
 def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     """Texts, or lists of messages. ConfigError where there are none, or a line is neither."""
+    from ranvier.data.tables import JSON_LINES
+
     found: list[Any] = list(given)
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n") if file is not None else ()
@@ -111,7 +113,7 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        if file is not None and file.suffix != ".jsonl":
+        if file is not None and file.suffix.lower() not in JSON_LINES:
             found.append(line)
             continue
         try:

@@ -20,7 +20,8 @@ _OTHERS: Mapping[str, object] = {
     "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None,
     "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "stop_strings": None, "penalty_alpha": 0.0,
-    "dola_layers": None, "watermarking_config": None}
+    "dola_layers": None, "watermarking_config": None, "token_healing": False, "constraints": None,
+    "force_words_ids": None}
 """Fields of all texts that are not followed."""
 
 

@@ -18,7 +18,7 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the most likely token (greedy decoding).
-        top_k: only so many of the most likely tokens; None for all.
+        top_k: only so many of the most likely tokens, and those as likely as the last of them; None for all.
         top_p: only the most likely tokens whose probabilities add up to so much (Holtzman et al., 2020).
         repetition_penalty: divides positive logits of tokens that the text has, and multiplies negative ones (Keskar et
             al., 2019).
@@ -62,7 +62,7 @@ def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int
     scores_V = scores_V / sampling.temperature
     order = scores_V.argsort(descending=True, stable=True)
     if sampling.top_k is not None:
-        order = order[:sampling.top_k]
+        order = order[scores_V[order] >= scores_V[order[:sampling.top_k][-1]]]
     probabilities = scores_V[order].softmax(0)
     order = order[probabilities.cumsum(0) - probabilities < sampling.top_p]
     kept_V = torch.full_like(scores_V, -torch.inf).index_copy(0, order, scores_V[order])

@@ -85,7 +85,8 @@ def test_the_models_repetition_penalty_is_that_of_its_folder(folder, capsys, tmp
     ({"do_sample": True, "temperature": 0.6, "min_p": 0.2}, {"given": {"temperature"}}, "min_p 0.2: not supported"),
     ({"do_sample": True, "min_p": 0.2, "num_beams": 4}, {"samples": False}, "num_beams 4: not supported by generate"),
     ({"suppress_tokens": [], "guidance_scale": None, "num_beams": 1, "max_length": 20, "eos_token_id": [1, 2]}, {}, ""),
-    ({"suppress_tokens": [7], "no_repeat_ngram_size": 3}, {}, "no_repeat_ngram_size 3, suppress_tokens [7]: not")])
+    ({"suppress_tokens": [7], "no_repeat_ngram_size": 3}, {}, "no_repeat_ngram_size 3, suppress_tokens [7]: not"),
+    ({"token_healing": True}, {}, "token_healing True: not supported")])
 def test_what_else_the_folder_says_of_texts_is_told(tmp_path, said, flags, told):
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     found = not_followed(tmp_path, **{"samples": True, "given": (), **flags})
@@ -97,7 +98,7 @@ def test_special_tokens_in_a_prompt_are_told(folder, capsys):
     assert "<|endoftext|>: special tokens in prompts are encoded as plain" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.NDJSON"])
 def test_lines_of_prompts_end_as_files_end_them(tmp_path, name):
     """Not at other characters that Python counts as ends; the mark at the beginning is none of the first prompt."""
     prompts = ["one\u2028line", "form\x0cfeed", "next\x85line"] if name == "prompts.txt" else ["one\u2028line", "two"]
