@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ranvier.block import Initial, freeze, without_gradients
 from ranvier.checkpoint import state
+from ranvier.checkpoint.hf import form as hf
 from ranvier.checkpoint.hf.export_model import TrainedSource, averages_in, newest_whole, tokenizer_of
 from ranvier.checkpoint.hf.from_pretrained import load_pretrained, with_model
 from ranvier.checkpoint.hf.image_files import check_pixels
@@ -291,13 +292,14 @@ def _decoder_model(head: str, model: LanguageModel) -> LanguageModel:
 
 def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, tensor: TensorParallel, dtype: torch.dtype
                           ) -> Engine:
-    """An engine with the model's parameters in `dtype`; it has no optimizer. Collective over the ranks of `world`."""
+    """An engine with the model's parameters in `dtype`; it has no optimizer. Collective over the ranks of `world`.
+    CheckpointError for a value that is NaN or infinite there: the text would be any."""
     blocks = without_gradients(family_named(model.config.family).model(model.config, "tokens", dtype=dtype))
     ids_BS = torch.zeros(1, min(model.longest, _SAMPLE_TOKENS), dtype=torch.int64)
     sample = Microbatch(inputs=ids_BS, targets=ids_BS, samples=torch.zeros(1, dtype=torch.int64))
     engine = Engine(replace(blocks, initial=lambda name: Initial("constant", 0.0)), world, mesh=mesh,
                     tensor=replace(tensor, sequence_sharding=False), dtype=dtype, sample=sample, flags=True)
-    state.set_parameters(engine, model.read)
+    state.set_parameters(engine, lambda name: hf.finite(model.read(name).to(dtype), name, model.origin))
     return engine
 
 

@@ -124,6 +124,11 @@ def test_tensors_that_do_not_fit(tmp_path, tensors, error):
     refused(tmp_path, ["import", write_model(tmp_path / "model", tensors()), tmp_path / "out"], *error)
 
 
+def test_a_quantized_model_is_refused_as_such(tmp_path):
+    model = write_model(tmp_path / "model", without(NORM), quantization_config={"quant_method": "gptq", "bits": 4})
+    refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-tensor-missing", "is quantized (gptq)", NORM)
+
+
 def test_a_head_that_differs_in_its_last_row_only(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_ROWS_BYTES", 7 * 8 * SMALL.hidden)
     head = parameters()[WTE].clone()

@@ -1,5 +1,6 @@
 """Texts of a decoder on any mesh: those of the whole model without a cache, and of transformers."""
 
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,3 +115,9 @@ def test_texts_end(model):
 def test_prompts_that_cannot_be_continued(model, prompt, error):
     with raises(*error):
         texts(model[0], Mesh(), prompts=[[1], prompt])
+
+
+def test_weights_that_are_not_finite_write_nothing(model):
+    model, _ = model
+    with raises("export-not-finite", "x"):
+        texts(replace(model, read=lambda name: model.read(name) * torch.nan), Mesh())

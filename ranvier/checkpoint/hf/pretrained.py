@@ -195,7 +195,13 @@ class Pretrained(PretrainedConfig):
                               "say so: tie_word_embeddings is not false")
 
     def _error(self, code: str, what: str, value: object = None) -> CheckpointError:
-        return _folder_error(code, self.folder, what, value)
+        """Of a quantized model the files have other tensors, formats and shapes."""
+        quantized: Any = self.document.get("quantization_config")
+        if not quantized:
+            return _folder_error(code, self.folder, what, value)
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        return _folder_error(code, self.folder, f"is quantized ({method}), which is not supported: it {what}", value,
+                             "Name the model that was quantized, or dequantize it with transformers and save it.")
 
 
 def _class_names(document: Mapping[str, object]) -> list[str]:
@@ -228,9 +234,9 @@ def _old(name: str) -> str:
     return name
 
 
-def _folder_error(code: str, folder: Path, what: str, value: object = None) -> CheckpointError:
-    return CheckpointError(what, code=code, where=f"model {folder}", value=value,
-                           remedy="Name a folder with a whole model, as save_pretrained writes it.")
+def _folder_error(code: str, folder: Path, what: str, value: object = None,
+                  remedy: str = "Name a folder with a whole model, as save_pretrained writes it.") -> CheckpointError:
+    return CheckpointError(what, code=code, where=f"model {folder}", value=value, remedy=remedy)
 
 
 def own_file(folder: Path, name: str) -> Path:
