@@ -26,7 +26,7 @@ from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter
@@ -340,6 +340,8 @@ def _from_text(annotation: Any, text: str) -> object:
     choices = alternatives(annotation)
     if types.NoneType in choices and text == "none":
         return None
+    if any(get_origin(option) is Literal and text in get_args(option) for option in map(bare, choices)):
+        return text
     if any(get_origin(bare(option)) is tuple for option in choices):
         return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
     if bool in map(bare, choices):

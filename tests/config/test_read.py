@@ -30,7 +30,8 @@ def test_later_layers_win_and_origins_say_so():
 def test_every_setting_has_help_and_a_default_that_fits():
     for setting in read.settings().values():
         assert setting.help.endswith("."), setting.name
-        assert resolved(flags={setting.name: read.as_text(setting.default)}).problems == (), setting.name
+        found = resolved(flags={setting.name: read.as_text(setting.default)})
+        assert found.problems == () and read.flatten(found.run)[setting.name] == setting.default, setting.name
 
 
 def test_names_in_other_programs_lead_to_settings():

@@ -168,7 +168,8 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
             return ours_again(f"{peer} does not load the model ({first_line(error)})")
     with quiet(transformers), torch.no_grad():
         kind = getattr(transformers, form_of(config).class_of[head])
-        found = _forward(kind.from_pretrained(folder, local_files_only=True).float().eval(), inputs, head)
+        model = kind.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+        found = _forward(model.eval(), inputs, head)
     return found, peer, None
 
 
