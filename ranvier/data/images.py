@@ -187,8 +187,8 @@ def _folder(path: Path, setting: str, progress: Progress) -> Images:
     where = f"data.{setting} {path}"
     try:
         classes = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
-        found = [(file, label) for label, name in enumerate(classes) for file in sorted(
-            each for each in visible_files(path / name) if each.name.lower().endswith(ENDINGS) and each.is_file())]
+        files = [(file, label) for label, name in enumerate(classes) for file in sorted(visible_files(path / name))]
+        found = [(file, label) for file, label in files if file.name.lower().endswith(ENDINGS) and file.is_file()]
         stats = [file.stat() for file, _ in found]
     except OSError as error:
         raise _folder_error("image-folder-unreadable", "cannot be read", where, str(error)) from error
@@ -199,7 +199,9 @@ def _folder(path: Path, setting: str, progress: Progress) -> Images:
         raise _folder_error("image-folder-without-classes", _TOO_FEW[setting], where, classes)
     if empty:
         raise _folder_error("image-folder-empty", "has a folder without images", where, classes[empty[0]])
-    progress(f"{path}: {len(names):,} images of {len(classes)} classes")
+    others = sorted({file.relative_to(path).as_posix() for file, _ in files} - {*names})
+    progress(f"{path}: {len(names):,} images of {len(classes)} classes" + (
+        f"; left out {len(others):,} other files: {', '.join(others[:3])}" if others else ""))
     return Images(classes=tuple(classes), names=names, labels=labels,
                   fingerprint=fingerprint("images", names, [stat.st_size for stat in stats]),
                   state=fingerprint(str(path.resolve()), names, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),

@@ -163,11 +163,13 @@ def test_real_rows_of_the_datasets_package(tmp_path, monkeypatch):
 def test_a_folder_for_each_class_with_every_tenth_held_out(tmp_path):
     folder = folder_of(tmp_path / "set", {"cat": 12, "dog": 11, ".hidden": 3})
     (folder / "cat" / "notes.txt").write_text("no image")
+    (folder / "dog" / "gone.png").symlink_to("nothing")
     (folder / "dog" / "deep").mkdir()
     Image.fromarray(noise(9, 9, 3)).save(folder / "dog" / "deep" / "x.JPG")
     lines = []
     prepared = prepare(run_of(tmp_path, folder), lines.append)
-    assert lines[0] == f"{folder}: 24 images of 2 classes" and lines[1] == "decoding images: 0 of 2"
+    told = "24 images of 2 classes; left out 2 other files: cat/notes.txt, dog/gone.png"
+    assert lines[0] == f"{folder}: {told}" and lines[1] == "decoding images: 0 of 2"
     assert (len(prepared.train), len(prepared.eval), prepared.class_names) == (22, 2, ("cat", "dog"))
     assert all_of(prepared.train).shape == (22, 3, 8, 8) and all_of(prepared.train).dtype == torch.float32
     red = all_of(prepared.train)[:, 0].mean((1, 2)) * 0.229 + 0.485
