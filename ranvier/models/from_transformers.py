@@ -324,7 +324,8 @@ class _First(WholeTexts):
                 raise _other_call("layer-arguments-differ", index, "is called with other arguments than for the sample")
             for slot, leaf in zip(call.leaves, leaves, strict=True):
                 if isinstance(slot, _Slot) != isinstance(leaf, Tensor):
-                    raise _other_call("layer-tensors-differ", index, "is called with other tensors than for the sample")
+                    raise _other_call("layer-tensors-differ", index, "is called with other tensors than for the sample",
+                                      **({"remedy": _OF_WINDOWS} if slot is None or leaf is None else {}))
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     if state.setdefault(slot.name, leaf) is not leaf:
                         raise _other_call("layer-tensors-one-for-sample", index, "is called with two tensors, which "
@@ -344,6 +345,11 @@ class _First(WholeTexts):
             else:
                 state[f"{_INPUT}{name}"] = value
         return state
+
+
+_OF_WINDOWS = ('Set "attn_implementation": "eager" in config.json, or in from_pretrained: otherwise transformers makes '
+               "the mask of a sliding window for sequences of its length alone. Or give from_transformers a sample "
+               "with the inputs that microbatches have.")
 
 
 def _other_call(code: str, layer: int, what: str, value: str | None = None,

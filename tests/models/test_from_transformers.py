@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -147,6 +148,20 @@ def test_microbatches_may_be_padded_or_not(name, first):
             state = block(state)
         counts = mask > 0 if state.dim() == 3 else slice(None)
         torch.testing.assert_close(state[counts], expected[counts], rtol=1e-5, atol=1e-6)
+
+
+def test_sequences_on_both_sides_of_a_window():
+    """transformers makes its mask for those alone that are as long, unless attention is eager."""
+    window = transformers.Starcoder2Config(**TEXT, num_key_value_heads=2, sliding_window=9, pad_token_id=0)
+    for kind in ("sdpa", "eager"):
+        window._attn_implementation = kind
+        model = transformers.Starcoder2ForCausalLM(window).eval()
+        blocks, ids = [build() for build in ranvier.from_transformers(model).blocks.values()], torch.arange(12)[None]
+        with raises("layer-tensors-differ", "eager") if kind == "sdpa" else nullcontext():
+            state = ids
+            for block in blocks:
+                state = block(state)
+            torch.testing.assert_close(state, model(ids).logits)
 
 
 def test_layers_ties_and_modes():
