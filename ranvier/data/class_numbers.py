@@ -22,6 +22,7 @@ from ranvier.system.untrusted_file import member, read_json
 from ranvier.tensor.split.loss import IGNORED, last_logits
 
 _CONFIG_BYTES = 16 << 20
+_MOST_NAMED = 10
 _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
@@ -42,17 +43,20 @@ def named_labels_in(folder: Path) -> tuple[str, ...]:
     return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
 
 
-def numbers_of(classes: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+def numbers_of(classes: Sequence[str], labels: Sequence[str], *, all_there: bool = True) -> list[int] | None:
     """The number of each of the data's classes among a model's labels: by its name, or where the classes are the
-    numbers of all labels, that number. None where they are others."""
+    numbers of all labels (all_there), or of some, that number. None where they are others."""
     if set(classes) <= set(labels):
         return [labels.index(name) for name in classes]
-    return list(range(len(labels))) if list(classes) == [str(number) for number in range(len(labels))] else None
+    numbers = {str(number): number for number in range(len(labels))}
+    return [numbers[name] for name in classes] if set(classes) <= numbers.keys() and (
+        len(classes) == len(labels) or not all_there) else None
 
 
-def with_labels(data: Prepared, labels: tuple[str, ...]) -> Prepared | None:
-    """The data with the model's labels as its classes; None where its classes are others."""
-    numbers = numbers_of(data.class_names, labels)
+def with_labels(data: Prepared, labels: tuple[str, ...], *, all_there: bool = True) -> Prepared | None:
+    """The data with the model's labels as its classes; None where its classes are others. all_there: as of
+    `numbers_of`."""
+    numbers = numbers_of(data.class_names, labels, all_there=all_there)
     if numbers is None or data.class_names == labels:
         return None if numbers is None else data
     train, held = (Renumbered(part, numbers) for part in (data.train, data.eval))
@@ -61,10 +65,16 @@ def with_labels(data: Prepared, labels: tuple[str, ...]) -> Prepared | None:
 
 
 def with_labels_of_model(data: Prepared, run: Run, progress: Progress) -> Prepared:
-    """`with_labels` of the model that training starts from, where it has the data's classes."""
+    """`with_labels` of the model that training starts from, where it has the data's classes. `progress` is told where
+    it has as many others, whose head is taken all the same."""
     if run.model.pretrained is None:
         return data
-    return with_labels(data, labels_in(folder_of(run.model.pretrained, cache_folder(run), progress))) or data
+    folder = folder_of(run.model.pretrained, cache_folder(run), progress)
+    found = with_labels(data, labels_in(folder))
+    if found is None and len(labels := named_labels_in(folder)) == len(data.class_names):
+        progress(f"{folder} has other classes than the data: {', '.join(data.class_names[:_MOST_NAMED])} begin with "
+                 f"the weights of {', '.join(labels[:_MOST_NAMED])}")
+    return found or data
 
 
 class Renumbered(Subset):

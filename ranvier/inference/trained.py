@@ -103,7 +103,7 @@ class Trained:
             raise DataError("is not the tokenizer that the model was trained with: the same numbers would be other "
                             "tokens", code="other-tokenizer-than-trained", where="data.tokenizer",
                             remedy="Set `--data.tokenizer` to the run's tokenizer.json.")
-        found = with_labels(data, self.labels) if self.labels and data.class_names else data
+        found = with_labels(data, self.labels, all_there=False) if self.labels and data.class_names else data
         if found is None:
             raise DataError("has other classes than the model was trained on", code="other-classes-than-trained",
                             where="data.eval", value=list(data.class_names[:20]),

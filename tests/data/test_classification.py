@@ -28,6 +28,7 @@ from ranvier.data.prepare import prepare, problems
 from ranvier.data.sampler import Sampler
 from ranvier.data.sentences import Sentence, class_names, open_part, read_sentences
 from ranvier.data.subset import first_of_order, held_out
+from ranvier.inference.trained import Trained
 from ranvier.tensor.split.loss import IGNORED
 from tests.data.test_wordpiece import model_folder
 from tests.errors import check, raises
@@ -102,10 +103,21 @@ def test_classes_have_the_numbers_of_the_models_labels(tmp_path, labels, names, 
         "vocab_size": 10, "architectures": ["BertForSequenceClassification"],
         "id2label": {str(number): name for number, name in enumerate(labels)}})
     prepared = prepare(made(tmp_path, [("a", "good"), ("joy", "bad")], pretrained=str(folder),
-                            eval_rows=[("a", "good")]))
+                            eval_rows=[("a", "good")]), (lines := []).append)
+    told = f"{folder} has other classes than the data: bad, good begin with the weights of {', '.join(labels)}"
+    assert (told in lines) == (len(labels) == 2 and "good" not in labels)
     assert prepared.class_names == names and prepared.num_classes == len(names)
     assert prepared.train.targets(np.array([0, 1])).tolist() == targets
     assert prepared.eval.targets(np.array([0])).tolist() == targets[:1]
+
+
+def test_evaluated_data_may_lack_some_of_the_models_numbers(tmp_path):
+    """A model's labels are known, so that 2 is its third; a run that trains on 0 and 2 has two classes."""
+    trained = Trained(settings={}, fill=print, origin=tmp_path, labels=("bad", "so-so", "good"))
+    prepared = prepare(made(tmp_path, [("a", "2"), ("joy", "0")], eval_rows=[("a", "2")]))
+    assert prepared.class_names == ("0", "2")
+    found = trained.with_model_classes(prepared)
+    assert found.num_classes == 3 and found.eval.targets(np.array([0])).tolist() == [2]
 
 
 def test_the_cache_is_used_and_any_thread_may_read(tmp_path):
