@@ -6,6 +6,7 @@ import warnings
 
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 _MEAN = 1
 """`at::Reduction::Mean`, as torch's losses save it for their backward."""
@@ -59,5 +60,6 @@ def _is_fraction(name: str, node: Node) -> bool:
 def _number(node: Node) -> float | None:
     other = getattr(node, "_saved_other", None)
     if isinstance(other, Tensor):
-        return None if other.numel() != 1 else other.item()
+        with _disable_current_modes():  # in which a number that autograd has saved is not a tensor
+            return None if other.numel() != 1 else other.item()
     return other
