@@ -96,6 +96,8 @@ class BlockCost:
     """Number of these that the block owns: of a tied parameter's ends the first one owns it."""
     weight_elements: int = 0
     """Elements of the largest trainable weight of a plain linear layer."""
+    plain_elements: int = 0
+    """The same of layers of torch itself, whose whole gradient a backward computes where they queue no product."""
     table_elements: int = 0
     """The same of its other trainable parameters, such as lookup tables, whose whole gradient a backward computes."""
     weight_share: float = 1.0

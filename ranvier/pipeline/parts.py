@@ -49,6 +49,7 @@ from ranvier.pipeline.users_changes import SharedBufferChanges, UsersChanges
 from ranvier.plan.block_costs import build_on_meta
 from ranvier.plan.cut import Sample, split_model
 from ranvier.plan.formats import cast_warning, check_formats
+from ranvier.plan.limits import queues_products
 from ranvier.plan.plan import Plan, make
 from ranvier.precision import DTYPES, is_half
 from ranvier.schedule.schedule import Policy, check_policy_object
@@ -218,7 +219,6 @@ class EngineParts:
                 name: parameter for other, block, module in self.blocks if other not in numbers
                 for path, parameter in module.named_parameters()
                 if layout[name := f"{block}.{path}"].block not in numbers}, code)
-        sets_deferral = pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
         known = gradients.note_deferred, gradients.note_added, gradients.added_rows
         return Stage(
             blocks, loss=loss, seed=seed, device=world.device, left=left, others=others,
@@ -227,7 +227,7 @@ class EngineParts:
             block_passed=partial(_block_passed, self.updater, mesh) if mesh is not None or gradients.moves_in_backward
             else None,
             mesh=mesh, compile=compiles(compile, world.device), tables=tables,
-            may_wait=plan.mesh.pipeline_size > 1 or sets_deferral,  # under any policy: all agree
+            may_wait=queues_products(pipeline, plan.mesh.pipeline_size),
             autocast=given.autocast,
             in_float8=float8_layers(self.blocks, len(given.model.blocks), world.device) if given.float8 else (),
             weight_gradients=WeightGradients(*known, after=None if mesh is None else mesh.sums.call_after))

@@ -37,6 +37,7 @@ from ranvier.tensor.deferred_linear import adds_rows
 from ranvier.tensor.meta_mesh import like_panels_once
 from ranvier.tensor.split.linear import SplitLinear
 from ranvier.tensor.split.loss import overwrites_logits, scratch_rows
+from ranvier.tensor.splittable import Layer
 
 
 class FusedAttention(TorchFunctionMode):
@@ -211,7 +212,8 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
         nullcontext if counting.has_scores else FusedAttention)
     forward, backward = (memory.allocated,) * 2 if peaks is None else (peak - kept.count for peak in peaks)
     share, defers = _weights_of(module, count)
-    weight, table = _largest_weights(module, 0 if counting.on_cuda or counting.compiles else entered_bytes // 8)
+    tokens = 0 if counting.on_cuda or counting.compiles else entered_bytes // 8
+    weight, plain_weight, table = _largest_weights(module, tokens)
     borrowed = {other for group in model.tied for other in group[1:]}
     stored = kernels.kept_bytes(memory, kept.storages, counting) + more
     return BlockCost(
@@ -223,7 +225,8 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
         input_bytes=entered_bytes, output_bytes=_state_bytes(outputs), weight_share=share, defers=defers,
         unsaved_input_bytes=entered_bytes - kept.count_of(
             {plain(tensor).untyped_storage()._cdata for tensor in kernels.tensors_in(entered)}),
-        weight_elements=weight, table_elements=table, float8_products=tuple(products.found),
+        weight_elements=weight, plain_elements=plain_weight, table_elements=table,
+        float8_products=tuple(products.found),
         repeated=count.recomputed_kernels(
             counting, dtype.itemsize, kept_bytes=storage_bytes(found.tensors),
             inside_bytes=kept.count_without([*found.tensors, *kernels.tensors_in(entered)]) + more),
@@ -297,18 +300,21 @@ def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, b
     return 1.0 - count.weight_flops / flops * (1.0 - trained / total), defers
 
 
-def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int]:
-    """`weight_elements` and `table_elements` of a block. tokens: what is looked up in tables, where that may be added
-    to these rows alone; else 0."""
+def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int, int]:
+    """`weight_elements`, `plain_elements` and `table_elements` of a block. tokens: what is looked up in tables,
+    where that may be added to these rows alone; else 0."""
     layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))]
     own = {parameter for layer in layers for parameter in layer.parameters(recurse=False)} | {
         table.weight for table in module.modules() if isinstance(table, nn.Embedding) and (
             tokens and adds_rows(table.num_embeddings, tokens))}
     weights = {parameter for layer in layers if isinstance(layer, nn.Linear)
                for parameter in layer.parameters(recurse=False)}
-    weight, table = (max((one.numel() for one in group if one.requires_grad and one.dim() > 1), default=0)
-                     for group in (weights, {*module.parameters()} - own))
-    return weight, table
+    plain_weights = weights.difference(parameter for layer in module.modules() if isinstance(layer, Layer)
+                                       for parameter in layer.parameters())
+    weight, plain_weight, table = (
+        max((one.numel() for one in group if one.requires_grad and one.dim() > 1), default=0)
+        for group in (weights, plain_weights, {*module.parameters()} - own))
+    return weight, plain_weight, table
 
 
 

@@ -70,6 +70,12 @@ def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
     return pipeline.defer_bytes != 0 and (optim is None or not optim.update_in_backward)
 
 
+def queues_products(pipeline: Pipeline, num_ranks: int) -> bool:
+    """Whether layers of torch itself queue products for their weights' gradients, so that these may wait; on all ranks
+    of the pipeline alike, and under any policy, so that sums have one order."""
+    return num_ranks > 1 or pipeline.defer_bytes not in ("auto", 0) or any(pipeline.deferred or ())
+
+
 def stages_at_peak(run: ResolvedRun, stages: Stages, limits: Limits, segments: Segments, conditions: Conditions
                    ) -> tuple[tuple[int, float], ...] | None:
     """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ranvier import precision
@@ -43,10 +43,18 @@ from ranvier.optim.gradients import Gradients
 from ranvier.optim.optimizer import FlatOptimizer, gather_bytes, state_places, storage_bytes, tensors_by_category
 from ranvier.optim.rules import averages_of, rules_of, skips_by_itself, working_bytes
 from ranvier.pipeline.ties import gradient_specs
-from ranvier.plan.block_costs import FusedAttention, KeptBytes, Known, loss_scratch_bytes, numbers_bytes
+from ranvier.plan.block_costs import (
+    FusedAttention,
+    KeptBytes,
+    Known,
+    build_on_meta,
+    loss_scratch_bytes,
+    numbers_bytes,
+)
 from ranvier.plan.cut import StageTable, meta_mesh, split_model
+from ranvier.plan.formats import BlockFormats
 from ranvier.plan.kernel_count import counting_of
-from ranvier.plan.limits import MemoryChoice, memory_choices, run_limits, stages_at_peak
+from ranvier.plan.limits import MemoryChoice, memory_choices, queues_products, run_limits, stages_at_peak
 from ranvier.plan.live_bytes import LiveBytes
 from ranvier.plan.plan import Plan, make_for_run, whole_parameters
 from ranvier.plan.recomputation import recomputed_segments, runs_of
@@ -109,17 +117,20 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
     limits = limits or run_limits(run, counted, again, conditions)
     peaks = stages_at_peak(run, counted, limits, again, conditions)
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, known)
+    if "untrained" not in known:
+        known["untrained"] = _untrained(run, model)
+    untrained: _Untrained = known["untrained"]
     for pipe in range(run.mesh.pipeline_size):
         held = layout.stages.stages_of(pipe)
         runs = tuple(each for stage in held for each in _runs_of_stage(layout, stage, again[stage]))
         first = layout.blocks_on(pipe)[0]
         alike = (run.mesh, run.guard, run.precision, run.checkpoint, run.launch, tuple(
             range(each.start - first, each.stop - first) for each in runs if run.optim.update_in_backward),
-            _likeness(layout, pipe))
+            _likeness(layout, pipe), untrained.on_rank(layout, pipe))
         states = "states", run.optim, *alike
         if states not in known:
             gradients = "gradients", replace(run.optim, offload="none", offload_share="auto"), *alike
-            known[states] = _states(run, layout, pipe, runs, known.setdefault(gradients, {}))
+            known[states] = _states(run, layout, pipe, runs, untrained, known.setdefault(gradients, {}))
         memory = {name: dict(parts) for name, parts in known[states].items()}
         update = memory["device"].pop("workspace")
         memory["device"] |= _together(run, [
@@ -171,6 +182,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, {})
     gathered = max(on_mesh.buffers.values(), default=0) + max(on_mesh.passing.values(), default=0)
     lasting: dict[object, tuple[int, int]] = {}
+    untrained = _untrained(run, model)
 
     @cache
     def needed(stage: int, start: int, stop: int) -> int:
@@ -181,7 +193,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         segments = _segments(run, costs, stage, limits)
         runs = _runs_of_stage(there, stage, segments)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
-            states = _states(run, there, stage, runs)["device"]
+            states = _states(run, there, stage, runs, untrained)["device"]
             lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
         passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits)
         states_bytes, update = lasting[start, stop, runs]
@@ -207,7 +219,48 @@ def _likeness(layout: Layout, pipe: int) -> object:
                   layout.copy_axes(p.name)) for p in held)
 
 
-def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
+@dataclass(frozen=True, kw_only=True)
+class _Untrained:
+    """What blocks have beside what trains in the run's precision, which no layout has.
+
+    buffers: of each block, without values and in their formats; one of several blocks is one tensor. saved: those that
+    checkpoints have. in_fp32: names of parameters that stay in fp32.
+    """
+
+    buffers: Sequence[Sequence[Tensor]]
+    saved: Sequence[Sequence[Tensor]]
+    in_fp32: frozenset[str]
+
+    def on_rank(self, layout: Layout, pipe: int) -> tuple[int, tuple[int, ...], frozenset[str]]:
+        """Of a rank's blocks: bytes of all buffers, those of each that checkpoints have, and `in_fp32`."""
+        blocks = layout.blocks_on(pipe)
+        return (storage_bytes([buffer for block in blocks for buffer in self.buffers[block]]),
+                tuple(buffer.nbytes for block in blocks for buffer in self.saved[block]), self.in_fp32)
+
+
+def _untrained(run: ResolvedRun, model: Model) -> _Untrained:
+    modules, on_meta = build_on_meta(model), dict[tuple[int, torch.dtype], Tensor]()
+    if run.mesh.stage_size > 1 and any(True for module in modules.values() for _ in module.buffers()):
+        modules = build_on_meta(split_model(model, meta_mesh(run.mesh, run.tensor, run.device_type)))
+    buffers, saved, in_fp32 = list[list[Tensor]](), list[list[Tensor]](), set[str]()
+    for block, module in modules.items():
+        formats = BlockFormats.from_block(model, block, module, DTYPES[run.precision])
+        in_fp32 |= {f"{block}.{name}" for name in formats.kept}
+        parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        buffers.append([])
+        saved.append([])
+        for path, part in module.named_modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                dtype = formats.format_of(f"{path}.{name}".removeprefix("."), buffer)
+                like = on_meta.setdefault((id(buffer), dtype), torch.empty_like(buffer, dtype=dtype, device="meta"))
+                if buffer.untyped_storage()._cdata not in parameters:  # whose views they may be
+                    buffers[-1].append(like)
+                if name not in part._non_persistent_buffers_set:
+                    saved[-1].append(like)
+    return _Untrained(buffers=buffers, saved=saved, in_fp32=frozenset(in_fp32))
+
+
+def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], untrained: _Untrained,
             known: dict[tuple[int, int], Gradients] | None = None) -> dict[str, dict[str, int]]:
     """Bytes that persist between steps, laid out as the run would, exactly. Of ends of a tie, one has the states.
     known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
@@ -248,8 +301,10 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     lasting = tensors_by_category([], gradients, optimizer)
     device, host = ({name: storage_bytes(tensors) for name, tensors in lasting[place].items()}
                     for place in ("device", "host"))
-    device["parameters"] += sum(_stored_bytes(prod(shapes[key]), p.quantized, dtype)
-                                for key, p in held.items() if not p.trainable)
+    buffers, saved, in_fp32 = untrained.on_rank(layout, pipe)
+    device["parameters"] += sum(_stored_bytes(
+        prod(shapes[key]), p.quantized, torch.float32 if p.name in in_fp32 else dtype)
+        for key, p in held.items() if not p.trainable)
     largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
     if gradients.dtype is not wide and offload != "host":  # room that the first update makes
         device["buckets"] += largest * wide.itemsize
@@ -258,13 +313,16 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
         spec.rule_name, spec.whole_shape, in_layer=spec.in_layer).values() if shape is not None)
     owners = [prod(shapes[key]) for key in held if layout.pipe_of(layout[key].block) == pipe]
     own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
-    host["checkpoint"] = max(owners, default=0) * wide.itemsize if not run.checkpoint.background else checkpoint_bytes(
-        owners, state_bytes=sum(states if half else states[:2]), element_bytes=dtype.itemsize,
+    host["checkpoint"] = max(
+        max(owners, default=0) * wide.itemsize, *saved, 0) if not run.checkpoint.background else checkpoint_bytes(
+        owners, buffer_bytes=sum(saved), state_bytes=sum(states if half else states[:2]), element_bytes=dtype.itemsize,
         data=run.mesh.num_replicas, sharded=optim.shard,
         updated=sum(map(len, optimizer.buckets)) if has_owners else 0, whole_bytes=whole_bytes,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:
-        host["copies"] = KEPT_STEPS * (own + sum(states) * (2 if optim.shard and run.mesh.num_replicas > 1 else 1))
+        host["copies"] = KEPT_STEPS * (own + sum(saved) + sum(states) * (
+            2 if optim.shard and run.mesh.num_replicas > 1 else 1))
+    device["parameters"] += buffers
     if run.device_type == "cuda":
         pinned = [tensor.nbytes for tensors in lasting["host"].values() for tensor in tensors]
         pinned += [host["checkpoint"]] if run.checkpoint.background else []
@@ -281,6 +339,8 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range],
     passing += reductions.widened_bytes(scatter=scatters)
     at_end = len(gradients.chunks) == 1 and not optim.update_in_backward  # all gradients are there when its sum begins
     device["workspace"] = max(device["workspace"], passing if at_end else 0)
+    if run.mesh.count(run.mesh.over(splits_samples=True)) > 1:  # which send each other their buffers then
+        device["workspace"] += buffers
     device["arriving"] = 0 if at_end else passing
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
@@ -492,12 +552,14 @@ def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = 
 def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequence[range], num_stages: int
                     ) -> list[int]:
     """`gradients` of `activation_bytes`. Autograd has a gradient in the parameter's format, then in that of the sums;
-    linear layers that are not recomputed add theirs in one product, but for half precision on a CPU. The first of two
-    gradients of a tied parameter waits for the second one, and then for their sum, all in the format of the sums."""
+    linear layers that are not recomputed add theirs in one product, but for half precision on a CPU, and for layers of
+    torch itself that are not queued. The first of two gradients of a tied parameter waits for the second one, and then
+    for their sum, all in the format of the sums."""
     each, wide, inside = DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize, {*chain(*segments)}
     by_autograd = each + (wide if wide > each else 0)
     by_layer = each if wide > each and run.device_type != "cuda" else 0
-    found = [max(cost.table_elements * by_autograd,
+    queued = queues_products(run.pipeline, run.mesh.pipeline_size)
+    found = [max(cost.table_elements * by_autograd, 0 if queued else cost.plain_elements * by_autograd,
                  cost.weight_elements * (by_autograd if place in inside else by_layer))
              for place, cost in enumerate(costs)]
     tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0

@@ -91,13 +91,14 @@ def test_costs_of_a_chain_of_linear_layers():
     assert [replace(cost, kernels=(), num_repeated=None) for cost in (first, second)] == [
         BlockCost(name="b0", flops=2 * 7 * 3 * 5, written_bytes=7 * 5 * 4, forward_bytes=7 * 5 * 4,
                   backward_bytes=7 * 5 * 4 + 8,
-                  num_trainable=20, num_owned=20, weight_elements=15,
+                  num_trainable=20, num_owned=20, weight_elements=15, plain_elements=15,
                   output_bytes=7 * 5 * 4, num_parameters=20, kept_bytes=7 * 3 * 4, operand_bytes=7 * 3 * 4,
                   input_bytes=7 * 3 * 4),
         BlockCost(name="b1", flops=2 * 7 * 5 * 2, written_bytes=7 * 2 * 4, forward_bytes=7 * 2 * 4,
                   backward_bytes=7 * 2 * 4 + 7 * 5 * 4 + 8, loss_bytes=14 * 4 + 14, loss_forward_bytes=3 * 14 * 4,
                   loss_backward_bytes=4 * 14 * 4 - 14 + 8, target_bytes=7 * 2 * 4,
-                  num_trainable=10, num_owned=10, weight_elements=10, output_bytes=7 * 2 * 4, num_parameters=10,
+                  num_trainable=10, num_owned=10, weight_elements=10, plain_elements=10,
+                  output_bytes=7 * 2 * 4, num_parameters=10,
                   kept_bytes=7 * 5 * 4, operand_bytes=7 * 5 * 4, input_bytes=7 * 5 * 4)]
     (product,) = first.kernels
     assert (product.flops, product.shape) == (2 * 7 * 3 * 5, (1, 7, 5, 3))

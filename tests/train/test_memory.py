@@ -7,15 +7,29 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
+from examples.own_family import Convolutional
 from ranvier.cli import check
 from ranvier.config import read
 from ranvier.config.resolve import Facts, ResolvedRun, resolve
-from ranvier.config.run import Batch, Elastic, Lora, Memory, Optim, Pipeline, TensorParallel, Train, Transformer
+from ranvier.config.run import (
+    Batch,
+    Checkpoint,
+    Elastic,
+    Lora,
+    Memory,
+    Optim,
+    Pipeline,
+    TensorParallel,
+    Train,
+    Transformer,
+)
 from ranvier.cost.memory import PROCESS_BYTES, StoredMicrobatches, activation_bytes, remedies, too_large
 from ranvier.mesh import Mesh
 from ranvier.plan.limits import schedules
@@ -130,7 +144,38 @@ ONE = Batch(global_size=1, microbatch_size=1)
 LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300, sequence=4)
 
 
+class Shifted(nn.Sequential):
+    """With a buffer that checkpoints have, one that they have not, and one that lies over a parameter."""
+
+    def __init__(self, block, hidden, dtype):
+        super().__init__(block)
+        self.register_buffer("shift", torch.zeros(500, hidden, dtype=dtype))
+        self.register_buffer("mask", torch.ones(1000, hidden, dtype=torch.bool), persistent=False)
+        self.register_buffer("over", next(self.parameters()).detach()[:1], persistent=False)
+
+    def forward(self, x):
+        return super().forward(x + self.shift[:x.shape[1]])
+
+
+class WithBuffers(Convolutional):
+    """Layers of torch itself, and buffers that are larger than their weights."""
+
+    def model(self, settings, head, *, dtype):
+        model = super().model(settings, head, dtype=dtype)
+        return replace(model, blocks={name: build if name in ("embedding", "head") else partial(
+            shifted, build, settings.hidden, dtype) for name, build in model.blocks.items()})
+
+
+def shifted(build, hidden, dtype):
+    return Shifted(build(), hidden, dtype)
+
+
 @pytest.mark.parametrize("changed", [
+    *(pytest.param({"mesh": mesh, "checkpoint": Checkpoint(background=background), "model": Transformer(
+        family=f"{__name__}:WithBuffers", num_layers=2, hidden=128, vocab=300, sequence=16)}, id=name)
+      for name, mesh, background in (
+          ("buffers, and gradients of torch's layers", Mesh(), True), ("buffers of replicas", Mesh(data=2), True),
+          ("buffers of stages, saved one by one", Mesh(pipe=2), False))),
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
     pytest.param({"batch": Batch(global_size=32, microbatch_size=1), "model": Transformer(
