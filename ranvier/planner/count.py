@@ -68,7 +68,7 @@ from ranvier.tensor import float8
 from ranvier.tensor.columns import on_local, plain
 from ranvier.tensor.meta_mesh import MetaMesh, Uncounted
 from ranvier.tensor.overlapped_transfers import WeightUse
-from ranvier.tensor.quantized_weight import quantized_bytes
+from ranvier.tensor.quantized_weight import quantized_bytes, values_bytes
 from ranvier.tensor.split.linear import SplitLinear, SplitVocabularyLinear
 from ranvier.tensor.split.loss import overwrites_logits
 from ranvier.tensor.weight_gradients import WeightGradients, root_of
@@ -140,7 +140,6 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         if on_mesh.buffers:
             memory["device"]["tensor mesh"] = on_mesh.buffers[pipe]
             memory["device"]["workspace"] += on_mesh.passing[pipe]
-        memory["device"]["workspace"] += _largest_values(run, layout, pipe)
         found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
     return tuple(found)
 
@@ -149,13 +148,6 @@ def _beyond_backward(run: ResolvedRun, update: int, working: Mapping[str, int]) 
     """Bytes of an update beyond those of the backward: most run when nothing of it is left."""
     backward = "workspace", *(() if run.optim.update_in_backward else ("activations", "deferred"))
     return max(0, update - sum(working[name] for name in backward))
-
-
-def _largest_values(run: ResolvedRun, layout: Layout, pipe: int) -> int:
-    """Bytes of the values of the largest quantized weight, which a product multiplies with."""
-    return DTYPES[run.precision].itemsize * max(
-        (prod(stop - start for start, stop in layout.box(p, layout.mesh.positions[0]))
-         for p in layout.parameters_of(pipe) if p.quantized is not None), default=0)
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -587,6 +579,17 @@ def _tied_gradients(run: ResolvedRun, layout: Layout, stage: int) -> TiedGradien
     return TiedGradients(sent=sent, arriving=arriving, distance=distance)
 
 
+def _largest_values(run: ResolvedRun, layout: Layout, stage: int) -> list[int]:
+    """For each block of a stage, bytes that the values of its largest quantized weight take while they are made, for a
+    product that multiplies with them."""
+    found = dict.fromkeys(layout.blocks(stage), 0)
+    for p in layout.parameters_of(layout.stages.rank_of(stage)):
+        if p.quantized is not None and p.block in found:
+            elements = prod(stop - start for start, stop in layout.box(p, layout.mesh.positions[0]))
+            found[p.block] = max(found[p.block], values_bytes(elements, p.quantized, DTYPES[run.precision]))
+    return list(found.values())
+
+
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
                  on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None = None) -> dict[str, int]:
     """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of
@@ -597,6 +600,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         costs = [replace(cost, forward_bytes=working, backward_bytes=working, loss_forward_bytes=working
                          if cost.loss_bytes else 0, loss_backward_bytes=0)
                  for cost in costs for working in [on_mesh.working[cost.name]]]
+    costs = [replace(cost, forward_bytes=cost.forward_bytes + values, backward_bytes=cost.backward_bytes + values)
+             for cost, values in zip(costs, _largest_values(run, layout, stage), strict=True)]
     stored = StoredMicrobatches(run=run, stage=stage, limits=limits, at_peak=at_peak)
     found = activation_bytes(costs, segments, stored, on_mesh.kept_again, gradients,
                              _tied_gradients(run, layout, stage))

@@ -33,6 +33,15 @@ def quantized_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> in
     return elements // _PER_BYTE[weight_format] + elements // BLOCK * dtype.itemsize
 
 
+def values_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
+    """Most bytes of the values of so many elements while they are made: those of int8 are in fp32 before they are in
+    half precision, and the scales of nf4 always."""
+    wide = torch.promote_types(dtype, torch.float32)
+    if weight_format == "nf4":
+        return elements * dtype.itemsize + elements // BLOCK * wide.itemsize
+    return elements * (dtype.itemsize + (wide.itemsize if wide is not dtype else 0))
+
+
 class QuantizedWeight(Tensor):
     """A weight [out, in] that is stored in fewer bits, and computes as the values that it stands for.
 

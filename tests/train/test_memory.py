@@ -196,6 +196,8 @@ def shifted(build, hidden, dtype):
                   "optim": Optim(algorithm="sgd")}, id="ends of a tie"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=1), "mesh": Mesh(data=2),
                   "optim": Optim(algorithm="adafactor")}, id="states of whole tensors"),
+    pytest.param({"batch": ONE, "model": replace(LARGE, hidden=256), "precision": "bf16", "memory": Memory(recompute=1),
+                  "lora": Lora(rank=4, base_format="int8")}, id="values of quantized weights"),
     pytest.param({"batch": Batch(global_size=3, microbatch_size=1), "mesh": Mesh(pipe=2),
                   "lora": Lora(rank=4, dropout=0.1), "pipeline": Pipeline(policy="gpipe"), "precision": "bf16",
                   "model": Transformer(num_layers=1, hidden=32, heads=2, vocab=300, sequence=32, dropout=0.1,
