@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from types import MappingProxyType
 from typing import Literal
 
 from ranvier.config.resolve import Facts, ResolvedRun, auto_offload_share, resolve
@@ -128,8 +129,8 @@ class TiedGradients:
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
-                     kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None
-                     ) -> dict[str, int]:
+                     kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None,
+                     updates: Mapping[int, int] = MappingProxyType({})) -> dict[str, int]:
     """Bytes that the microbatches on their way keep alive on a stage of these blocks, by category.
 
     Args:
@@ -138,6 +139,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
         gradients: of each block, bytes that gradients of weights take before they are added to those of the batch.
         ties: what the stage sends and gets of tied parameters.
+        updates: place on the stage -> bytes of an update that runs when the backward is through with that block.
     """
     ties = ties or TiedGradients()
     run, stored, defer_bytes = microbatches.run, microbatches.stored, microbatches.run.pipeline.defer_bytes
@@ -152,7 +154,8 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
                    else min(defer_bytes, run.num_microbatches * operands))
     each = (sum(cost.kept_bytes for cost in outside) + sum(segment_bytes(costs, segment) for segment in segments)
             + costs[-1].loss_bytes)
-    recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, waits=bool(may_wait))
+    recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, updates,
+                                           waits=bool(may_wait))
     arriving = max(0, ties.arriving - each * max(0, stored - ties.distance))
     return {"activations": stored * each + recomputed,
             "deferred": waiting,
@@ -161,13 +164,14 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
 
 
 def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside: Mapping[int, int],
-                   gradients: Sequence[int], sent: Mapping[int, int], *, waits: bool) -> tuple[int, int]:
+                   gradients: Sequence[int], sent: Mapping[int, int], updates: Mapping[int, int], *, waits: bool
+                   ) -> tuple[int, int]:
     """Most bytes that a forward or a backward needs beside what one microbatch stores in all blocks: of blocks that are
     recomputed, and the rest. A forward comes to a block before what is behind it is stored; a backward when that is
     gone, but for operands that wait.
 
-    inside: place in a segment -> bytes that its second run keeps. gradients, sent: as for `activation_bytes`, and of
-    `TiedGradients`. waits: whether products for weights' gradients may wait.
+    inside: place in a segment -> bytes that its second run keeps. gradients, updates: as for `activation_bytes`. sent:
+    of `TiedGradients`. waits: whether products for weights' gradients may wait.
     """
     recomputed, most = 0, max(costs[-1].loss_forward_bytes, costs[-1].loss_backward_bytes)
     stored = left = gone = costs[-1].loss_bytes  # behind a block: in all; gone in its backward, or if nothing waits
@@ -188,6 +192,7 @@ def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside
             kept = segment_bytes(costs, segment) if segment else cost.kept_bytes
             stored, gone = stored + kept, gone + kept
             left += 0 if waits and cost.defers and not segment else kept
+        most = max(most, updates.get(place, 0) + cost.input_bytes - gone)
         sending += sent.get(place, 0)
     return recomputed, max(0, max(most, sending - gone) - recomputed)
 

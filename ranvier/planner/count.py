@@ -124,30 +124,35 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         held = layout.stages.stages_of(pipe)
         runs = tuple(each for stage in held for each in _runs_of_stage(layout, stage, again[stage]))
         first = layout.blocks_on(pipe)[0]
-        alike = (run.mesh, run.guard, run.precision, run.checkpoint, run.launch, tuple(
+        alike = (run.mesh, run.guard, run.precision, run.checkpoint, run.launch, run.train.eval_ema, tuple(
             range(each.start - first, each.stop - first) for each in runs if run.optim.update_in_backward),
             _likeness(layout, pipe), untrained.on_rank(layout, pipe))
         states = "states", run.optim, *alike
         if states not in known:
             gradients = "gradients", replace(run.optim, offload="none", offload_share="auto"), *alike
             known[states] = _states(run, layout, pipe, runs, untrained, known.setdefault(gradients, {}))
-        memory = {name: dict(parts) for name, parts in known[states].items()}
-        update = memory["device"].pop("workspace")
-        memory["device"] |= _together(run, [
+        lasting: _States = known[states]
+        device = dict(lasting.device) | _together(run, [
             _activations(run, counted[stage], layout, stage, again[stage], on_mesh, limits,
-                         None if peaks is None else peaks[stage]) for stage in held])
-        memory["device"]["workspace"] += _beyond_backward(run, update, memory["device"])
+                         None if peaks is None else peaks[stage], lasting.updates) for stage in held])
+        device["workspace"] += _beyond_backward(
+            lasting, device, [cost for stage in held for cost in counted[stage]], on_mesh)
         if on_mesh.buffers:
-            memory["device"]["tensor mesh"] = on_mesh.buffers[pipe]
-            memory["device"]["workspace"] += on_mesh.passing[pipe]
-        found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, **memory))
+            device["tensor mesh"] = on_mesh.buffers[pipe]
+            device["workspace"] += on_mesh.passing[pipe]
+        found.append(RankMemory(pipeline_rank=pipe, ranks=run.mesh.num_replicas * run.mesh.stage_size, device=device,
+                                host=dict(lasting.host)))
     return tuple(found)
 
 
-def _beyond_backward(run: ResolvedRun, update: int, working: Mapping[str, int]) -> int:
-    """Bytes of an update beyond those of the backward: most run when nothing of it is left."""
-    backward = "workspace", *(() if run.optim.update_in_backward else ("activations", "deferred"))
-    return max(0, update - sum(working[name] for name in backward))
+def _beyond_backward(states: _States, working: Mapping[str, int], costs: Sequence[BlockCost], on_mesh: _MeshNeeds
+                     ) -> int:
+    """Bytes beyond those of the backward when nothing of it is left: of the end of a step, or of an evaluation beside
+    the parameters whose place averages have taken."""
+    evaluation = states.averaged + max(cost.kept_bytes + cost.loss_bytes + max(
+        on_mesh.working.get(cost.name, cost.forward_bytes), cost.loss_forward_bytes) for cost in costs)
+    needed = max(states.at_end, evaluation if states.averaged else 0)
+    return max(0, needed - sum(working[name] for name in ("workspace", "activations", "deferred")))
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -173,7 +178,7 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
     stages, layout = plan.stages, plan.layout
     on_mesh = _MeshNeeds() if run.mesh.stage_size == 1 else _tensor_mesh(run, model, stages, layout, {})
     gathered = max(on_mesh.buffers.values(), default=0) + max(on_mesh.passing.values(), default=0)
-    lasting: dict[object, tuple[int, int]] = {}
+    lasting: dict[object, _States] = {}
     untrained = _untrained(run, model)
 
     @cache
@@ -185,11 +190,11 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         segments = _segments(run, costs, stage, limits)
         runs = _runs_of_stage(there, stage, segments)
         if (start, stop, runs) not in lasting:  # on whichever stage they are
-            states = _states(run, there, stage, runs, untrained)["device"]
-            lasting[start, stop, runs] = sum(states.values()) - states["workspace"], states["workspace"]
-        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits)
-        states_bytes, update = lasting[start, stop, runs]
-        return states_bytes + _beyond_backward(run, update, passing) + sum(passing.values()) + gathered
+            lasting[start, stop, runs] = _states(run, there, stage, runs, untrained)
+        states = lasting[start, stop, runs]
+        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits, None, states.updates)
+        return (sum(states.device.values()) + _beyond_backward(states, passing, costs[stage], on_mesh)
+                + sum(passing.values()) + gathered)
 
     return needed
 
@@ -252,8 +257,24 @@ def _untrained(run: ResolvedRun, model: Model) -> _Untrained:
     return _Untrained(buffers=buffers, saved=saved, in_fp32=frozenset(in_fp32))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _States:
+    """Bytes that persist between steps on a rank, and what updates need beside them.
+
+    device, host: category -> bytes. at_end: bytes on the device when all backwards have run. updates: place of a block
+    among those of the rank -> bytes on the device when it is updated, which is after its own backward. averaged: bytes
+    of parameters that an evaluation keeps while averages are in their place.
+    """
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    at_end: int
+    updates: Mapping[int, int]
+    averaged: int
+
+
 def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], untrained: _Untrained,
-            known: dict[tuple[int, int], Gradients] | None = None) -> dict[str, dict[str, int]]:
+            known: dict[tuple[int, int], Gradients] | None = None) -> _States:
     """Bytes that persist between steps, laid out as the run would, exactly. Of ends of a tie, one has the states.
     known: gradients of earlier calls that differ in nothing but the offload, to which this one adds."""
     optim, dtype = run.optim, DTYPES[run.precision]
@@ -321,22 +342,34 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
         host["rounding"] = sum(pinned_bytes(size) - size for size in pinned)
     copied = _skipped_elements(run, gradients, optimizer.buckets)
     by_bucket = copied or offload in ("stream", "host") or gradients.dtype is not wide
-    working = working_bytes(rules, gradients.owned_specs(), largest if by_bucket else optimizer.largest_piece,
-                            wide.itemsize)
-    device["workspace"] = wide.itemsize * copied
-    (host if run.device_type == "cuda" and offload == "host" else device)["workspace"] = (
-        wide.itemsize * copied + working)
+    most = largest if by_bucket else optimizer.largest_piece
+    at_end, updates = wide.itemsize * copied, dict[int, int]()
+    working = working_bytes(rules, gradients.owned_specs(), most, wide.itemsize)
+    if run.device_type == "cuda" and offload == "host":
+        host["workspace"] = at_end + working
+    elif not optim.update_in_backward:
+        at_end += working
+    else:
+        first = layout.blocks_on(pipe)[0]
+        for chunk in (chunk for chunk in gradients.chunks if not chunk.sent_to_owner):
+            start, stop = chunk.share
+            place = (min(block for spec in chunk.specs for block in spec.blocks) if chunk.run is None
+                     else chunk.run.start) - first
+            updates[place] = max(updates.get(place, 0), wide.itemsize * copied + working_bytes(
+                rules, chunk.specs, min(most, stop - start), wide.itemsize))
     reductions, scatters = gradients.reductions, optim.shard and not has_owners
     device["reduction"], passing = reductions.bytes(scatter=scatters)
     passing += reductions.widened_bytes(scatter=scatters)
-    at_end = len(gradients.chunks) == 1 and not optim.update_in_backward  # all gradients are there when its sum begins
-    device["workspace"] = max(device["workspace"], passing if at_end else 0)
+    if len(gradients.chunks) == 1 and not optim.update_in_backward:  # all gradients are there when its sum begins
+        at_end, passing = max(at_end, passing), 0
+    device["arriving"] = passing
     if run.mesh.count(run.mesh.over(splits_samples=True)) > 1:  # which send each other their buffers then
-        device["workspace"] += buffers
-    device["arriving"] = 0 if at_end else passing
+        at_end += buffers
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
-    return {"device": device, "host": {name: size for name, size in host.items() if size or name != "staging"}}
+    return _States(device=device, host={name: size for name, size in host.items() if size or name != "staging"},
+                   at_end=at_end, updates=updates, averaged=storage_bytes([optimizer.weights])
+                   if run.train.eval_ema and averages_of(optim) else 0)
 
 
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
@@ -554,9 +587,14 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
     found = [max(cost.table_elements * by_autograd, 0 if queued else cost.plain_elements * by_autograd,
                  cost.weight_elements * (by_autograd if place in inside else by_layer))
              for place, cost in enumerate(costs)]
+    waiting = _waiting_bytes(run, costs, num_stages)
+    return [3 * waiting if waiting and not place else one + waiting for place, one in enumerate(found)]
+
+
+def _waiting_bytes(run: ResolvedRun, costs: Sequence[BlockCost], num_stages: int) -> int:
+    """Bytes of the first gradients of tied parameters while the backward has not come to their other ends."""
     tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0
-    return [3 * tied * max(each, wide) if tied and not place else one + tied * max(each, wide)
-            for place, one in enumerate(found)]
+    return tied * max(DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize)
 
 
 def _tied_gradients(run: ResolvedRun, layout: Layout, stage: int) -> TiedGradients:
@@ -591,9 +629,10 @@ def _largest_values(run: ResolvedRun, layout: Layout, stage: int) -> list[int]:
 
 
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
-                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None = None) -> dict[str, int]:
-    """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of
-    `StoredMicrobatches`."""
+                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None, updates: Mapping[int, int]
+                 ) -> dict[str, int]:
+    """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of `StoredMicrobatches`.
+    updates: as of `_States`."""
     num_stages = layout.stages.num_stages
     gradients = [0] * len(costs) if on_mesh.working else _gradient_bytes(run, costs, segments, num_stages)
     if on_mesh.working:
@@ -603,8 +642,12 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     costs = [replace(cost, forward_bytes=cost.forward_bytes + values, backward_bytes=cost.backward_bytes + values)
              for cost, values in zip(costs, _largest_values(run, layout, stage), strict=True)]
     stored = StoredMicrobatches(run=run, stage=stage, limits=limits, at_peak=at_peak)
+    before = layout.blocks(stage).start - layout.blocks_on(layout.stages.rank_of(stage))[0]
+    here = {place - before: size for place, size in updates.items() if 0 <= place - before < len(costs)}
+    waiting = _waiting_bytes(run, costs, num_stages)
     found = activation_bytes(costs, segments, stored, on_mesh.kept_again, gradients,
-                             _tied_gradients(run, layout, stage))
+                             _tied_gradients(run, layout, stage),
+                             {place: size + (waiting if place else 0) for place, size in here.items()})
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

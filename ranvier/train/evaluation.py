@@ -34,7 +34,8 @@ def evaluate(runtime: RankRuntime, data: Prepared, step: int) -> list[EvalEvent]
     Collective; the same on every rank."""
     scorings = {"": data.scoring, **{name: eval_set.scoring for name, eval_set in data.eval_sets.items()}}
     events = []
-    with runtime.engine.averaged() if runtime.run.train.eval_ema and runtime.run.optim.ema else nullcontext():
+    averaged = runtime.engine.averaged() if runtime.run.train.eval_ema and runtime.run.optim.ema else nullcontext()
+    with runtime.measured.step(), averaged:
         for name, loader in runtime.eval_data.items():
             found = evaluate_samples(runtime.engine, runtime.ranks, loader, scorings[name])
             events.append(EvalEvent(step=step, loss=found.loss, tokens=found.weight, seconds=found.seconds,

@@ -107,7 +107,7 @@ class Measured:
             engine.count_received(partial(self._tracker.tag, category="messages"))
 
     def step(self) -> AbstractContextManager[object]:
-        """A context around a step whose storages are counted."""
+        """A context around a step, or an evaluation, whose storages are counted."""
         return nullcontext() if self._tracker is None else self._tracker
 
     def facts(self, checkpoints: Checkpoints, copies: int | None) -> dict[str, dict[str, int]]:

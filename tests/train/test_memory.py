@@ -227,7 +227,12 @@ TIED = Transformer(num_layers=2, hidden=64, heads=2, vocab=2048, sequence=32)
 @pytest.mark.parametrize("changed", [
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="1f1b"), "model": TIED}, id="ends of a tie"),
     pytest.param({"mesh": Mesh(), "model": TIED}, id="gradients of a table, after the loss"),
-    pytest.param({"mesh": Mesh(data=2), "precision": "bf16", "model": replace(TIED, vocab=300)}, id="sums of all")])
+    pytest.param({"mesh": Mesh(data=2), "precision": "bf16", "model": replace(TIED, vocab=300)}, id="sums of all"),
+    *(pytest.param({"mesh": Mesh(), "model": TIED, "batch": Batch(global_size=size, microbatch_size=size),
+                    "optim": Optim(algorithm="adafactor", update_in_backward=True)}, id=f"updates, batch of {size}")
+      for size in (1, 4)),
+    pytest.param({"mesh": Mesh(), "model": TIED, "batch": ONE, "optim": Optim(ema=0.9), "train": Train(
+        steps=2, sample_tokens=0, eval_every=1, eval_sequences=1, eval_ema=True)}, id="parameters beside averages")])
 def test_what_comes_when_activations_are_gone_takes_their_place(corpus, tmp_path, changed):
     run = larger(corpus, tmp_path / "run", **changed)
     predicted = laid_out(resolve(run))[1]
