@@ -161,7 +161,6 @@ def test_frozen_blocks_and_parameters():
                   run_seconds=300.0)
 
 
-@pytest.mark.slow
 class Takes(nn.Module):
     """A state with more than tensors."""
 
@@ -184,6 +183,7 @@ def test_a_state_with_none_and_numbers():
     assert_parity(partial(chain, Takes, Takes, Takes, Leaves), points([[3, 2, 4]]), Mesh(pipe=2), compile=True)
 
 
+@pytest.mark.slow
 def test_stages_that_defer_their_products():
     assert_parity(lambda: model_of("gpt"), batches_of("gpt", replicas=2, count=2), Mesh(data=2, pipe=2), compile=True,
                   pipeline=Pipeline(defer_bytes=1 << 30), run_seconds=300.0)
