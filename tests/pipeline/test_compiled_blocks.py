@@ -180,7 +180,7 @@ class Leaves(nn.Module):
 
 
 def test_a_state_with_none_and_numbers():
-    assert_parity(partial(chain, Takes, Takes, Takes, Leaves), points([[3, 2, 4]]), Mesh(pipe=2), compile=True)
+    assert_parity(partial(chain, Takes, Takes, Leaves), points([[3, 2]]), Mesh(), compile=True)
 
 
 @pytest.mark.slow
