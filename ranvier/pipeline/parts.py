@@ -316,6 +316,10 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
             idle := rules.idle_beside_torch_optimizer(optim)):
         warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
                       "is Ranvier's own optimizer's", stacklevel=4)
+    if optim is not None and own_optimizer and optim.algorithm == "muon" and not prepared.model.layers and (
+            world.rank == 0):
+        warnings.warn("Optim(algorithm='muon') updates the matrices of all blocks, those of embeddings and heads too, "
+                      "since the model does not say which blocks are layers: ranvier.Model(layers=...)", stacklevel=4)
     one = None if sample is None else as_microbatches([sample], "Engine(sample=...)")[0]
     shape = None if one is None or one.inputs is None else (one.inputs, one.targets)
     return make(prepared.model, mesh, sample=shape, pipeline=pipeline or Pipeline(), tensor=tensor or TensorParallel(),

@@ -1,5 +1,7 @@
 """Our own optimizer on every mesh: equal to torch's, whatever is offloaded, sharded, clipped or skipped."""
 
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -382,6 +384,16 @@ def test_update_in_backward_is_for_one_microbatch_of_ones_own_format():
 def test_settings_of_our_optimizer_beside_one_of_torch_are_told(setting):
     with pytest.warns(UserWarning, match=f"{next(iter(setting))}=...\\) has no effect beside optimizer="):
         on_mesh(small_gpt, Mesh(), weights, optimizer=ADAMW, optim=Optim(**setting))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_muon_without_layers_is_told(known):
+    """It cannot tell embeddings and heads from other matrices."""
+    model = small_gpt() if known else replace(small_gpt(), layers=())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        on_mesh(lambda: model, Mesh(), lambda engine: None, optim=Optim(algorithm="muon"))
+    assert any("embeddings and heads too" in str(one.message) for one in told) is not known
 
 
 def test_an_optimizer_of_another_model_is_told():
