@@ -253,7 +253,8 @@ def test_an_exported_model_has_its_processor_of_images(model_of, tmp_path):
     ({}, None, False), ({"size": {"shortest_edge": 20}}, 'size {"shortest_edge": 20}', False),
     ({"size": {"height": 12, "width": 12}, "do_center_crop": False}, None, False),
     ({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}, "image_std [0.5, 0.5, 0.5]", True),
-    ({"do_rescale": False}, "do_rescale false", True), ({"image_mean": None}, 'image_mean "of its class"', True)])
+    ({"do_rescale": False}, "do_rescale false", True), ({"crop_pct": 0.9}, "crop_pct 0.9", False),
+    ({"rescale_offset": True}, "rescale_offset true", True), ({"image_mean": None}, 'image_mean "of its class"', True)])
 def test_other_pixels_than_those_of_its_training(model_of, tmp_path, capsys, changed, note, is_refused):
     _, folder = model_of("ViTForImageClassification")
     settings = image_files.processor(12) | changed
@@ -265,7 +266,8 @@ def test_other_pixels_than_those_of_its_training(model_of, tmp_path, capsys, cha
     for place in (folder, tmp_path / "run"):
         with raises("image-processor-differs") if is_refused else nullcontext():
             open_trained(place, print)
-            assert note is None or note in capsys.readouterr().out
+            told = capsys.readouterr().out
+            assert (note is None or note in told) and ("crops no images" in told) == ("do_center_crop" in changed)
     assert run_command(["export", str(tmp_path / "run"), str(tmp_path / "there")]) == 0
     assert (tmp_path / "there/preprocessor_config.json").read_text() == document
 

@@ -15,8 +15,11 @@ from ranvier.system.untrusted_file import json_object
 
 PREPROCESSOR = "preprocessor_config.json"
 _MOST_BYTES = 1 << 20
-_PIXELS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+_PIXELS = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "rescale_offset",
+           "do_flip_channel_order", "do_grayscale")
 """Keys that change each pixel; the others resize and crop."""
+_OF_SOME = ("rescale_offset", "do_flip_channel_order", "do_grayscale", "crop_pct", "do_pad")
+"""Keys of some classes of processors, which change images where they are set."""
 
 
 def processor(size: int, *, crops: bool = True) -> dict[str, object]:
@@ -56,7 +59,7 @@ def _differences(folder: Path) -> dict[str, object]:
                 224)
     found = [{key: stored[key] for key, value in processor(size, crops=crops).items()
               if key in stored and key != "image_processor_type" and stored[key] != value} for crops in (True, False)]
-    return min(found, key=len)
+    return min(found, key=len) | {key: stored[key] for key in _OF_SOME if stored.get(key)}
 
 
 def notes_on_images(folder: Path) -> list[str]:
@@ -79,3 +82,6 @@ def check_pixels(folder: Path, tell: Progress) -> None:
                                          "or evaluate it with transformers.")
     for note in notes_on_images(folder):
         tell(note)
+    stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
+    if stored and not stored.get("do_center_crop"):
+        tell(f"{folder / PREPROCESSOR} crops no images: here those of folders are cropped, and those of CIFAR are not")
