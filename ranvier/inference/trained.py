@@ -352,10 +352,10 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
 
 
 def _scores(run: ResolvedRun, evaluated: Evaluated) -> dict[str, float]:
-    """The numbers of one evaluation by name; of language models their perplexity."""
+    """The numbers of one evaluation by name; where the loss is one of tokens, the perplexity."""
     targets = form_of(run.data).targets
     perplexity = math.inf if evaluated.loss > 709 else math.exp(evaluated.loss)  # a float's largest exponential
-    return {"loss": evaluated.loss, **({"perplexity": perplexity} if families.head_of(run) == "tokens" else {}),
+    return {"loss": evaluated.loss, **({"perplexity": perplexity} if targets == "tokens" else {}),
             **{name.removeprefix("eval_"): score for name, score in evaluated.scores.items() if name != "eval_count"},
             targets: evaluated.scores.get("eval_count", evaluated.weight)}
 
