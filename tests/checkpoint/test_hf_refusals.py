@@ -224,6 +224,10 @@ def test_folders_without_a_model(tmp_path):
     model = write_model(tmp_path / "model")
     (model / "model.safetensors").unlink()
     refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-without-weights")
+    for name, told in (("model.fp16.safetensors", "Rename"), ("pytorch_model.bin.index.json", "save_pretrained"),
+                       ("model.gguf", "itself")):  # each comes before the ones above
+        (model / name).write_text("")
+        refused(tmp_path, ["import", model, tmp_path / "out"], "pretrained-without-weights", name, told)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -265,7 +265,12 @@ def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
 
 def without_weights(folder: Path) -> CheckpointError:
     """The error for a folder without a file of tensors, where a run is to start from them."""
-    return _folder_error("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}")
+    kinds = {"*.gguf": "Name the GGUF file {} itself.", "*.bin.index.json": "Save it as safetensors: {} names several "
+             "files of pickles, which transformers loads (from_pretrained) and saves so (save_pretrained).",
+             "*.safetensors": "Rename the file model.safetensors, if {} is the whole model."}
+    found = next(((remedy, file.name) for kind, remedy in kinds.items() for file in sorted(folder.glob(kind))), None)
+    return _folder_error("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}",
+                         **({} if found is None else {"remedy": found[0].format(found[1])}))
 
 
 # --- files of tensors ------------------------------------------------------------------------------------------------
