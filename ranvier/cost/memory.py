@@ -225,17 +225,17 @@ def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
 
 
 def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: int, data: int, sharded: bool,
-                     random_state_bytes: int, updated: int = 0, whole_bytes: int = 0, buffer_bytes: int = 0) -> int:
+                     random_state_bytes: int, updated: int = 0, whole_bytes: int = 0, more_bytes: int = 0) -> int:
     """Host bytes that a rank copies when a checkpoint is begun, at most: replicas share what all of them hold.
 
     sizes: elements of each parameter that the rank owns. state_bytes: of all its optimizer states. updated: elements
     that it updates, which it writes where states are sharded, be they more than its equal share. whole_bytes: of states
-    that have a shape of their own, which whoever writes a parameter's first element writes. buffer_bytes: of buffers,
-    which the first rank writes.
+    that have a shape of their own, which whoever writes a parameter's first element writes. more_bytes: of
+    buffers, which the first rank writes, and of what frozen parameters in fp32 have beyond `element_bytes`.
     """
     share = max(sum(-(-size // data) for size in sizes), updated)
     states = state_bytes if sharded else -(-(state_bytes - whole_bytes) // data) + whole_bytes + 16 * len(sizes)
-    return share * element_bytes + states + buffer_bytes + random_state_bytes
+    return share * element_bytes + states + more_bytes + random_state_bytes
 
 
 # ---------------------------------------------------------------------- against what there is

@@ -315,9 +315,11 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
     device, host = ({name: storage_bytes(tensors) for name, tensors in lasting[place].items()}
                     for place in ("device", "host"))
     buffers, saved, in_fp32 = untrained.on_rank(layout, pipe)
+    frozen = {key: p for key, p in held.items() if not p.trainable}
     device["parameters"] += sum(_stored_bytes(
-        prod(shapes[key]), p.quantized, torch.float32 if p.name in in_fp32 else dtype)
-        for key, p in held.items() if not p.trainable)
+        prod(shapes[key]), p.quantized, torch.float32 if p.name in in_fp32 else dtype) for key, p in frozen.items())
+    in_fp32_bytes = sum((4 - dtype.itemsize) * -(-prod(shapes[key]) // run.mesh.num_replicas)
+                        for key, p in frozen.items() if p.name in in_fp32)
     largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
     if gradients.dtype is not wide and offload != "host":  # room that the first update makes
         device["buckets"] += largest * wide.itemsize
@@ -328,8 +330,8 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
     own, *states = (device.get(name, 0) + host.get(name, 0) for name in ("parameters", "moments", "average", "master"))
     host["checkpoint"] = max(
         max(owners, default=0) * wide.itemsize, *saved, 0) if not run.checkpoint.background else checkpoint_bytes(
-        owners, buffer_bytes=sum(saved), state_bytes=sum(states if half else states[:2]), element_bytes=dtype.itemsize,
-        data=run.mesh.num_replicas, sharded=optim.shard,
+        owners, more_bytes=sum(saved) + in_fp32_bytes, state_bytes=sum(states if half else states[:2]),
+        element_bytes=dtype.itemsize, data=run.mesh.num_replicas, sharded=optim.shard,
         updated=sum(map(len, optimizer.buckets)) if has_owners else 0, whole_bytes=whole_bytes,
         random_state_bytes=torch.get_rng_state().nbytes)
     if run.launch.survive_losses:

@@ -145,16 +145,18 @@ LARGE = Transformer(family="llama", num_layers=1, hidden=128, heads=2, vocab=300
 
 
 class Shifted(nn.Sequential):
-    """With a buffer that checkpoints have, one that they have not, and one that lies over a parameter."""
+    """With a frozen parameter in fp32, a buffer that checkpoints have, one that they have not, and one that lies over a
+    parameter."""
 
     def __init__(self, block, hidden, dtype):
         super().__init__(block)
+        self.still = nn.Parameter(torch.zeros(500, hidden, dtype=dtype), requires_grad=False)
         self.register_buffer("shift", torch.zeros(500, hidden, dtype=dtype))
         self.register_buffer("mask", torch.ones(1000, hidden, dtype=torch.bool), persistent=False)
-        self.register_buffer("over", next(self.parameters()).detach()[:1], persistent=False)
+        self.register_buffer("over", next(block.parameters()).detach()[:1], persistent=False)
 
     def forward(self, x):
-        return super().forward(x + self.shift[:x.shape[1]])
+        return super().forward(x + self.shift[:x.shape[1]] + self.still[:x.shape[1]].to(x.dtype))
 
 
 class WithBuffers(Convolutional):
@@ -162,7 +164,7 @@ class WithBuffers(Convolutional):
 
     def model(self, settings, head, *, dtype):
         model = super().model(settings, head, dtype=dtype)
-        return replace(model, blocks={name: build if name in ("embedding", "head") else partial(
+        return replace(model, keep_fp32=("*.still",), blocks={name: build if name in ("embedding", "head") else partial(
             shifted, build, settings.hidden, dtype) for name, build in model.blocks.items()})
 
 
@@ -171,11 +173,14 @@ def shifted(build, hidden, dtype):
 
 
 @pytest.mark.parametrize("changed", [
-    *(pytest.param({"mesh": mesh, "checkpoint": Checkpoint(background=background), "model": Transformer(
-        family=f"{__name__}:WithBuffers", num_layers=2, hidden=128, vocab=300, sequence=16)}, id=name)
-      for name, mesh, background in (
-          ("buffers, and gradients of torch's layers", Mesh(), True), ("buffers of replicas", Mesh(data=2), True),
-          ("buffers of stages, saved one by one", Mesh(pipe=2), False))),
+    *(pytest.param({"mesh": mesh, "precision": precision, "checkpoint": Checkpoint(background=background),
+                    "model": Transformer(family=f"{__name__}:WithBuffers", num_layers=2, hidden=128, vocab=300,
+                                         sequence=16)}, id=name,
+                   marks=pytest.mark.filterwarnings("ignore:dtype=torch.bfloat16 casts buffers"))
+      for name, mesh, precision, background in (
+          ("buffers, and gradients of torch's layers", Mesh(), "fp32", True),
+          ("buffers of replicas", Mesh(data=2), "bf16", True),
+          ("buffers of stages, saved one by one", Mesh(pipe=2), "fp32", False))),
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
     pytest.param({"batch": Batch(global_size=32, microbatch_size=1), "model": Transformer(
