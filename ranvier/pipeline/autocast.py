@@ -1,7 +1,7 @@
 """Forwards and losses under torch.autocast, as an engine's setting.
 
     parameters, gradients, optimizer states     fp32
-    products                                    bfloat16, of operands that torch casts; their results travel so
+    products                                    bfloat16, of operands that torch casts; results are sent in bfloat16
     norms, losses and what torch lists          fp32
 
 Each microbatch's forward on a stage is inside one autocast, as a loop in plain PyTorch has it, so that a weight is cast
@@ -9,10 +9,10 @@ once a microbatch. Backward and update are outside. Recomputation runs a segment
 product multiplies the operands that autograd would have (`ranvier.tensor.deferred_linear`). Layers that rows and
 columns split cast the operands of their products themselves, weights before they are gathered (`TensorMesh.autocast`).
 
-Autocast around a call of the engine is refused: backward and update would be inside, and torch would go on using casts
-of weights that the update has changed. So are no_grad and inference_mode around one that trains, in which a plain loop
-fails at its backward, a cache of parametrizations, whose graph is gone with the first microbatch's backward, and an
-accelerator as the default device.
+Autocast around a call of the engine is refused: it would include backward and update, and torch would continue to use
+casts of weights that the update has changed. Also refused are no_grad and inference_mode around a call that trains, in
+which a plain loop fails at its backward; a cache of parametrizations, whose graph the first microbatch's backward
+frees; and an accelerator as the default device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ranvier.errors import ConfigError
 
 
 def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: bool) -> None:
-    """ConfigError where an engine with these settings cannot compute under `autocast`."""
+    """Raise ConfigError if an engine with these settings cannot compute under `autocast`."""
     if autocast is None:
         return
     where = "Engine(autocast=...)"
@@ -44,24 +44,24 @@ def check_autocast(autocast: torch.dtype | None, *, dtype: torch.dtype, float8: 
 
 
 def casting(autocast: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """Inside, torch casts to `autocast`, where that is set."""
+    """Return a context in which torch casts to `autocast`, if it is set."""
     return nullcontext() if autocast is None else torch.autocast(device.type, autocast)
 
 
 def refuse_default_device() -> None:
-    """ConfigError where tensors that name no device are made on an accelerator: what ranks tell each other of batches
+    """Raise ConfigError if tensors that name no device are made on an accelerator: what ranks exchange about batches
     and settings would be there, and the host would wait for it, or read it too early."""
     device = torch.get_default_device()
     if device.type not in ("cpu", "meta"):
-        raise ConfigError("is the default device around a call of the engine, whose own numbers are the host's",
+        raise ConfigError("is the default device around a call of the engine, which keeps its own numbers on the host",
                           code="default-device-around-engine", where="torch.set_default_device", value=str(device),
                           remedy="Leave it out: the engine moves blocks and batches to its device. Blocks may be made "
                                  f"under `with torch.device({str(device)!r}):`, which ends before the engine is built.")
 
 
 def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
-    """ConfigError where the caller has switched autocast or a default device on, or for a call that trains gradients
-    off, or a cache of parametrizations on."""
+    """Raise ConfigError if the caller has enabled autocast or a default device, or, for a call that trains, has
+    disabled gradients or enabled a cache of parametrizations."""
     refuse_default_device()
     if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
         mode = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
@@ -70,8 +70,8 @@ def refuse_outer_modes(device: torch.device, *, training: bool) -> None:
                           remedy="Call train_batch and forward_backward outside of it; evaluate and predict need no "
                                  "gradients, whatever is around them.")
     if training and parametrize._cache_enabled:
-        raise ConfigError("is on around a call that trains, and each microbatch has a backward of its own, after which "
-                          "the graph of what is cached is gone", code="parametrizations-cached-around-engine",
+        raise ConfigError("is active around a call that trains, and each microbatch has its own backward, which frees "
+                          "the graph of the cached tensors", code="parametrizations-cached-around-engine",
                           where="torch.nn.utils.parametrize.cached()", value=True,
                           remedy="Leave it out, or use it within a block's forward.")
     if torch.is_autocast_enabled(device.type):

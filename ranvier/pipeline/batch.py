@@ -54,8 +54,8 @@ class BatchRunner:
     """Runs batches on one rank.
 
     Args:
-        plan: of the engine. at: the place of this rank. policy: in place of the plan's.
-        nominal_weight: agrees on the expected weight of a batch before its first backward; None where nobody asks.
+        plan: the engine's. at: the place of this rank. policy: instead of the plan's.
+        nominal_weight: agrees on the expected weight of a batch before its first backward; None if it is not needed.
         takes_nominal_weight: whether that becomes what losses are divided by.
         forwards_ended: called when the last forward of a training batch has run here.
     """
@@ -79,8 +79,8 @@ class BatchRunner:
         defer_bytes = 0 if updater.in_backward else plan.pipeline.defer_bytes  # a product holds a block's gradients
         self._limits_follow = defer_bytes == "auto"
         self.defer_bytes, self._deferred = 0 if defer_bytes == "auto" else defer_bytes, 0
-        """Most bytes that deferred weight gradients keep alive; for auto those of the microbatches that the limits
-        allow, as forwards show them."""
+        """Maximum bytes that deferred weight gradients keep alive; for auto those of the microbatches that the limits
+        allow, as measured in forwards."""
         self._defer_last: int | None = None
         self.use_limits(plan.limits)
         self.nominal_weight, self._takes_nominal_weight = nominal_weight, takes_nominal_weight
@@ -120,7 +120,7 @@ class BatchRunner:
                 running = None
                 if leads:
                     if self._deferred and result.get("deferrable_bytes", 0) > self._deferrable[action.turn]:
-                        self._deferrable[action.turn] = result["deferrable_bytes"]  # so many microbatches may wait
+                        self._deferrable[action.turn] = result["deferrable_bytes"]  # _deferred microbatches may wait
                         schedule.budget.limit = self.defer_bytes = max(
                             self.defer_bytes, self._deferred * sum(self._deferrable))
                     schedule.on_done(action, **result)
@@ -146,8 +146,8 @@ class BatchRunner:
             self._take_nominal_weight(nominal_weight)
 
     def _explain(self, error: Exception, ran: Sequence[Action], running: Action | None) -> None:
-        """Say what has run. Where a collective between layers has failed, say in which layer; of one that did not end,
-        in which layer each rank is."""
+        """Add the actions so far to the error. If a collective between layers has failed, add its layer; if it did not
+        end, the layer that each rank is in."""
         board = self._connections.board
         if running is not None and isinstance(error, MessageTimeout):
             error.extend(f"\n{board.report_all()}")
@@ -164,10 +164,11 @@ class BatchRunner:
             self.nominal_weight = None
 
     def _reduce_statistics(self, training: bool) -> None:
-        """Start summing loss and weight over all ranks; of a row of the last stage, all columns know the same."""
+        """Start summing loss and weight over all ranks; in a row of the last stage, all columns have the same
+        values."""
         counts = self._has_loss and self._at.is_first_with_samples
         self._statistics.reduce(self._stages.last.loss_and_weight if counts else None,
-                                at_once=not training or self._updater.in_backward)  # where another rank waits for it
+                                at_once=not training or self._updater.in_backward)  # if another rank waits for it
 
     # ------------------------------------------------------------------ one action
 
@@ -185,14 +186,14 @@ class BatchRunner:
             else:
                 raise ConfigError("waits although nothing can arrive", code="policy-waits-for-nothing",
                                   where="Engine(policy=...)", value=self._policy.name,
-                                  remedy="Return None only where a forward or a return is to come.")
+                                  remedy="Return None only if a forward or a return is still to arrive.")
             connections.inbox.wait(what, connections.rank_of(source))
         found = None if isinstance(action, Done) else action
         connections.sequencer.announce(self._call, found)
         return found
 
     def execute(self, action: Action, batch: Sequence[Microbatch]) -> ActionResult:
-        """Run `action`, send what it produced, and return what the schedule wants to know about it."""
+        """Run `action`, send what it produced, and return its report to the schedule."""
         number, place = action.microbatch, self._places[action.turn]
         result: ActionResult = {}
         match action.kind:
@@ -233,7 +234,7 @@ class BatchRunner:
 
     def _inputs(self, number: int, place: _Place, microbatch: Microbatch
                 ) -> tuple[dict[str, Tensor], frozenset[str]]:
-        """The carried state that enters a stage, and which of it wants a gradient."""
+        """The carried state that enters a stage, and the names of its tensors that want a gradient."""
         if place.before is None:
             return self._to_device(as_named_tensors(
                 microbatch.inputs, f"inputs of microbatch {number}", is_input=True)), frozenset()
@@ -242,7 +243,7 @@ class BatchRunner:
         return self._gather_message(message), wants if self._connections.tensor_mesh is None else whole_names(wants)
 
     def _gather_message(self, message: Message) -> dict[str, Tensor]:
-        """The whole tensors of a message from another stage."""
+        """The full tensors of a message from another stage."""
         tensors = message.tensors if self._on_cpu else self._to_device(message.tensors)
         return self._connections.column_parts.gather(tensors)
 

@@ -5,9 +5,9 @@ Blocks of several stages may share objects by identity:
     blocks = [Embed(table), *layers, Head(table)]           a parameter of two blocks
     blocks = [Embed(embed), layer, layer, Head(embed)]      modules of several blocks
 
-Stages exchange the gradients and values of tied parameters, so each needs Parameter objects of its own. Blocks on
-different ranks have them, since each rank has a model of its own. Of blocks on two stages of one rank the later stage
-gets copies, until the engine closes.
+Stages exchange the gradients and values of tied parameters, so each needs its own Parameter objects. Blocks on
+different ranks have them, since each rank has its own model. If blocks are on two stages of one rank, the later stage
+gets copies until the engine closes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ranvier.tensor.quantized_weight import QuantizedWeight
 def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dtype: torch.dtype,
                 device: torch.device, copies: StageCopies
                 ) -> tuple[list[tuple[int, str, nn.Module]], dict[str, torch.dtype]]:
-    """This rank's blocks with their initial weights. Ends of a tie that have one key become one parameter, and those of
-    different keys different ones. Weights that the model has quantized are, block by block, so that one block at a time
-    is there in full.
+    """Build this rank's blocks with their initial weights. Ends of a tie with the same key become one parameter, ends
+    with different keys become separate ones. Quantized weights are quantized block by block, so that only one block at
+    a time exists in full.
 
     Weights of a model that declares `initial` depend on (seed, name, place) alone; others are what the builder made.
-    copies: takes what is copied, because blocks of several stages share it.
+    copies: receives objects that are copied because blocks of several stages share them.
 
     Returns the blocks, and buffers that have lost precision (full name -> format before).
     """
@@ -86,8 +86,8 @@ def build_stage(model: Model, layout: Layout, at: Coordinates, *, seed: int, dty
 
 
 def _replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter, until_close: StageCopies | None) -> None:
-    """Put `parameter` in the place of the one called `name`, under all the names that this has in `module`.
-    until_close: takes what was there, where it comes back."""
+    """Replace the parameter called `name` by `parameter`, under all names that it has in `module`. until_close: records
+    the replaced parameter, if it is to be restored."""
     replaced = module.get_parameter(name)
     for other, present in list(module.named_parameters(remove_duplicate=False)):
         if present is replaced:
@@ -109,7 +109,7 @@ def stage_parameters(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]
 
 
 class StageCopies:
-    """Copies, on one rank, of what an earlier stage of the rank has already.
+    """Copies, on one rank, of objects that an earlier stage of the rank already has.
 
     Call `begin_stage` before the blocks of each stage, then `separate` for each block.
     """
@@ -126,9 +126,9 @@ class StageCopies:
         self._here, self._copies = {}, {}
 
     def separate(self, block: str, module: nn.Module) -> nn.Module:
-        """The module of `block`, in which modules with parameters that an earlier stage has are copies. Copies have the
-        same parameters and buffers; `build_stage` replaces the parameters. ModelError for a module that cannot be
-        copied."""
+        """Return the module of `block`, with copies of those modules whose parameters an earlier stage has. Copies have
+        the same parameters and buffers; `build_stage` replaces the parameters. Raises ModelError for a module that
+        cannot be copied."""
         if module in self._earlier and next(module.parameters(), None) is not None:
             return self._copy(block, module)
         if module not in self._here:
@@ -142,7 +142,7 @@ class StageCopies:
         inside = set(module.modules())
         self._copies |= {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
         self._copies |= {id(other): other for other in self._earlier if other not in inside}
-        problem = "a tensor lies over the memory of one of its parameters" if _has_views(block, module) else None
+        problem = "a tensor shares the memory of one of its parameters" if _has_views(block, module) else None
         try:
             if problem is None:
                 return copy.deepcopy(module, self._copies)
@@ -151,23 +151,24 @@ class StageCopies:
         raise ModelError(f"has a module in common with block {self._earlier[module]}, on another stage of this "
                          f"rank, and it cannot be copied: {problem}",
                          code="shared-module-not-copied", where=f"block {block}", value=type(module).__name__,
-                         remedy="Set `--pipeline.stages-per-rank 1`, or give each block a module of its own and "
+                         remedy="Set `--pipeline.stages-per-rank 1`, or give each block its own module and "
                                 "tie their parameters: one.weight = other.weight.")
 
     def replace(self, module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
-        """Put `value` in the place of the child or parameter `name` of `module`, until `restore`."""
+        """Replace the child or parameter `name` of `module` by `value`, until `restore`."""
         self._replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
     def restore(self) -> None:
-        """Blocks share again what they have shared."""
+        """Undo all replacements, so that blocks share objects again."""
         while self._replaced:
             module, name, value = self._replaced.pop()
             setattr(module, name, value)
 
 
 def _has_views(block: str, module: nn.Module) -> bool:
-    """Whether it computes with a tensor over a parameter of its own, which is none of its copy's."""
+    """Whether the module computes with a tensor in the memory of one of its parameters, which no parameter of a copy
+    shares."""
     trained = ByMemory((None, parameter) for parameter in module.parameters() if parameter.requires_grad)
     return any(trained.overlapping(tensor) for _, tensor in tensors_in(reached_from(block, module)))
 

@@ -1,9 +1,9 @@
-"""Tensors of a carried state that share memory, such as {"hidden": y, "residual": y}, or have hooks; notes of both; and
-gradients by what an earlier stage has sent.
+"""Tensors of a carried state that share memory, such as {"hidden": y, "residual": y}, or have hooks; notes about both;
+and gradients with respect to what an earlier stage has sent.
 
-Within a stage a change of one in place changes the others; the next stage has each by itself. So that the cut decides
-nothing, a block that changes such a tensor in place is refused, wherever the model is cut. One in the memory of a
-buffer may be changed on the buffer's stage.
+Within a stage an in-place change of one changes the others; on the next stage they are separate. So that results do not
+depend on the cut, a block that changes such a tensor in place is refused, wherever the model is cut. A tensor in the
+memory of a buffer may be changed on the buffer's stage.
 
     block 0 -> {"a": y, "b": y} -> | {"a": y, "b": y, a note of both} | -> block 1: a.add_(1)      refused
 """
@@ -47,7 +47,7 @@ class SharedMemory:
         self._watched: list[tuple[str, Tensor, int]] = []
 
     def watch(self, state: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        """Notice changes in place of these."""
+        """Watch these tensors for in-place changes."""
         self._watched += [(name, state[name], state[name]._version) for name in names
                           if not state[name].is_inference()]
 
@@ -59,12 +59,12 @@ class SharedMemory:
                                           if any(_share(tensor, other) for _, other, _ in self._watched))})
 
     def check(self) -> None:
-        """ModelError where one has been changed; those watched so far are let go."""
+        """Raise ModelError if a watched tensor has been changed, and stop watching all of them."""
         watched, self._watched = self._watched, []
         for name, tensor, version in watched:
             if tensor._version != version:
                 raise ModelError("is changed in place, and shares its memory with another tensor of the carried state, "
-                                 "which a next stage has by itself, or with a buffer of an earlier stage, which does "
+                                 "which is separate on a next stage, or with a buffer of an earlier stage, which does "
                                  "not change", code="shared-state-changed",
                                  where=f'tensor "{place_of(name)}" of the carried state',
                                  remedy="Write the operation out of place, or let the block before clone it.")
@@ -77,9 +77,9 @@ class SharedMemory:
 #     y = f(x); y.register_hook(solve); return y                     block 0
 #     slope, = torch.autograd.grad(energy(y), y)                     block 1: solve(slope) in plain PyTorch
 #
-# A hook runs for every gradient of its tensor, also for one that a later block computes for itself. On another stage
-# that block has a tensor without the hook. So that the cut decides nothing, such a call is refused wherever the model
-# is cut; in the stage's own backward hooks run where they were put.
+# A hook runs for every gradient of its tensor, also for one that a later block computes itself. On another stage that
+# block has a tensor without the hook. So that results do not depend on the cut, such a call is refused wherever the
+# model is cut; in the stage's own backward, hooks run where they were registered.
 
 
 class _Refusing:
@@ -91,10 +91,10 @@ class _Refusing:
     def __call__(self, gradient: Tensor) -> None:
         if not self._in_pass():
             what = f'tensor "{place_of(self._name)}" of the carried state' if self._name else "the carried state"
-            raise ModelError("has a hook of an earlier block on its gradient, which a block computes for itself; on "
+            raise ModelError("has a hook of an earlier block on its gradient, which a block computes itself; on "
                              "another stage the hook would not run", code="hook-on-earlier-state", where=what,
-                             remedy="Differentiate with respect to a tensor of the block's own, x = x.view_as(x), for "
-                                    "which the hook runs nowhere.")
+                             remedy="Differentiate with respect to the block's own tensor, x = x.view_as(x), for which "
+                                    "the hook never runs.")
 
 
 def hooked_tensors(state: Mapping[str, Tensor]) -> list[str]:
@@ -105,14 +105,14 @@ def hooked_tensors(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def refuse_outside(state: Mapping[str, Tensor], names: Sequence[str], in_pass: Callable[[], bool]) -> None:
-    """Refuse gradients of these tensors outside of the stage's own backward, of which `in_pass` tells."""
+    """Refuse gradients of these tensors outside of the stage's own backward; `in_pass` tells whether it runs."""
     for name in names:
         if state[name].requires_grad:
             state[name].register_hook(_Refusing(name, in_pass))
 
 
 def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
-    """Refuse so what the next block is given of tensors with hooks."""
+    """Do the same for tensors with hooks in what the next block is given."""
     tensors = {"": state} if isinstance(state, Tensor) else state if isinstance(state, dict) else dict(enumerate(
         tree_leaves(state)))
     found = {str(name): tensor
@@ -121,18 +121,21 @@ def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
         refuse_outside(found, hooked_tensors(found), in_pass)
 
 
-# --- gradients by what an earlier stage has sent ----------------------------------------------------------------------
+# --- gradients with respect to what an earlier stage has sent ---------------------------------------------------------
 
-# A block or loss that differentiates by a tensor of the carried state, as gradient penalties and forces do.
+# A block or loss that differentiates with respect to a tensor of the carried state, as gradient penalties and forces
+# do.
 #
 #     x.requires_grad_(); return {"x": x, "h": f(x)}                 stage 0
 #     slope, = torch.autograd.grad(g(h, x).sum(), x)                 stage 1: without the part that goes through f
 #
-# On stage 1 no tensor that has arrived depends on another. One that has arrived alone is all that others depend on.
+# On stage 1 no tensor that has arrived depends on another. If only one has arrived, a gradient with respect to it is
+# complete.
 
 
 def refuse_partial(state: Mapping[str, Tensor], names: Collection[str], in_pass: Callable[[], bool]) -> None:
-    """Refuse gradients by these tensors, which an earlier stage has sent, outside of the stage's own backward."""
+    """Refuse gradients with respect to these tensors, which an earlier stage has sent, outside of the stage's own
+    backward."""
     def hook(gradient: Tensor) -> None:
         if not in_pass():
             raise partial_gradient("the carried state")
@@ -142,9 +145,9 @@ def refuse_partial(state: Mapping[str, Tensor], names: Collection[str], in_pass:
 
 
 def partial_gradient(where: str) -> ModelError:
-    """The error for a gradient by a tensor from which an earlier stage may have computed others."""
-    return ModelError("has a gradient by a tensor that an earlier stage has sent, without the part through what that "
-                      "stage has computed from it", code="partial-gradient", where=where,
+    """The error for a gradient with respect to a tensor from which an earlier stage may have computed others."""
+    return ModelError("has a gradient with respect to a tensor that an earlier stage has sent, without the part "
+                      "through what that stage has computed from it", code="partial-gradient", where=where,
                       remedy="Put the blocks from that tensor to this gradient on one stage "
                              "(Pipeline(boundaries=...)), or into one block.")
 
@@ -160,12 +163,13 @@ SHARED, HOOKED = "shared", "hooked"
 """Kinds of notes: the tensors share memory with others, or have a hook on their gradient."""
 
 _NOTE = "\0"
-"""Prefix of a note's name, and separator of its words. No name of a tensor begins so."""
+"""Prefix of a note's name, and separator of its words. No tensor's name begins with it."""
 
 
 def with_notes(state: dict[str, Tensor], shared: SharedMemory, device: torch.device, *,
                buffers: Collection[str] = ()) -> dict[str, Tensor]:
-    """The state that leaves a stage, with the notes on its tensors. buffers: names of those in the memory of one."""
+    """The state that leaves a stage, with the notes on its tensors. buffers: names of tensors in the memory of a
+    buffer."""
     names = shared.names_in(state)
     if buffers:
         names = sorted({*names, *state.keys() & buffers})

@@ -1,6 +1,6 @@
 """Connections of one rank of an engine to the others: groups, the transport of messages, the order of a stage.
 
-All ranks open the same in the same order; that order is the one of the calls here.
+All ranks open the same connections in the same order, which is that of the calls here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ranvier.world import World
 
 
 class Connections:
-    """Opened in two steps, since blocks are built in between and tell how many peers there are."""
+    """Opened in two steps, since the blocks that are built in between determine the peers."""
 
     data: Group
     """The ranks that hold the same part of the same stage."""
@@ -50,13 +50,13 @@ class Connections:
                                             position=at.position)) for stage in range(stages.num_stages)]
         self._groups: list[Group] = []
         self.replicas: ReplicaComparison | None = None
-        """Once somebody has compared them."""
+        """Set once replicas have been compared."""
         self.sums: dict[tuple[TensorAxis, ...], Group] = {}
-        """Axes of the tensor mesh -> the ranks over which gradients are summed whose parts are spread along these."""
+        """Axes of the tensor mesh -> the ranks that sum gradients whose parts are spread along these axes."""
         self.splits: dict[tuple[TensorAxis, ...], Group] = {}
         """Axes of the tensor mesh -> the ranks that share a parameter which is split along these, once opened."""
         self.tensor_mesh = self._open_tensor_mesh(layout, tensor)
-        """The groups of this rank's row and column; None where a stage is one rank."""
+        """The groups of this rank's row and column; None if a stage is one rank."""
         self.column_parts = ColumnParts(self.tensor_mesh, layout.mesh, world)
 
     def _open_tensor_mesh(self, layout: Layout, tensor: TensorParallel) -> TensorMesh | None:
@@ -77,17 +77,17 @@ class Connections:
 
     @property
     def needs_progress(self) -> bool:
-        """Whether messages or collectives of a step move only where this rank lets them."""
+        """Whether messages or collectives of a step move only when this rank lets them."""
         return self.tensor_mesh is not None or len(self.data.ranks) > 1 or (
             self.has_peers and self.transport.needs_progress)
 
     def open(self, peers: Iterable[int], *, capacity_bytes: int, timeline: Timeline, timeout_seconds: float,
              other: Callable[[Message], None], settings: Mapping[str, str]) -> None:
-        """Everything but the tensor mesh. ConfigError for settings that are others on other ranks.
+        """Open everything but the tensor mesh. Raises ConfigError for settings that differ between ranks.
 
-        peers: ranks of other stages that this one exchanges with, beside its neighbours. capacity_bytes: room for the
-        largest message. other: takes messages that are no part of the pipeline's flow. settings: as
-        of `same_on_ranks.check_same`, of this rank.
+        peers: ranks of other stages with which this rank exchanges messages, besides its neighbours. capacity_bytes:
+        size of the largest message. other: takes messages that are not part of the pipeline's flow. settings: this
+        rank's, as for `same_on_ranks.check_same`.
         """
         world, mesh, rank = self._world, self._mesh, self._world.rank
         self.board = Board(world.store, rank, mesh, hang=world.hang and world.hang())
@@ -117,7 +117,7 @@ class Connections:
         return self._groups[-1]
 
     def open_splits(self, layout: Layout) -> None:
-        """The groups in which updates gather whole parameters (`Chunking.whole`); none where none are needed."""
+        """Open the groups in which updates gather full parameters (`Chunking.whole`), if any are needed."""
         names = layout.chunking.whole if layout.chunking is not None else frozenset()
         for axes in sorted({layout.split_axes(name) for name in names} - {()}):
             self.splits[axes] = self._world.backend.group(f"update over {' and '.join(axes)}",
@@ -135,7 +135,7 @@ class Connections:
                 if 0 <= other < self._placement.num_stages}
 
     def send(self, destination: int, message: Message) -> None:
-        """Start sending; returns at once. What goes to another stage of this rank is there at once."""
+        """Start sending, and return immediately. A message to another stage of this rank is delivered immediately."""
         if destination == self.rank:
             self.inbox.deliver(replace(message, source=destination))
         else:
@@ -152,21 +152,21 @@ class Connections:
         return {axes[0]: count for axes, count in counts.items()}
 
     def abandon(self) -> None:
-        """Stop what runs on this rank, where other ranks are lost."""
+        """Stop what runs on this rank, after other ranks are lost."""
         self.transport.close()
         self.board.close()
 
     def close(self, *, calls: int, steps: int) -> None:
-        """Give everything back when all that was sent has left. Collective. calls: of the engine on this rank before;
-        steps: its training batches. TransportError where another rank makes more."""
+        """Release everything once all messages have left. Collective. calls: number of the engine's calls on this rank
+        so far; steps: its training batches. Raises TransportError if another rank makes more calls."""
         self.transport.flush()
         other = self.board.await_closing(calls, progress=self.transport.progress, seconds=self._timeout_seconds)
         if other is not None:
-            raise TransportError(f"ended its loop after {steps} batches, while rank {other} goes on",
+            raise TransportError(f"ended its loop after {steps} batches, while rank {other} continues",
                                  code="ranks-differ-in-steps", where=f"rank {self.rank}",
                                  value=self.board.name(self.rank),
-                                 remedy="Give all ranks equally many batches, and close the engine on all of them "
-                                        "after the last one.")
+                                 remedy="Give all ranks the same number of batches, and close the engine on all of "
+                                        "them after the last one.")
         self.all.barrier()
         self.board.forget_closing()
         self.transport.close()
@@ -179,15 +179,15 @@ class Connections:
         self.board.close()
 
 
-# --- values of the start ----------------------------------------------------------------------------------------------
+# --- initial values ---------------------------------------------------------------------------------------------------
 
-# Ranks that hold the same start from the same values, whatever their builders have made.
+# Ranks that hold the same elements start from the same values, whatever their builders have made.
 
 
 def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Module]],
                        parameters: Mapping[str, nn.Parameter], connections: Connections) -> None:
-    """Replicas take replica 0's weights and buffers, and positions of the tensor mesh that hold the same elements those
-    of the first of them. Collective.
+    """Copy weights and buffers from replica 0 to the other replicas, and from the first position of the tensor mesh to
+    others that hold the same elements. Collective.
 
     blocks: those of this rank. parameters: theirs, by key. Ends of ties are exchanged elsewhere.
     """
@@ -196,7 +196,7 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
                                    for stored in stored_tensors(tensor)}
     groups |= {stored: connections.sums[layout[name].summed] for name, parameter in parameters.items()
                if layout[name].summed for stored in stored_tensors(parameter)}
-    tensors = {tensor: tensor.data.contiguous() for tensor in groups}  # itself, but for transposed ones and the like
+    tensors = {tensor: tensor.data.contiguous() for tensor in groups}  # itself, unless transposed or the like
     for work in [group.broadcast(tensors[tensor]) for tensor, group in groups.items() if len(group.ranks) > 1]:
         work.wait()
     for tensor, value in tensors.items():
@@ -205,7 +205,7 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
         else:
             tensor.data.copy_(value)
         if groups[tensor].index:
-            increment_version(tensor)  # `trained_elsewhere` sees by it that the values are new here
+            increment_version(tensor)  # so that `trained_elsewhere` sees new values here
     if connections.tensor_mesh is not None:
         columns = {*layout.mesh.over(splits_features=True)}
         copies = [stored for name, parameter in parameters.items() if columns & {*layout.copy_axes(name)}
@@ -225,14 +225,14 @@ def share_start_values(layout: Layout, blocks: Sequence[tuple[int, str, nn.Modul
 #     column 0   x[: n / 2] --> x[: n / 2] -- gather --> x     between nodes
 #     column 1   x[n / 2 :] --> x[n / 2 :] -- gather --> x
 #
-# (Narayanan et al., 2021, section 4.1.) What is cut says so by its name, so receivers decide nothing.
+# (Narayanan et al., 2021, section 4.1.) A part is marked in its name, so receivers decide nothing.
 
 
 _PART = "|part of "
 
 
 class ColumnParts:
-    """Cuts and gathers on one rank. mesh: None on stages of one rank."""
+    """Cuts and gathers messages on one rank. tensor_mesh: None on stages of one rank."""
 
     def __init__(self, tensor_mesh: TensorMesh | None, mesh: Mesh, world: World) -> None:
         self._tensor_mesh, self._mesh, self._world = tensor_mesh, mesh, world
@@ -265,7 +265,7 @@ class ColumnParts:
                        requires_grad=frozenset(names.get(name, name) for name in message.requires_grad))
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather the whole tensors of a message that has arrived; all columns call this for the same messages in the
+        """Gather the full tensors of a message that has arrived; all columns call this for the same messages in the
         same order."""
         if self._tensor_mesh is None:
             return tensors
@@ -283,5 +283,5 @@ class ColumnParts:
 
 
 def whole_names(names: Iterable[str]) -> frozenset[str]:
-    """The names of tensors that some of these are parts of, and the others."""
+    """These names, with those of parts replaced by the names of their tensors."""
     return frozenset(name.partition(_PART)[0] for name in names)

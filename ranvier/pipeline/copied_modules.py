@@ -4,7 +4,8 @@
     model[0].dropout.p = 0.2; model[0].register_forward_hook(f)
     model[0].weight.requires_grad_(False); model[0].weight.data.mul_(0.5)
 
-The others have no effect in the copies: a warning names the first one. On other meshes these modules train themselves.
+Other changes have no effect on the copies: a warning names the first one. On other meshes the user's modules themselves
+are trained.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 
 
 class CopiedModules:
-    """modules: the user's modules, by block, and the loss. blocks: (number in the model, name, module) of this rank's
-    copies. parameters: those of the copies, by name. part: of a parameter's name and whole value, this rank's.
+    """Follows changes of the user's modules. modules: these, by block, and the loss. blocks: (number in the model,
+    name, module) of this rank's copies. parameters: those of the copies, by name. part: (parameter name, full value) ->
+    this rank's part.
 
     Modules are not kept in memory here: a program may drop its model."""
 
@@ -56,15 +58,16 @@ class CopiedModules:
         return {name: held for name, (parameter, _) in self._whole.items() if (held := parameter()) is not None}
 
     def begin(self) -> None:
-        """A training batch begins."""
+        """Begin a training batch: follow changes of modes, and warn of other changes."""
         if (modes := self._modes_now()) != self._modes:
             self._modes = modes
             self._follow_modes()
         if any(_GLOBAL_HOOKS) and not self._has_warned_of_hooks:
             self._has_warned_of_hooks = True
-            warnings.warn("a hook of all modules (torch.nn.modules.module.register_module_forward_hook) gets what "
-                          "stands for a model's layers on rows and columns, of other classes: one that asks for "
-                          "nn.Linear has no effect. Register hooks on modules of engine.blocks", stacklevel=6)
+            warnings.warn("a hook of all modules (torch.nn.modules.module.register_module_forward_hook) gets the "
+                          "modules that replace a model's layers on rows and columns, which have other classes: one "
+                          "that checks for nn.Linear has no effect. Register hooks on modules of engine.blocks",
+                          stacklevel=6)
         if self._has_warned:
             return
         self._batches += 1
@@ -83,7 +86,7 @@ class CopiedModules:
                     part.training = mode
 
     def _find_change(self) -> str | None:
-        """An attribute, submodule, hook or parameter that is another one, or was frozen or unfrozen."""
+        """Name of an attribute, submodule, hook or parameter that was replaced, or was frozen or unfrozen."""
         for (block, path, module), known in zip(self._modules, self._marks, strict=True):
             if (one := module()) is None or (now := _marks(one)) == known:
                 continue
@@ -92,7 +95,8 @@ class CopiedModules:
         return None
 
     def _find_write(self) -> str | None:
-        """A parameter that has other values than the engine's: those of `Engine.full_state_dict` are no change."""
+        """Name of a parameter whose values differ from the engine's; values of `Engine.full_state_dict` are no
+        change."""
         by_value = set(changed_norms(self._norms)) if self._batches <= BATCHES_BY_VALUE else set[Tensor]()
         for name, held in self._parameters_now().items():
             if (now := _version(held)) == self._whole[name][1] and held not in by_value:
@@ -109,11 +113,11 @@ class CopiedModules:
 
 
 class _Nothing:
-    """In place of what is not there."""
+    """Stands for a missing value."""
 
 
 def _marks(module: nn.Module) -> dict[str, object]:
-    """What changes with each change of a module but those of its mode, and of tensors in place."""
+    """Values that change with each change of a module, except those of its mode, and in-place changes of tensors."""
     own = vars(module)
     found: dict[str, object] = {name: value if type(value) in _PLAIN else id(value) for name, value in own.items()
                                 if name not in OF_EVERY_MODULE}

@@ -7,9 +7,10 @@ event is recorded where an action starts and where it ends; the device reaches t
     events     0      1        2     3                         4     5
     device     |--F0--|        |---F1-----|     (idle)         |--B0--|
 
-A span of work lies between two events. What the host does meanwhile (a wait, loading data, a report) costs the device
+A span of work lies between two events. What the host does in between (a wait, loading data, a report) costs the device
 only the time between the last event before it and the first one after it: a wait that the device still had work for
-becomes short. A step is read when the next one has been launched, so that nobody waits for the device in a step.
+becomes short. A step is read when the next one has been launched, so that the host does not wait for the device within
+a step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ranvier.pipeline.engine_timeline import EngineTimeline
 from ranvier.schedule.spans import MOST_SPANS, Category, Span, StepWindow
 
 _HOST_CATEGORIES = ("wait", "data", "report", "checkpoint")
-"""Spans of the host: the device works on, or is idle."""
+"""Spans of the host, during which the device works or is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class _Marks:
         self.entries: list[_Entry] = []
 
     def before(self, host_ns: int) -> int:
-        """The last mark up to a time of the host; the first one if there is none before."""
+        """The last mark up to a time of the host; the first one if none is earlier."""
         return max(0, bisect_right(self.host_ns, host_ns) - 1)
 
 
@@ -78,7 +79,7 @@ class DeviceTimeline(EngineTimeline):
 
     def add(self, category: Category, label: str, step: int, start_ns: int) -> int:
         """See `Timeline.add`."""
-        if len(self._current.events) >= MOST_SPANS:  # nobody ends steps
+        if len(self._current.events) >= MOST_SPANS:  # steps are never ended
             self._unused += self._current.events
             self._current = _Marks()
         marks = self._current
@@ -86,7 +87,7 @@ class DeviceTimeline(EngineTimeline):
             self.mark()
         first = marks.before(start_ns)
         if category in _HOST_CATEGORIES:
-            now, last = time.monotonic_ns(), len(marks.events)  # the next mark, whoever makes it
+            now, last = time.monotonic_ns(), len(marks.events)  # the next mark, whatever makes it
         else:
             now, last = self.mark(), len(marks.events) - 1
         marks.entries.append(_Entry(category, label, step, first, last))

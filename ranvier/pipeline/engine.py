@@ -8,7 +8,7 @@ One batch on one rank:
     1. messages that have arrived are reported to the schedule                           pipeline/batch
     2. the schedule chooses the next action; the leader of a row x col stage announces it to its peers
     3. the stage runs it and sends the result
-    4. complete chunks of gradients are averaged over `data` meanwhile                   optim/gradients
+    4. complete chunks of gradients are averaged over `data` concurrently                 optim/gradients
     5. at the end: ties, the global weight, the optimizer, new values of tied parameters
 
 Losses and norms are reduced asynchronously and waited for only when they are read, so a rank that has finished a batch
@@ -108,8 +108,8 @@ class Engine:
         guard: decides when a step is bad and must not be applied (`BatchResult.bad`); stop, skip and rollback
             have the same effect here, and none applies every step. Without a guard, a NaN or infinite loss
             (in fp16: a NaN loss) is an error that names the block and microbatch of its origin, and nothing is updated.
-        sample: a microbatch of the usual shape, or its (inputs, targets); on several rows a row's share of one. Its
-            values do not matter.
+        sample: a microbatch of the usual shape, or its (inputs, targets); with several rows, one row's share of it. Its
+        values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
             from the user's, other replicas and rows from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,
@@ -119,7 +119,7 @@ class Engine:
             stay in fp32 without being named (`plan/formats`); a warning names buffers that have been cast.
         autocast: torch.bfloat16: forwards and losses run under torch.autocast, as in a loop in plain PyTorch, with
             parameters, gradients and optimizer states in fp32 (`pipeline/autocast`). Costs and bytes are counted as
-            for fp32. Not beside another `dtype` or float8.
+            for fp32. Not together with another `dtype` or float8.
         nominal_weight: expected weight of a global batch. The loss is divided by it before the backward, and gradients
             are corrected to the true weight afterwards. It matters in fp16, where auto takes it from the first batch,
             and a value far below that batch's weight lowers the loss scale. Elsewhere auto is 1, and other values
@@ -194,10 +194,10 @@ class Engine:
         self._stages, self._runner = parts.stages, parts.runner
         self._values, self._users_changes = parts.values, parts.users_changes
         self.unsaved = UnsavedAttributes(self._updater.users)
-        """Warns of attributes of the user's optimizer that no checkpoint has."""
+        """Warns of attributes of the user's optimizer that checkpoints do not contain."""
         self._updater.learning_rate = float(learning_rate)
         if learning_rate != _LEARNING_RATE and not plan.own_optimizer and world.rank == 0:
-            warnings.warn("Engine(learning_rate=...) has no effect: it is that of Ranvier's own optimizers (optim= "
+            warnings.warn("Engine(learning_rate=...) has no effect: it applies to Ranvier's own optimizers (optim= "
                           "without optimizer=)", stacklevel=3)
         self._looks_at_shift = isinstance(parts.model.loss, NextTokenLoss)
 
@@ -224,7 +224,7 @@ class Engine:
         self._runner.use_limits(limits)
 
     def rank_of_outputs(self, replica: int = 0) -> int:
-        """The first rank of that replica which has the last stage, and so what the model returns. IndexError where
+        """The first rank of the replica that has the last stage, and so what the model returns. Raises IndexError if
         there is no such replica."""
         check_arguments(Engine.rank_of_outputs, locals())
         stages = self.layout.stages
@@ -254,7 +254,7 @@ class Engine:
     def learning_rate(self, value: float) -> None:
         value = check_learning_rate(value)
         if value != self._updater.learning_rate and self._updater.flat is None:
-            raise ConfigError("is that of Ranvier's own optimizers, and this engine has none", value=value,
+            raise ConfigError("applies to Ranvier's own optimizers, and this engine has none", value=value,
                               code="learning-rate-of-users-optimizer", where="Engine.learning_rate",
                               remedy="Set it in engine.optimizer.param_groups, or give engine.optimizer to a scheduler "
                                      "of torch.optim.lr_scheduler.")
@@ -273,8 +273,8 @@ class Engine:
         return None if self.optimizer is None else type(self.optimizer).__name__
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor that the user's optimizer updates for `parameter`: its fp32 master copy where parameters are in
-        half precision, else itself."""
+        """The tensor that the user's optimizer updates for `parameter`: its fp32 master copy if parameters are in half
+        precision, else itself."""
         masters = self._updater.masters
         return parameter if masters is None else masters.updated(parameter)
 
@@ -295,22 +295,22 @@ class Engine:
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters that this rank owns and its optimizer updates, up to date. If other ranks own
-        others, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
+        further parameters, torch.nn.utils.clip_grad_norm_ warns: use `clip_grad_norm_`."""
         self._updater.wait()
         owned = [spec.parameter for spec in self._updater.gradients.owned_specs()]
         return RankParameters(owned) if self.mesh.size > self.mesh.num_replicas else owned
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank's blocks by global name, up to date; a tied one by its owner's name, and by its
-        own, too, where the rank's ends are on several stages, or are cut differently over rows and columns. A
-        program that writes one, or freezes it, must do so with all, on all ranks. In an engine without an optimizer
-        other ends take what the owner's rank has written when the next batch begins."""
+        """All parameters of this rank's blocks by global name, up to date. A tied parameter has its owner's name, and
+        also its own if the rank's ends are on several stages, or are cut differently over rows and columns. A program
+        that writes or freezes one end must do so with all ends, on all ranks. In an engine without an optimizer, other
+        ends take what the owner's rank has written when the next batch begins."""
         self._values.wait()
         return dict(self._parameters)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. Where no
-        loss has reached a parameter they are zeros here, and its `grad` is None, as in a plain loop."""
+        """After `forward_backward`: the gradients that this rank owns, of the mean loss over the global batch. If no
+        loss has reached a parameter, its gradient here is zeros, and its `grad` is None, as in a plain loop."""
         gradients = self._updater.gradients
         self._users_changes.refuse_gradients(applied=True)
         return {spec.name: torch.zeros_like(spec.parameter, dtype=gradients.dtype) if grad is None else grad.detach()
@@ -318,27 +318,27 @@ class Engine:
                 or spec.name in gradients.unreached}
 
     def counters(self) -> dict[str, Any]:
-        """Bytes so far on this rank, the bound on deferred weight gradients that holds here (for auto: what the first
-        batch has shown), and the longest time without letting messages move."""
+        """Bytes sent and received so far on this rank, its bound on deferred weight gradients (for auto: as measured in
+        the first batch), and the longest time without letting messages move."""
         return {"defer_bytes": self._runner.defer_bytes, "bytes_sent": self._connections.transport.bytes_sent,
                 "bytes_received_by_axis": self._connections.bytes_received_by_axis(),
                 "longest_gap_seconds": self._connections.transport.longest_gap_seconds}
 
     def report(self, path: str | PathLike[str], **curves: Curve) -> Page:
-        """Write a page at `path`, on rank 0, with the timeline of the last training batch, by rank, and the largest
-        memory. Takes the spans of `timeline`. Collective; on every rank the page, which notebooks show.
+        """Write a page at `path`, on rank 0, with the timeline of the last training batch, by rank, and the peak
+        memory. Takes the spans of `timeline`. Collective; returns the page, which notebooks show, on every rank.
 
-        curves: by name a value of each step, None for steps without one, for example loss=losses; or a dict from steps
-        to values. `step`: the numbers of the former, where they are not 1, 2, 3, ... ConfigError before the first
-        batch and for other curves, RanvierError when the file cannot be written.
+        curves: by name, one value per step, None for steps without one, for example loss=losses; or a dict from steps
+        to values. `step`: the numbers of the steps, if they are not 1, 2, 3, ... Raises ConfigError before the first
+        batch and for other curves, RanvierError if the file cannot be written.
         """
         self.check_usable("report")
         check_arguments(Engine.report, locals(), but=("curves",))
         return self.timeline.report(path, curves)
 
     def named_buffers(self) -> dict[str, object]:
-        """The entries of this rank's state_dicts beside parameters, by global name: buffers, and whatever else a module
-        adds."""
+        """The entries of this rank's state_dicts other than parameters, by global name: buffers, and whatever else a
+        module adds."""
         self._values.wait_for_buffers()
         return {f"{block}.{name}": value for _, block, module in self._stages.blocks
                 for name, value in module.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
@@ -368,13 +368,14 @@ class Engine:
 
     def restore_counters(self, steps: int, *, optimizer_steps: int | None, loss_scale: Mapping[str, Any] | None,
                          last_norm: float | None = None, missed_updates: Mapping[str, int] | None = None) -> None:
-        """Parameters and optimizer states have been written from outside, as they were after `steps` batches.
+        """Restore the counts after parameters and optimizer states have been written from outside, as they were after
+        `steps` batches.
 
-        missed_updates: parameter -> updates that left it alone, where there are any.
+        missed_updates: parameter -> number of updates that left it unchanged, if there were any.
         """
         self._step, self._statistics.num_updates = steps, 0
         self._values.after_load()
-        self.zero_grad()  # of batches before, which a step would add to the next one's
+        self.zero_grad()  # of earlier batches, which a step would add to the next one's
         self._updater.restore_counters(optimizer_steps, loss_scale, last_norm, missed_updates or {})
 
     @property
@@ -394,9 +395,9 @@ class Engine:
         """This rank's whole state between two steps, of tensors and plain values, as `torch.save` takes them:
         parameters, master copies, optimizer states, buffers, counts of steps, learning rate, loss scale.
 
-        Every tensor has the shape that this rank holds, so the state fits the same rank of the same layout alone
-        (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, tensors are those that live: copy
-        what is to stay as it is. The model and the seed of dropout are the engine's own. All ranks call it.
+        Every tensor has the shape that this rank holds, so the state fits only the same rank of the same layout
+        (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, the tensors are the live ones: copy
+        those that must not change. The model and the dropout seed are not part of it. All ranks call it.
         """
         self.check_usable("state_dict")
         self.refuse_in_averages("state_dict")
@@ -404,11 +405,11 @@ class Engine:
 
     @engine_method
     def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The whole model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
+        """The full model's parameters and buffers on the CPU, on rank 0; None on other ranks. All ranks call it.
 
         Names are those of the module's own state_dict: the one that `blocks_of` or `from_transformers` was given, or an
-        nn.Sequential of the blocks ("block.parameter"). Tied parameters come under all of their names. For models that
-        fit one machine's memory; `ranvier.Checkpoints` write any.
+        nn.Sequential of the blocks ("block.parameter"). Tied parameters appear under all of their names. For models
+        that fit into one machine's memory; `ranvier.Checkpoints` writes models of any size.
         """
         self.check_usable("full_state_dict")
         self._values.wait()
@@ -416,7 +417,7 @@ class Engine:
             return gather_full_state(self, self._connections.all)
 
     def during(self, call: str) -> AbstractContextManager[None]:
-        """Inside, this rank waits for others in `call`: reports of hangs say so, here and on other ranks."""
+        """Return a context in which this rank waits for others in `call`; hang reports of all ranks name it."""
         self.world.num_calls += 1
         return self._connections.board.during(call)
 
@@ -431,8 +432,8 @@ class Engine:
         load_state(self, state)
 
     def tensors(self) -> dict[str, dict[str, list[Tensor]]]:
-        """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. On a CPU as
-        the device, offloaded states count as the host's."""
+        """Tensors of this rank that persist between steps: {"device": {category: tensors}, "host": {...}}. If the
+        device is a CPU, offloaded states count as the host's."""
         buffers = [buffer for _, _, module in self._stages.blocks for buffer in module.buffers()]
         found = self._updater.tensors([*self._parameters.values(), *buffers])
         if self._connections.tensor_mesh is not None:
@@ -441,11 +442,11 @@ class Engine:
         return found
 
     def count_received(self, count: Callable[[Iterable[Tensor]], None]) -> None:
-        """Have `count` called with the tensors of each message from another rank, which no operation here makes."""
+        """Have `count` called with the tensors of each message from another rank, which no local operation creates."""
         self._connections.inbox.received = count
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """The bytes of `tensors`, each storage once."""
+        """The bytes of `tensors`; each storage counts once."""
         return {place: {category: storage_bytes(tensors) for category, tensors in categories.items()}
                 for place, categories in self.tensors().items()}
 
@@ -456,12 +457,12 @@ class Engine:
         """One step: gradients of the mean loss over the global batch, and an update.
 
         microbatches: this replica's share, as Microbatch objects or (inputs, targets) pairs; all ranks of a replica
-        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients
-        of `forward_backward` since the last step are part of this one.
+        give the same number of them. A batch whose weight is zero everywhere updates nothing and warns. Gradients of
+        `forward_backward` since the last step are part of this step.
 
         keep_outputs: the result has what the last block has returned, and the loss of each microbatch
-            (`BatchResult.outputs`, `losses`), on the ranks of the last stage. Columns gather what each has a part of,
-            so all of them say so alike.
+            (`BatchResult.outputs`, `losses`), on the ranks of the last stage. Columns gather their parts, so all of
+            them must give the same value.
         """
         self.check_usable("train_batch")
         self.refuse_in_averages("train_batch")
@@ -510,9 +511,9 @@ class Engine:
     def step(self, result: BatchResult) -> None:
         """Update this rank's parameters from the gradients of `forward_backward`, and send tied ones to their ends.
 
-        Gradients may have been changed since, on all replicas alike: `parameter.grad` of the parameters that
-        `parameters` returns, in place or replaced; one that is None leaves its parameter alone. `optim.clip_norm` clips
-        them as they are now. result: of any of the calls that have added to them.
+        Gradients may have been changed since, in the same way on all replicas: `parameter.grad` of the parameters that
+        `parameters` returns, in place or by replacement; a gradient of None leaves its parameter unchanged.
+        `optim.clip_norm` clips them as they are now. result: of any of the calls that have added to them.
         """
         self.check_usable("step")
         self.refuse_in_averages("step")
@@ -526,11 +527,11 @@ class Engine:
         if not self._updater.has_averaged:
             raise ConfigError("has no gradients to apply", code="step-without-gradients",
                               where="Engine.step(result)",
-                              remedy="Call forward_backward before each step; train_batch updates by itself.")
+                              remedy="Call forward_backward before each step; train_batch updates on its own.")
         self._users_changes.refuse_gradients(applied=True)
         self._values.wait()
         self._connections.board.action = "the optimizer"
-        updates = self._updater.gradients.unapplied  # unless they have been let go
+        updates = self._updater.gradients.unapplied  # unless they have been discarded
         with self._lifetime.batch():  # an optimizer and its hooks are the user's code
             status = self._updater.apply()
         self._statistics.after_step(updates and status.may_update)
@@ -542,7 +543,7 @@ class Engine:
         most `max_norm`. Returns the norm before, a zero-dimensional tensor. All ranks call it.
 
         `torch.nn.utils.clip_grad_norm_(engine.parameters(), ...)` would clip each stage by its own norm, and
-        `optim.clip_norm` does the same in every step by itself.
+        `optim.clip_norm` does the same automatically in every step.
         """
         self.check_usable("clip_grad_norm_")
         check_arguments(Engine.clip_grad_norm_, locals())
@@ -567,7 +568,7 @@ class Engine:
         self._users_changes.begin(len(batch))
         if self._came_in_evaluation and self.world.rank == 0 and not some_train(
                 module for _, _, module in self._stages.blocks):
-            warnings.warn("the whole model is in evaluation mode, as transformers' from_pretrained returns it, and "
+            warnings.warn("the entire model is in evaluation mode, as transformers' from_pretrained returns it, and "
                           "trains without dropout: call model.train() before training", stacklevel=4)
         self._came_in_evaluation = False
         self._step += 1
@@ -589,8 +590,8 @@ class Engine:
 
     def _finish_step(self, status: GradientStatus, batch: Sequence[Microbatch] | None = None,
                      kept: LastOutputs | None = None) -> BatchResult:
-        """New values go to the other ends of ties; a step without a valid target warns, and a bad one is refused.
-        batch: all of its microbatches, where they are known."""
+        """Send new values to the other ends of ties; warn if a step has no valid target, and refuse a bad step. batch:
+        all of its microbatches, if they are known."""
         if not status.may_update and status.bad is not None and self._refuses_bad_losses:
             cause = ""
             if batch is not None and not self._updater.in_backward:
@@ -610,8 +611,8 @@ class Engine:
 
     @engine_method
     def examine(self, microbatches: Batch) -> Cause:
-        """After a bad step: what it began with. Runs its batch again, microbatch by microbatch, and compares what all
-        ranks see; collective. What `gradients` gives is of no use afterwards."""
+        """Find the origin of a bad step. Runs its batch again, microbatch by microbatch, and compares what all ranks
+        see; collective. The result of `gradients` is meaningless afterwards."""
         self.check_usable("examine")
         if self._updater.in_backward:
             raise ConfigError("has changed the parameters of the step that is to be examined",
@@ -635,7 +636,7 @@ class Engine:
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
         """Have `forward(samples, inputs, compute)` compute the first stage's first `num_blocks` blocks in training,
-        which are frozen (`ranvier.elastic.cache.AutoCache.forward`). None: the blocks compute by themselves."""
+        which are frozen (`ranvier.elastic.cache.AutoCache.forward`). None: the blocks compute themselves."""
         self._stages.first.use_cache(forward, num_blocks)
 
     @property
@@ -653,23 +654,24 @@ class Engine:
         return bool(least)
 
     def gather_over_rows(self, own: list[str]) -> list[list[str]]:
-        """`own` of the ranks of this column on each row; they all call it. Blocks; not for each step."""
+        """Gather `own` from the ranks of this column on all rows; they all call it. Blocks; not for use in every
+        step."""
         mesh = self._connections.tensor_mesh
         return [own] if mesh is None else mesh.over_rows.gather_objects(own)
 
     def watch_layers(self, watch: bool = True) -> None:
-        """Have the steps from here on sum up each layer's gradient, for `layer_gradient_norms`."""
+        """Have the following steps sum each layer's squared gradient, for `layer_gradient_norms`."""
         self._updater.watch_blocks(self.layout.num_blocks if watch else 0)
 
     def stage_of_layers(self) -> tuple[int, ...]:
-        """The index along `pipe` of the stage that has each layer's last block."""
+        """For each layer, the index along `pipe` of the stage with its last block."""
         stages = self.layout.stages
         return tuple(stages.rank_of(self.layout.stage_of(self.block_names.index(layer[-1]))) for layer in self.layers)
 
     @engine_method
     def layer_gradient_norms(self) -> tuple[float, ...]:
         """L2 norm of each layer's gradient of the mean loss in the last step, before clipping; 0.0 for a frozen one.
-        Collective, and the same on every rank. A tied parameter counts in the block of its first end."""
+        Collective; the result is the same on every rank. A tied parameter counts for the block of its first end."""
         self.check_usable("layer_gradient_norms")
         squared = self._updater.squared_by_block()
         if squared is None:
@@ -681,8 +683,8 @@ class Engine:
 
     @engine_method
     def compare_replicas(self) -> None:
-        """Compare, bit by bit, the parameters that several ranks hold alike; collective. RanvierError on every rank,
-        with the odd ones out, where they differ."""
+        """Check that parameters that several ranks hold are bit-identical; collective. If they differ, raises
+        RanvierError on every rank, which names the ranks in the minority."""
         self.check_usable("compare_replicas")
         self._values.wait()
         self._connections.board.action = "the comparison of replicas"
@@ -695,8 +697,8 @@ class Engine:
     def evaluate(self, microbatches: Batch,
                  observe: Callable[[int, State], None] | None = None) -> BatchResult:
         """Forward only: loss and weight over the global batch, without dropout. observe: called on the ranks of the
-        last stage, all of which give one, with each microbatch's number and what the last block has returned for it,
-        whole on every column."""
+        last stage, all of which must give it, with each microbatch's number and the last block's full output for it,
+        the same on every column."""
         self.check_usable("evaluate")
         check_arguments(Engine.evaluate, locals(), but=("microbatches",))
         batch = self._check_batch(microbatches, training=False)
@@ -705,21 +707,21 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, parameters are their moving averages (`optim.ema`), for evaluation; collective. They are there twice
-        meanwhile. ConfigError without averages, and for a step inside, which the end would undo."""
+        """Context in which parameters are their moving averages (`optim.ema`), for evaluation; collective. Inside,
+        memory holds both. Raises ConfigError without averages, and for a step inside, which the end would undo."""
         self.check_usable("averaged")
         with self._values.averaged():
             yield
 
     def refuse_in_averages(self, call: str) -> None:
-        """ConfigError inside `averaged`."""
+        """Raise ConfigError inside `averaged`."""
         self._values.refuse_in_averages(call)
 
     @engine_method
     def predict(self, microbatches: Batch,
                 observe: Callable[[int, State], None] | None = None) -> list[State] | None:
         """Forward only, without the loss: what the last block returns, on the last stage's ranks; None elsewhere.
-        observe: is called with each microbatch's number and outputs, as by `evaluate`, and the list is empty."""
+        observe: called with each microbatch's number and outputs, as in `evaluate`; the list is then empty."""
         self.check_usable("predict")
         check_arguments(Engine.predict, locals(), but=("microbatches",))
         batch = self._check_batch(microbatches, training=False, has_loss=False)
@@ -732,8 +734,8 @@ class Engine:
     @engine_method
     def close(self) -> None:
         """Release the communicators; the modules become plain modules without gradients (with `optim`, parameters
-        remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other
-        ranks. TransportError if others continue to train."""
+        remain views of one buffer). Idempotent; all ranks call it. After an error it does not wait for other ranks.
+        Raises TransportError if others continue to train."""
         if self._lifetime.is_closed:
             return
         self._lifetime.is_closed = True
@@ -750,15 +752,15 @@ class Engine:
             self._connections.abandon()
 
     def abandon(self) -> None:
-        """After a rank is lost, in place of `close` or after a `close` that failed: give back what is this rank's own.
-        Waits for no other rank; the engine and its parameters are of no use any more."""
+        """Release this rank's own resources after a rank is lost, instead of `close` or after a `close` that failed.
+        Does not wait for other ranks; the engine and its parameters can no longer be used."""
         self._lifetime.is_closed = True
         self._updater.gradients.detach()
         self._connections.abandon()
 
     def forget_states(self) -> None:
-        """After `close`: the memory of gradients and optimizer states is free for another engine, whoever still holds
-        this one. Parameters stay."""
+        """After `close`: free the memory of gradients and optimizer states for another engine, even if this one is
+        still referenced. Parameters stay."""
         self._updater.forget()
         if self._connections.tensor_mesh is not None:
             self._connections.tensor_mesh.workspace.clear()
@@ -767,7 +769,8 @@ class Engine:
     # ------------------------------------------------------------------ one batch
 
     def _check_batch(self, microbatches: Batch, *, training: bool = True, has_loss: bool = True) -> list[Microbatch]:
-        """The batch, which this rank can begin: what is refused here has changed nothing, and may be called again."""
+        """Check that this rank can begin the batch, and return it. A call that is refused here has changed nothing, and
+        may be repeated."""
         refuse_outer_modes(self.world.device, training=training)
         self._users_changes.check_start(training=training)
         batch = as_microbatches(microbatches)
@@ -795,6 +798,6 @@ class Engine:
             self._connections.board.action = _OUTSIDE
 
     def check_usable(self, call: str) -> None:
-        """RanvierError where the engine is closed, or an earlier call has failed in the middle. call: what is asked of
-        it now, a method of the engine or another's."""
+        """Raise RanvierError if the engine is closed, or an earlier call has failed in the middle. call: the method
+        that is being called, of the engine or of another object."""
         self._lifetime.check(call)

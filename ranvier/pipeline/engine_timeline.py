@@ -37,8 +37,8 @@ class EngineTimeline(Timeline):
 
     def draw(self, path: str | PathLike[str]) -> Picture:
         """Draw what each rank did in the last training batch as a PNG at `path`, which rank 0 writes. Takes the spans,
-        as `take` does. Collective; on every rank the picture, which notebooks show. ConfigError before the first batch,
-        RanvierError when the file cannot be written."""
+        as `take` does. Collective; returns the picture, which notebooks show, on every rank. Raises ConfigError before
+        the first batch, RanvierError if the file cannot be written."""
         picture = timeline_picture(self._last_batch("Engine.timeline.draw"), self._mesh, self._policy)
         assert picture is not None
         self._write(Path(path), picture)
@@ -89,8 +89,8 @@ class EngineTimeline(Timeline):
 
 
 def _align_steps(curves: Mapping[str, Curve]) -> dict[str, list[float | None]]:
-    """All curves over the steps of all of them, "step". The values of a sequence belong to those that a curve "step"
-    has, else to 1, 2, 3, ..."""
+    """All curves over the steps of all of them, "step". The values of a sequence belong to the steps in a curve "step",
+    if there is one, else to 1, 2, 3, ..."""
     try:
         numbers: Iterable[Any] = curves.get("step", range(1, 1 + max(map(len, curves.values()), default=0)))
         found = {name: dict(values) if isinstance(values, Mapping) else dict(zip(numbers, values, strict=False))

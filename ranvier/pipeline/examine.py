@@ -2,12 +2,12 @@
 
 Nothing was updated, so the same batch can run again, with the same dropout, one microbatch at a time: hooks on every
 block look at what comes out of it, and at the gradient that leaves it backward. Gradients are held: none is reduced, so
-that each rank's are its own. What the ranks have seen is gathered, and all of them draw the same conclusion.
+that each rank keeps its own. What the ranks have seen is gathered, and all of them draw the same conclusion.
 
     1. parameters that were not finite before the step
-    2. the first microbatch with something not finite in its forward: its inputs, the first block, its targets, the loss
-    3. the first microbatch whose backward has it, and of its blocks the last, which the backward met first
-    4. the microbatch with the largest loss
+    2. the first microbatch with a value that is not finite in its forward: its inputs, the first block, its targets,
+    the loss 3. the first microbatch with one in its backward, and the last of its blocks, which the backward reached
+    first 4. the microbatch with the largest loss
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FindingKind = Literal["parameter", "inputs", "output", "targets", "loss", "gradi
 class Cause:
     """Origin of a bad step; `str()` is one line for people.
 
-    kind: where it was seen. block: its block, for output and gradient. parameter: of kind parameter, and of gradient
-        where a parameter's own was seen. microbatch: of `replica`, from 0. rank: the first that saw it.
+    kind: where it was seen. block: its block, for output and gradient. parameter: for kind parameter, and for gradient
+    if it was a parameter's. microbatch: of `replica`, from 0. rank: the first that saw it.
     """
 
     kind: FindingKind
@@ -54,11 +54,11 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that a rank has seen to be not finite.
+    """A non-finite value that a rank has seen.
 
     flaw: nan or inf. microbatch: -1 for parameters. place: the block's number; one before the first for inputs, one and
-    two after the last for targets and the loss. block: None for the loss. parameter: where it is a parameter, or its
-    gradient; else a gradient is that of the block's input.
+    two after the last for targets and the loss. block: None for the loss. parameter: its name, if the value is a
+    parameter or a parameter's gradient; other gradients are those of the block's input.
     """
 
     kind: FindingKind
@@ -69,9 +69,9 @@ class Finding:
     parameter: str | None = None
 
 
-@torch.no_grad()  # a recomputed block looks at fewer, and must save as many tensors
+@torch.no_grad()  # a recomputed block checks fewer tensors, and must save the same number
 def flaw_of(tensors: Iterable[object]) -> str | None:
-    """"nan" or "inf" where a floating-point tensor among `tensors` has one; nan where it has both."""
+    """"nan" or "inf" if a floating-point tensor among `tensors` has one; "nan" if it has both."""
     found = None
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -82,7 +82,7 @@ def flaw_of(tensors: Iterable[object]) -> str | None:
 
 
 class _Watch:
-    """Hooks on the blocks of a stage that note what is not finite, each thing once a microbatch."""
+    """Hooks on the blocks of a stage that record what is not finite, once per place and microbatch."""
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], num_blocks: int) -> None:
         self.microbatch = 0
@@ -127,12 +127,12 @@ class _Watch:
 def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, layout: Layout, at: Coordinates,
             gradients: Gradients, judges_gradients: bool, ranks: Group, run: Callable[[Sequence[Microbatch]], None]
             ) -> Cause:
-    """Run `microbatches` again and find what is wrong with them. Collective; leaves gradients of no use.
+    """Run `microbatches` again and find what is wrong with them. Collective; gradients are meaningless afterwards.
 
     judges_gradients: whether gradients that are not finite are wrong (in fp16 they are not).
-    run: forwards and backwards of some microbatches of this replica; every rank calls it equally often.
+    run: forwards and backwards of some microbatches of this replica; every rank calls it the same number of times.
     """
-    # from behind: a parameter that several blocks have is noted with the first of them
+    # in reverse: a parameter that several blocks have is recorded with the first of them
     held = {parameter: (number, block, f"{block}.{name}") for number, block, module in reversed(stages.blocks)
             for name, parameter in module.named_parameters()}
     findings = [Finding(kind="parameter", flaw=flaw, place=number, block=block, parameter=name)
@@ -168,27 +168,27 @@ def examine(microbatches: Sequence[Microbatch], *, stages: RankStages, layout: L
 
 def conclude(findings: Sequence[Sequence[Finding]], losses: Sequence[Sequence[tuple[int, float, float]]],
              mesh: Mesh) -> Cause:
-    """The cause, from what each rank has seen. losses: (microbatch, sum of losses, weight) of each rank's own share; of
-    columns that know the same, the first tells."""
+    """The cause, from what each rank has seen. losses: (microbatch, sum of losses, weight) of each rank's own share;
+    from columns with the same values, only the first's."""
     seen = [(finding, rank, mesh.coordinates(rank).replica) for rank, each in enumerate(findings) for finding in each]
     of_kind = {kind: [entry for entry in seen if entry[0].kind == kind] for kind in get_args(FindingKind)}
     if of_kind["parameter"]:
         return _parameter(of_kind["parameter"], mesh)
     wrong = [entry for kind in ("output", "loss", "gradient") for entry in of_kind[kind]]
     places = {(finding.microbatch, replica) for finding, _, replica in wrong}
-    data = [entry for kind in ("inputs", "targets") for entry in of_kind[kind]  # of which something came
+    data = [entry for kind in ("inputs", "targets") for entry in of_kind[kind]  # that had an effect
             if (entry[0].microbatch, entry[2]) in places]
     if forward := [*data, *of_kind["output"], *of_kind["loss"]]:
         return _cause_of(*min(forward, key=lambda entry: (entry[0].microbatch, entry[2], entry[0].place, entry[1])))
     if of_kind["gradient"]:
-        # weights' gradients are summed over rows in the backward: who sees more than those is nearer
+        # weights' gradients are summed over rows in the backward: a rank that sees others, too, is nearer
         return _cause_of(*min(of_kind["gradient"], key=lambda entry: (
             entry[0].microbatch, entry[2], -entry[0].place, entry[0].parameter is not None, entry[1])))
     return _largest(losses, mesh)
 
 
 def _parameter(seen: Sequence[tuple[Finding, int, int]], mesh: Mesh) -> Cause:
-    """The first parameter in model order, and where it is wrong, unless that is so everywhere."""
+    """The first parameter in model order, and the replicas where it is not finite, unless all are affected."""
     first, rank, replica = min(seen, key=lambda entry: (entry[0].place, entry[1]))
     replicas = sorted({replica for finding, _, replica in seen if finding.parameter == first.parameter})
     alone = f", on replica {' and '.join(map(str, replicas))} alone" if len(replicas) < mesh.num_replicas else ""
@@ -228,4 +228,4 @@ def _largest(losses: Sequence[Sequence[tuple[int, float, float]]], mesh: Mesh) -
     number, replica = max(means, key=means.__getitem__)
     return Cause(kind="largest loss", microbatch=number, replica=replica,
                  text=f"microbatch {number} of replica {replica}: its loss is the largest, "
-                      f"{means[number, replica]:.6g}; all that blocks make of it is finite")
+                      f"{means[number, replica]:.6g}; all outputs and gradients are finite")

@@ -1,4 +1,4 @@
-"""The parameters that an engine has taken from its blocks, and what has become of them in the blocks since.
+"""The parameters that an engine has taken from its blocks, and changes to them in the blocks since.
 
     module.weight.data = x                              the same parameter with other memory
     module.load_state_dict(state, assign=True)          another parameter in its place
@@ -6,8 +6,8 @@
 
     model[0] = nn.Linear(8, 8)                          another block in the user's container
 
-Gradients, optimizer states and checkpoints belong to the parameters of the start. A new one in their place would never
-train, so its value is copied into the first one, which takes its place again. Another block is refused.
+Gradients, optimizer states and checkpoints belong to the original parameters. A replacement would never train, so its
+value is copied into the original, which takes its place again. A replaced block is refused.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _WITH_NORM = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.floa
 
 
 class HeldParameters:
-    """blocks: (number in the model, name, module) of each block of this rank, when all parameters are in place.
-    container: the module that the user has given them in; it is not kept in memory. replicas: so many ranks compute the
-    same blocks for other samples, and update them together. others: the blocks of other ranks. owners: name of a
-    parameter -> that of its tie's owner."""
+    """Checks the parameters of a rank's blocks. blocks: (number in the model, name, module) of each block, when all
+    parameters are in place. container: the user's module that contains them; it is not kept alive. replicas: number of
+    ranks that compute the same blocks for other samples, and update them together. others: the blocks of other ranks.
+    owners: name of a parameter -> that of its tie's owner."""
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], container: nn.Module | None = None, *,
                  replicas: int = 1, others: Sequence[tuple[str, ref[nn.Module]]] = (),
@@ -51,12 +51,12 @@ class HeldParameters:
         self._versions: list[int] = []
         """Version counters of the held parameters at the last `adopt`; each write in place changes them."""
         self._after_forwards: list[int] = []
-        """The same when the last forward of the batch has run."""
+        """Version counters after the last forward of the batch."""
         self._trains: list[bool] = []
         """Which of them train, at the last `adopt`."""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """Of the held parameters that several replicas compute with, while the first batches run: writes through
-        `parameter.data` leave the version counters as they are."""
+        """Norms of the held parameters with several replicas, during the first batches: writes through `parameter.data`
+        do not change the version counters."""
         self._batches = 0
         self._warned = False
         for _, block, module in blocks if replicas > 1 else ():
@@ -65,19 +65,19 @@ class HeldParameters:
                          for (block, name), held in self._held.items()]
 
     def begin(self) -> None:
-        """A training batch begins, after `adopt`."""
+        """Begin a training batch, after `adopt`."""
         self._batches += 1
         by_value = self._replicas > 1 and self._batches <= BATCHES_BY_VALUE
         self._norms = with_norms(self._held.values() if by_value else ())
 
     def _block_parameters(self) -> Iterator[tuple[str, str, nn.Parameter, nn.Module]]:
-        """Block, name, parameter and the block's module, of every name that a block has for a parameter now."""
+        """Yield block, name, parameter and the block's module, for every name that a block now has for a parameter."""
         for _, block, module in self._blocks:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield block, name, parameter, module
 
     def _as_they_were(self) -> bool:
-        """Whether all modules and parameters are in the places that they had at the last look: what costs little."""
+        """Whether all modules and parameters are in the same places as at the last look; a cheap check."""
         if self._places is None:
             return False
         for here, known in self._places:
@@ -94,8 +94,9 @@ class HeldParameters:
                         for here in (module._parameters, module._modules)]
 
     def adopt(self) -> None:
-        """Take over the values of parameters that have been replaced. ModelError for one that cannot be: it is gone or
-        new, of another shape, number format or device, or has two new values; and where the model has other blocks."""
+        """Take over the values of parameters that have been replaced. Raises ModelError if that is impossible: a
+        parameter is gone or new, has another shape, number format or device, or has two new values; and if the model
+        has other blocks."""
         container = None if self._container is None else self._container()
         if container is not None:
             for name, given in self._given.items():
@@ -162,13 +163,13 @@ class HeldParameters:
                              "Build a new engine.")
 
     def forwards_ended(self) -> None:
-        """The last forward of a training batch has run, and its backward has not."""
+        """Note versions after the last forward of a training batch, before its backward."""
         if self._replicas > 1:
             self._after_forwards = [held._version for held in self._held.values()]
 
     def check_kept(self) -> None:
-        """ModelError where a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch, in a
-        forward. With several replicas also for one that was written to."""
+        """Raise ModelError if a parameter has been replaced, frozen or unfrozen since `adopt`: during the batch, in a
+        forward. With several replicas, also if one was written to."""
         for ((block, name), held), trained in zip(self._held.items(), self._trains, strict=True):
             if held.requires_grad != trained:
                 raise _frozen_during_batch(f"{block}.{name}", held)
@@ -179,33 +180,33 @@ class HeldParameters:
         for block, name, parameter, _ in self._block_parameters():
             if self._held.get((block, name)) is not parameter:
                 raise _error("parameter-replaced-during-batch", block, name,
-                             "was replaced during the batch, whose gradients it does not have",
+                             "was replaced during the batch, so it lacks the batch's gradients",
                              "Replace parameters between batches, or write into them: parameter.data.copy_(value).")
 
     def _check_written(self) -> None:
-        """ModelError where a parameter has been written to in a backward, by a hook that knows this replica's gradient
-        alone, and a warning, once, where it was written to before, as by a forward that may know nothing but the
-        parameter."""
+        """Raise ModelError if a parameter was written to in a backward, by a hook that has only this replica's
+        gradient; warn, once, if it was written to before the backward, as by a forward whose change may depend on the
+        parameter alone."""
         rewritten = set(changed_norms(self._norms))
         before_and_after = zip(self._versions, self._after_forwards or self._versions, strict=True)
         for ((block, name), held), (before, after) in zip(self._held.items(), before_and_after, strict=True):
             if held._version != after:
                 raise _error("parameter-changed-in-backward", block, name,
-                             f"was changed in place in a backward, by each of {self._replicas} replicas for itself",
+                             f"was changed in place in a backward, by each of {self._replicas} replicas separately",
                              "Give the engine the optimizer, which updates from the gradients of all replicas: "
                              "Engine(optimizer=...), or Optim(update_in_backward=True) for its memory.")
             if (before != after or held in rewritten) and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"parameter {block}.{name} was changed in place during the batch, by each of {self._replicas} "
-                    "replicas for itself: they diverge unless the change depends on nothing else than the "
+                    "replicas separately: they diverge unless the change depends on nothing but the "
                     "parameter, as a clamp does. The guard's compare_every compares them", stacklevel=7)
 
 
 class SteadyParameters:
-    """The parameters and buffers of one stage in the first batches: a forward changes no gradient of a parameter, and
-    freezes none. While others are under way, torch notices whatever it changes, and a backward changes no buffer that
-    forwards change.
+    """Checks, in the first batches, the parameters and buffers of one stage: a forward must not change a parameter's
+    gradient, nor freeze a parameter. While other microbatches are under way, torch notices whatever it changes, and a
+    backward must not change a buffer that forwards change.
 
         call `note` before each forward of a training batch, and `check` when it has ended
     """
@@ -217,7 +218,7 @@ class SteadyParameters:
                         for path, submodule in module.named_modules()]
         self._before: list[tuple[bool, int, int]] = []
         self._gradients: list[Tensor | None] = []
-        """So that no other tensor gets the identity of one of them."""
+        """Kept so that no other tensor gets the identity of one of them."""
         self._buffers: dict[str, tuple[Tensor, int]] = {}
         """Name -> the buffer before the forward or backward, and its version."""
         self._forward_changes: set[str] = set()
@@ -230,14 +231,14 @@ class SteadyParameters:
         """These buffers with their norms before the forward or backward."""
 
     def note_values(self) -> None:
-        """The first forward of a batch has run."""
+        """Note versions and norms after the first forward of a batch."""
         buffers = (buffer for _, module in self._places for buffer in module._buffers.values() if buffer is not None)
         self._values = [(tensor, tensor._version, norm) for tensor, norm in with_norms((*self._named, *buffers))]
 
     def tell_torch(self, roots: Iterable[Node]) -> None:
-        """Another forward has run before the first one's backward: tensors that it has changed without a new version,
-        as by a write through their `data`, get one. Then torch refuses backwards that need the values from before.
-        roots: of the graphs of all forwards under way, this one too."""
+        """Increment the version of tensors that another forward, before the first one's backward, has changed without a
+        new version, as by a write through their `data`. Torch then refuses backwards that need the old values. roots:
+        of the graphs of all forwards under way, including this one."""
         changed = changed_norms([(tensor, norm)
                                  for tensor, version, norm in self._values if tensor._version == version])
         self._values = []
@@ -256,8 +257,8 @@ class SteadyParameters:
                 for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_inference()}
 
     def check_buffers(self, *, backward: bool) -> None:
-        """Note the buffers that a forward has changed since `note_buffers`; ModelError where a backward has changed one
-        of them."""
+        """Note the buffers that a forward has changed since `note_buffers`; raise ModelError if a backward has changed
+        one of them."""
         before, self._buffers = self._buffers, {}
         changed = [name for name, (buffer, version) in self._buffers_now().items() if name in before and (
             before[name][0] is not buffer or before[name][1] != version)]
@@ -271,7 +272,7 @@ class SteadyParameters:
                 raise ModelError("is changed by forwards and again by backwards, as torch.utils.checkpoint does, and "
                                  "stages run these in another order than a plain loop",
                                  code="buffer-changed-in-backward", where=f"buffer {name}",
-                                 remedy="Recompute by `--memory.recompute 1` in place of torch.utils.checkpoint, or "
+                                 remedy="Recompute by `--memory.recompute 1` instead of torch.utils.checkpoint, or "
                                         "leave what changes the buffer out of the checkpoint.")
 
     def note(self) -> None:
@@ -288,8 +289,8 @@ class SteadyParameters:
             if was[0] != found[0]:
                 raise _frozen_during_batch(name, parameter)
             if was != found:
-                raise ModelError("has got or lost a gradient in a forward: by backward() or zero_grad() of a block or "
-                                 "the loss, whose part of it the engine cannot tell from that of the batch",
+                raise ModelError("has gained or lost a gradient in a forward: by backward() or zero_grad() of a block "
+                                 "or the loss, whose part the engine cannot separate from that of the batch",
                                  code="gradient-changed-in-forward", where=f"parameter {name}",
                                  remedy="Compute gradients inside a forward by torch.autograd.grad, and add what is "
                                         "to train to the loss.")
@@ -306,7 +307,7 @@ def with_norms(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def changed_norms(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Those of these tensors whose norm is another now. The host waits once for each device."""
+    """The tensors whose norm has changed. The host waits once for each device."""
     by_device = dict[torch.device, list[tuple[Tensor, Tensor]]]()
     for tensor, norm in before:
         by_device.setdefault(tensor.device, []).append((tensor, norm))
@@ -319,8 +320,8 @@ def changed_norms(before: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _leave_out_statistics(roots: Iterable[Node]) -> None:
-    """Batch norms of torch save their running statistics, although the backward of a training forward does not read
-    them. Torch does not compare versions of what has hooks."""
+    """Exclude running statistics from torch's version check. Torch's batch norms save them, although the backward of a
+    training forward does not read them. Torch does not compare versions of saved tensors with hooks."""
     todo = list(roots)
     seen = set(todo)
     while todo:
@@ -354,10 +355,10 @@ def _frozen_during_batch(name: str, parameter: nn.Parameter) -> ModelError:
 
 
 def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
-    """Such a table is changed by a forward, in the rows that this replica looks up."""
+    """Refuse embeddings with max_norm: a forward changes the rows of the table that this replica looks up."""
     for path, submodule in module.named_modules():
         if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.max_norm is not None:
-            raise ModelError(f"renormalizes the rows that each of {replicas} replicas looks up for itself, so that "
+            raise ModelError(f"renormalizes the rows that each of {replicas} replicas looks up separately, so that "
                              "their tables would differ", code="embedding-max-norm",
                              where=f"module {block}.{path}".removesuffix("."), value=f"max_norm={submodule.max_norm}",
                              remedy="Leave max_norm out, and after each step, inside torch.no_grad(), write "
@@ -365,16 +366,16 @@ def _refuse_renormalised(block: str, module: nn.Module, replicas: int) -> None:
 
 
 def refuse_left_behind(left: Iterable[ref[Tensor]], blocks: Sequence[tuple[int, str, nn.Module]], loss: object) -> None:
-    """ModelError where code of these blocks, or of the loss, has a tensor that has lost the parameters in its memory:
-    an optimizer has moved them (`ViewsOfParameters.left`)."""
+    """Raise ModelError if code of these blocks, or of the loss, has a tensor that no longer shares its parameters'
+    memory: an optimizer has moved them (`ViewsOfParameters.left`)."""
     tensors = {id(one): one for one in (found() for found in left) if one is not None}
     if not tensors:
         return
     reach = CodeReach.from_roots([*((block, module) for _, block, module in blocks), ("loss", loss)])
     for name, tensor in tensors_in(reach.found.values()):
         if id(tensor) in tensors:
-            raise ModelError("lies over the memory of parameters, and not within that of one whose elements are in "
-                             "order: Ranvier's optimizer, which moves parameters, would leave it with their old values",
+            raise ModelError("shares the memory of parameters, but not within one whose elements are in order: "
+                             "Ranvier's optimizer, which moves parameters, would leave it with their old values",
                              code="tensor-over-parameters", where=f"tensor {name}", value=tuple(tensor.shape),
                              remedy="Compute it from the parameters in the forward, or give the engine a torch "
                                     "optimizer, which leaves them where they are: Engine(optimizer=...).")
@@ -385,7 +386,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> st
 
 
 def _changed_error(block: str, what: str) -> ModelError:
-    return ModelError(f"{what} after the engine was built, which trains the blocks of the start", code="block-replaced",
+    return ModelError(f"{what} after the engine was built, which trains the original blocks", code="block-replaced",
                       where=f"block {block}", remedy="Build a new engine.")
 
 
@@ -395,11 +396,11 @@ def _error(code: str, block: str, name: str, what: str, remedy: str) -> ModelErr
 
 # --- the list of a rank's parameters ----------------------------------------------------------------------------------
 
-# The parameters that one rank updates, as a list that notices an optimizer that calls for gradients itself.
+# The parameters that one rank updates, as a list that refuses optimizers that compute gradients themselves.
 
 
 class RankParameters(list[nn.Parameter]):
-    """An optimizer that calls for gradients itself, such as LBFGS, is refused."""
+    """A list that refuses an optimizer that computes gradients itself, such as LBFGS."""
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         caller = sys._getframe(1)

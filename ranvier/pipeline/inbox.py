@@ -1,7 +1,7 @@
 """The inbox of one rank: arrived messages of the current batch, in any order.
 
 Ranks do not wait for each other between batches, so messages of the next batch may arrive while this one runs: they are
-kept until it begins. A wait that lasts too long ends in a report of who waits for what.
+kept until it begins. A wait that takes too long ends in a report of which rank waits for what.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Inbox:
         self.bytes_received = 0
         """Payload bytes of everything that has arrived here."""
         self.received: Callable[[Iterable[Tensor]], None] | None = None
-        """Called with the tensors of each message from another rank, where somebody counts their memory."""
+        """Called with the tensors of each message from another rank, if their memory is counted."""
         self._call = self._step = 0
         self._count = 0
         self._arrived: dict[tuple[Direction, int, int], Message] = {}
@@ -60,10 +60,10 @@ class Inbox:
         self._on_arrival: OnArrival = lambda direction, microbatch, stage: None
 
     def begin(self, call: int, step: int, num_microbatches: int, on_arrival: OnArrival) -> None:
-        """The batch begins that has this number (`call_number`); `on_arrival` is called for each of its messages on
-        arrival, early ones at once.
+        """Begin the batch with this number (`call_number`); `on_arrival` is called for each of its messages on arrival,
+        immediately for early ones.
 
-        step: the training step that waits are booked under.
+        step: the training step to which waits are attributed.
         """
         self._call, self._step, self._count, self._on_arrival = call, step, num_microbatches, on_arrival
         early, self._early, self._next = self._early, [], {}
@@ -109,23 +109,23 @@ class Inbox:
             self._on_arrival(way, expected, message.stage)
 
     def poll(self) -> None:
-        """Take in everything that has arrived; never blocks."""
+        """Receive everything that has arrived; never blocks."""
         for message in self._transport.poll():
             self._receive(message)
 
     def deliver(self, message: Message) -> None:
-        """A message from another stage of this rank."""
+        """Take a message from another stage of this rank."""
         self._sort(message)
 
     def take(self, way: Direction, microbatch: int, stage: int, source: int) -> Message:
-        """That message for `stage`, waiting for it where it has not come yet."""
+        """Return this message for `stage`; wait for it if it has not arrived yet."""
         place = way, stage, microbatch
         while place not in self._arrived:
             self.wait(f"the {_NAMES[way]} of microbatch {microbatch}", source)
         return self._arrived.pop(place)
 
     def wait(self, what: str, source: int) -> None:
-        """Sleep until any message arrives. MessageTimeout, with the whole board, when none does in time."""
+        """Sleep until any message arrives. Raises MessageTimeout, with the full board, if none does in time."""
         started = time.monotonic_ns()
         message = self._board.wait(what, source, self._transport.wait, self._timeout)
         if message is None:

@@ -1,12 +1,12 @@
 """Values that a forward leaves outside of the carried state, where code of another stage reads them
 (`plan/shared_places`).
 
-    before a forward, or a backward        what is in these places
-    afterwards                             ModelError for one that has changed, by name
-    after the last one of a batch          a number of what all readers make by themselves, which they must have alike
+    before a forward, or a backward        record what is in these places
+    afterwards                             ModelError for a value that has changed, by name
+    after the last one of a batch          a checksum of what all readers compute themselves, which must be the same
 
-The number is added to the sums of the batch (`pipeline/statistics`) with factors whose sum is zero over the ranks of a
-replica that have the place.
+The checksum is added to the sums of the batch (`pipeline/statistics`) with factors whose sum is zero over the ranks of
+a replica that have the place.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ranvier.plan.shared_places import ANY_NAME, Element, Entry, SharedPlace
 
 _MOST_DEPTH = 4
 _CLOSE_BATCHES = 2
-"""So many batches are looked at by each forward and backward. Later ones are from the first forward to the last
-backward of a stage, or by each forward where other stages of the rank run in between."""
+"""Number of batches in which each forward and backward is checked. Later batches are checked from the first forward to
+the last backward of a stage, or in each forward if other stages of the rank run in between."""
 _OR_SAY_SO = ("If no block needs what another one has left there, as in a logger, a timer or a workspace, set "
               "ranvier_per_stage = True on the object or its class; make a variable, dict or list an attribute of one.")
 
 
 class LeftValues:
-    """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None where the stage has
+    """The places of one stage on this rank. blocks: (number in the model, name, module). loss: None if the stage has
     none. is_alone: whether no other stage of this rank runs in between. only_here: numbers of places that no other rank
-    has, so that none can tell whether its stages make the same of it."""
+    has, so that no rank can check whether the stages compute the same values."""
 
     def __init__(self, places: Sequence[SharedPlace], blocks: Sequence[tuple[int, str, nn.Module]], loss: object, *,
                  is_alone: bool, only_here: Collection[int] = ()) -> None:
         self._is_alone, self._only_here, self._batches = is_alone, only_here, 0
         self._made: dict[tuple[int, Entry], Watch] = {}
-        """Entries that a forward here has made, of those that all readers make by themselves."""
+        """Entries that a forward here has made, among those that all readers compute themselves."""
         self._numbers: dict[tuple[int, Entry], tuple[Mark, int]] = {}
         self._places: list[tuple[SharedPlace, Any]] = []
         self._watches: list[Watch] | None = None
         """Of all places, from the first forward on."""
         self._steady, self._unsteady = Identities(()), list[Watch]()
         self._found: frozenset[int] = frozenset()
-        """What is looked at by itself, and not as a part of what has it."""
+        """Identities of objects that are watched on their own, not as a part of what contains them."""
         if places:
             reach = CodeReach.from_roots([*((name, module) for _, name, module in blocks), ("loss", loss)])
             self._found = frozenset(reach.found) | reach.per_stage
@@ -63,14 +63,14 @@ class LeftValues:
             self._places = [(place, found[place.at]) for place in places if place.at in found]
 
     def begin(self, *, first: bool, backward: bool = False) -> None:
-        """A forward begins, or a backward. first: of its batch."""
+        """Begin a forward or a backward. first: whether it is the first of its batch."""
         self._batches += first
         if self._is_due(first, backward):
             self._changes()  # by code between batches, or of another stage
 
     def check(self, *, last: bool, backward: bool = False) -> None:
-        """It has ended. ModelError where it has left something that another stage reads, and does not make by itself.
-        last: of its batch."""
+        """End a forward or a backward. Raises ModelError if it has left something that another stage reads and does not
+        compute itself. last: whether it is the last of its batch."""
         for change in self._changes() if self._is_due(last, backward) else ():
             place = change.watch.place
             if not change.is_read:
@@ -97,8 +97,8 @@ class LeftValues:
         return found
 
     def count_made(self) -> dict[tuple[int, Entry], int]:
-        """A number of each entry that forwards of the stage have made so far, which is counted anew where that has
-        changed: of tensors on a device, the host waits for it."""
+        """A checksum of each entry that forwards of the stage have made so far, computed again if the entry has
+        changed; for tensors on a device the host waits."""
         for (number, entry), watch in self._made.items():
             now = dict(watch.entries()).get(entry)
             mark, known = watch.mark(now), self._numbers.get((number, entry))
@@ -107,12 +107,13 @@ class LeftValues:
         return {place: one for place, (_, one) in self._numbers.items()}
 
     def first_made(self) -> tuple[SharedPlace, Entry] | None:
-        """Where a forward of the stage has made something."""
+        """The first place where a forward of the stage has made something."""
         return next(((watch.place, entry) for (_, entry), watch in self._made.items()), None)
 
 
 class SameLeft:
-    """Whether the stages of a model make alike what each of them makes by itself. stages: those of this rank."""
+    """Checks that the stages of a model compute the same for values that each of them computes itself. stages: those of
+    this rank."""
 
     def __init__(self, places: Sequence[SharedPlace], at: Coordinates, placement: StagePlacement,
                  stages: Sequence[LeftValues]) -> None:
@@ -126,13 +127,13 @@ class SameLeft:
                 self._factors[number] = weight * (len(ranks) - 1 if at.pipeline_rank == ranks[0] else -1)
 
     def number(self) -> float:
-        """The number that this rank adds to the sums."""
+        """The checksum that this rank adds to the sums."""
         if not self._factors:
             return 0.0
         made: dict[tuple[int, Entry], int] = {}
         for stage in self._stages:
             for place, one in stage.count_made().items():
-                if made.setdefault(place, one) != one:  # stages of this rank differ, of what each has a copy
+                if made.setdefault(place, one) != one:  # stages of this rank differ in their copies
                     raise _differs(stage.first_made())
         numbers: dict[int, int] = {}
         for (number, entry), one in sorted(made.items(), key=lambda one: (one[0][0], repr(one[0][1]))):
@@ -140,13 +141,13 @@ class SameLeft:
         return float(sum(self._factors.get(number, 0) * (one >> 32 - NUMBER_BITS) for number, one in numbers.items()))
 
     def check(self, total: float) -> None:
-        """ModelError where the sum over all ranks shows that they differ."""
+        """Raise ModelError if the sum over all ranks shows that they differ."""
         if total:
             raise _differs(next(filter(None, (stage.first_made() for stage in self._stages)), None))
 
 
 def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int:
-    """A number of a value, the same on all ranks for equal values. found: what is left out."""
+    """A checksum of a value, the same on all ranks for equal values. found: identities of what is left out."""
     if id(value) in found:
         return 0
     if isinstance(value, Tensor):
@@ -163,11 +164,11 @@ def _number(value: Any, found: Collection[int], depth: int = _MOST_DEPTH) -> int
         return crc32(repr(value).encode())
     inside = list(own.items()) if kind is None and own is not None else objects.elements_with_keys(value)
     parts = [f"{0 if kind is set else key!r} {_number(item, found, depth - 1)}" for key, item in inside if depth]
-    return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in whatever order
+    return crc32(f"{type(value).__name__ if kind is None else ''} {sorted(parts)}".encode())  # in any order
 
 
 def _end(entry: Entry) -> str:
-    """What stands behind the name of a place."""
+    """What follows the name of a place."""
     return f"[{entry.key!r}]" if isinstance(entry, Element) else f".{entry}" if entry else ""
 
 
@@ -181,13 +182,13 @@ def _left_value_error(place: SharedPlace, entry: Entry) -> ModelError:
 
 
 def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
-    where, also = "code of several stages", "makes other values on another stage, of what this one reads, too"
+    where, also = "code of several stages", "computes other values on another stage for what this stage reads, too"
     if made is not None:
         place, end = made[0], _end(made[1])
         where = f"attribute {place.at.path}{end}"
         also = f"is also {place.other}{end}, for code of another stage, and the stages have made different values of it"
     return ModelError(f"{also}; nothing was updated", code="shared-container-differs", where=where,
-                      remedy="Pass what later blocks need in the carried state, give each block a value of its own, or "
+                      remedy="Pass what later blocks need in the carried state, give each block its own value, or "
                              f"put the blocks on one stage (Pipeline(boundaries=...)). {_OR_SAY_SO}")
 
 
@@ -197,22 +198,22 @@ def _differs(made: tuple[SharedPlace, Entry] | None) -> ModelError:
 #
 #     watch = Watch(place, value, found)      what there is now: values, elements of containers, versions of tensors
 #     watch.changes()                         exactly: numbers and texts are the same if they are equal
-#     Identities(watches).is_same()           of many at once, by identity, in C: for each forward of each batch
+#     Identities(watches).is_same()           for many together, by identity, in C: for each forward of each batch
 #
-# What cannot be looked into, such as a generator, is never the same. Not seen is what is as it was when somebody looks
-# again, and what C code changes in a tensor's memory. Of more than 10,000 elements the ends are compared, and of large
+# Opaque objects, such as generators, are never the same. Not noticed are changes that are undone before the next look,
+# and what C code changes in a tensor's memory. Of more than 10,000 elements only the ends are compared, and of large
 # arrays a sample.
 
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SAMPLED = 1 << 17
-"""Of larger arrays so many elements are compared, evenly spread."""
+"""Number of elements, evenly spread, that are compared in larger arrays."""
 _version_of = attrgetter("_version")
 
 
 class Mark:
-    """What there was: the value, or the elements of a container, which this keeps alive, and how often tensors among
-    them have been changed in place."""
+    """A snapshot: the value, or the elements of a container, which this keeps alive, and the version counters of
+    tensors among them."""
 
     __slots__ = ("containers", "is_opaque", "is_sampled", "kept", "tensors", "versions")
 
@@ -220,13 +221,13 @@ class Mark:
         self.kept: list[Any] = [value]
         self.containers: list[Any] = []
         self.is_sampled = False
-        """Whether its elements, or those of an array, are compared by themselves, and not by identity."""
+        """Whether its elements, or those of an array, are compared by value, and not by identity."""
         self._add(value, found if is_found else (), found, _MOST_DEPTH)
         self.tensors = [] if PLAIN.issuperset(map(type, self.kept)) else [
             one for one in self.kept if isinstance(one, Tensor) or objects.is_array(one)]
         self.versions = [_version(tensor) for tensor in self.tensors]
         self.is_opaque = any(type(one) not in PLAIN and objects.is_opaque(one) for one in self.kept)
-        """Whether nobody can tell that it is as it was."""
+        """Whether it is impossible to tell that it has not changed."""
         self.is_sampled |= self.is_opaque or any(map(objects.is_array, self.tensors))
 
     @property
@@ -257,7 +258,7 @@ class Mark:
                 self._add(item, found, found, depth - 1)
 
     def is_same(self, other: Mark) -> bool:
-        """Whether it is the same value, with the same elements: numbers and texts are, if they are equal."""
+        """Whether it is the same value, with the same elements: numbers and texts are the same if they are equal."""
         return not self.is_opaque and len(self.kept) == len(other.kept) and self.versions == other.versions and (
             all(map(is_, self.kept, other.kept)) or all(map(_is_same, self.kept, other.kept)))
 
@@ -277,7 +278,8 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """One place. found: identities of what is looked at by itself, and not as a part of what has it."""
+    """Watches one place. found: identities of objects that are watched on their own, not as a part of what contains
+    them."""
 
     def __init__(self, place: SharedPlace, value: object, found: Collection[int]) -> None:
         self.place, self.value, self._found = place, value, found
@@ -287,7 +289,7 @@ class Watch:
     def _look(self) -> None:
         self.marks = {entry: self.mark(element) for entry, element in self.entries()}
         self.iterators = self._iterators()
-        """What gives all that there is, for a comparison by identity; None where that does not tell."""
+        """Iterators over all that there is, for a comparison by identity; None if identity is not sufficient."""
         self._identities = None if self.iterators is None else Identities((self,))
 
     @property
@@ -307,7 +309,7 @@ class Watch:
         return objects.entries_of(self.value, self.place.read)
 
     def changes(self) -> Iterator[Change]:
-        """What has changed since; afterwards it counts as it is."""
+        """Yield what has changed since the last look; its present state is the new reference."""
         if self._identities is not None and self._identities.is_same():
             return
         before = self.marks
@@ -339,12 +341,12 @@ class Watch:
             elif type(one) in (list, tuple, set) or type(one).__module__ == "collections":
                 found.append(one.__iter__)
             else:
-                return None  # which may iterate by code of its own
+                return None  # which may iterate by its own code
         return found
 
 
 class Identities:
-    """All that there is in these places, of which there are iterators, to be compared with what there is later."""
+    """The contents of places that have iterators, for a comparison by identity with their later contents."""
 
     def __init__(self, watches: Iterable[Watch]) -> None:
         watches = list(watches)
@@ -357,14 +359,14 @@ class Identities:
     def is_same(self) -> bool:
         try:
             now = list(chain.from_iterable(map(call, self._iterators)))
-        except (ValueError, RuntimeError):  # it is no more, or another thread changes it
+        except (ValueError, RuntimeError):  # it is gone, or another thread changes it
             return False
         return len(now) == len(self._there) and all(map(is_, now, self._there)) and (
             list(map(_version_of, self._tensors)) == self._versions)
 
 
 def _sample(value: Any) -> list[Any]:
-    """The size of a container that holds data, and the ends of what has some."""
+    """The size of a container that holds data, and the first and last element of an ordered one."""
     found = [objects.size_of(value)]
     if isinstance(value, dict):
         found += [item for ends in (dict.__iter__(value), dict.__reversed__(value))

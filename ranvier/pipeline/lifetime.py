@@ -10,8 +10,8 @@ from ranvier.errors import RanvierError
 
 
 class Lifetime:
-    """Of one engine, from its start on. forks: whether it may be called in a forked process, which has no connections
-    to other ranks."""
+    """State of one engine from its start on. forks: whether it may be called in a forked process, which has no
+    connections to other ranks."""
 
     def __init__(self, *, forks: bool) -> None:
         self._process = None if forks else os.getpid()
@@ -21,7 +21,7 @@ class Lifetime:
         self._runs_batch = False
 
     def check(self, call: str) -> None:
-        """RanvierError where the engine cannot be called. call: of `Engine.check_usable`."""
+        """Raise RanvierError if the engine cannot be called. call: as for `Engine.check_usable`."""
         where = call if "." in call else f"Engine.{call}"
         if self.is_closed:
             raise RanvierError("is closed" if where != call else "has an engine that is closed", code="engine-closed",
@@ -31,15 +31,16 @@ class Lifetime:
                                code="engine-failed", where=where,
                                remedy="Close the engine, build a new one on all ranks, and load a checkpoint.")
         if self._process not in (None, os.getpid()):
-            raise RanvierError("is called in a forked process, which other ranks do not know", code="engine-forked",
-                               where=where, value=os.getpid(), remedy="Call it in the process that built the engine.")
+            raise RanvierError("is called in a forked process, which has no connections to other ranks",
+                               code="engine-forked", where=where, value=os.getpid(),
+                               remedy="Call it in the process that built the engine.")
         if self._runs_batch:
             raise RanvierError("is called while the engine runs a batch, as by observe, a block or an optimizer",
                                code="engine-in-batch", where=where, remedy="Call it after the batch.")
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """`working` on a batch, inside which the engine cannot be called."""
+        """Context for a batch: as `working`, and the engine cannot be called inside."""
         self._runs_batch = True
         try:
             with self.working():
@@ -49,8 +50,8 @@ class Lifetime:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work in which other ranks take part, or which changes the state step by step: after an error inside, nobody
-        knows what there is."""
+        """Context for work in which other ranks take part, or which changes the state step by step: after an error
+        inside, the state is undefined."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""A warning of losses that are means over the targets that their weights count: the count would divide them twice."""
+"""Warns of losses that are already means over the targets: dividing by the weight would divide them twice."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 _MEAN = 1
 """`at::Reduction::Mean`, as torch's losses save it for their backward."""
 _LEAST_COUNT = 8
-"""Fewer elements, or a smaller divisor, are perhaps losses of several heads, and no samples."""
+"""Fewer elements, or a smaller divisor, may be losses of several heads instead of samples."""
 _PASSED_ON = ("AddBackward", "CloneBackward", "SqueezeBackward", "ToCopyBackward", "ViewBackward")
 
 
 def warn_of_mean(loss: Tensor, weight: Tensor | float) -> bool:
-    """Warn of a mean; whether it was one. On a GPU it waits for the weight."""
+    """Warn if the loss is a mean, and return whether it is. On a GPU it waits for the weight."""
     if loss.grad_fn is None or loss.is_meta or not (weight > 1 and is_mean(loss, float(weight))):
         return False
-    warnings.warn(f"the loss is a mean, and is divided by its weight, {float(weight):g}, once more: losses and "
+    warnings.warn(f"the loss is a mean, and is divided by its weight, {float(weight):g}, again: losses and "
                   "gradients are too small by this factor. Return the sum and the number of targets: "
                   "reduction='sum', or the mean times that number", stacklevel=2)
     return True
@@ -27,8 +27,8 @@ def warn_of_mean(loss: Tensor, weight: Tensor | float) -> bool:
 
 def is_mean(loss: Tensor, weight: float) -> bool:
     """Whether the last operations of a loss divide by `weight` or more: `reduction="mean"`, `mean()`, a division by the
-    weight itself. Known by the loss's graph before its backward; False for what it does not show, and for as many means
-    as `weight`, which are those of single samples."""
+    weight itself. Read from the loss's graph before its backward; False if the graph does not show it, and for `weight`
+    means or more, which are those of single samples."""
     waiting, means = [loss.grad_fn], 0
     while waiting:
         node = waiting.pop()

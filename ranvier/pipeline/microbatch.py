@@ -1,4 +1,4 @@
-"""The samples that travel the pipeline together, as one rank of one stage needs them.
+"""The samples that pass through the pipeline together, as one rank of one stage needs them.
 
 Only the first stage needs inputs and only the last needs targets, so either may be absent; the sample numbers are
 known to every stage, because dropout masks are keyed by them.
@@ -21,8 +21,8 @@ from ranvier.errors import ModelError
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """inputs: what the first block takes, or None on later stages.
-    targets: what the loss takes beside the last block's output, or None on earlier stages.
-    samples: [b] int64, the data set's own number of each sample; None only where nothing is keyed by it (no dropout).
+    targets: what the loss takes in addition to the last block's output, or None on earlier stages.
+    samples: [b] int64, the data set's own number of each sample; None only if nothing is keyed by it (no dropout).
     """
 
     inputs: State | None = None
@@ -36,11 +36,11 @@ Batch = Sequence[Microbatch | tuple[Any, ...]]
 
 def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: int, samples: Tensor | None = None
                  ) -> list[Microbatch]:
-    """A batch cut along dim 0 into microbatches of `size` samples; the last one takes what is left.
+    """Split a batch along dim 0 into microbatches of `size` samples; the last one takes the rest.
 
-    inputs, targets: tensors, or nested dicts, lists and tuples of tensors, all with the batch in dim 0. Nothing is cut
-    by guess: ModelError when their first dims differ. samples: [b] int64, the samples' own numbers. Of another mapping,
-    such as what a tokenizer of transformers returns, a dict is made.
+    inputs, targets: tensors, or nested dicts, lists and tuples of tensors, all with the batch in dim 0. Raises
+    ModelError if their first dims differ. samples: [b] int64, the samples' own numbers. Other mappings, such as what a
+    tokenizer of transformers returns, are converted to a dict.
     """
     inputs = _as_dict(inputs)
     count = _batch_size(inputs, targets, samples)
@@ -52,7 +52,7 @@ def microbatches(inputs: State | Mapping[str, Tensor], targets: object, size: in
 
 def cut_batch(inputs: State | Mapping[str, Tensor], targets: object, samples: Tensor | None, places: Sequence[slice]
               ) -> list[Microbatch]:
-    """A microbatch of the samples in each of these places of dim 0. ModelError where first dims differ."""
+    """Return a microbatch for each of these slices of dim 0. Raises ModelError if first dims differ."""
     inputs = _as_dict(inputs)
     _batch_size(inputs, targets, samples)
     return _cut(inputs, targets, samples, places)
@@ -67,13 +67,13 @@ def _cut(inputs: Any, targets: object, samples: Tensor | None, places: Sequence[
 
 
 def _as_dict(inputs: Any) -> Any:
-    """`inputs`, and a dict in the place of a mapping that `tree_map_only` takes for a leaf."""
+    """Return `inputs`, with a mapping that `tree_map_only` would treat as a leaf converted to a dict."""
     return dict(inputs) if isinstance(inputs, Mapping) and not isinstance(inputs, dict) else inputs
 
 
 def _batch_size(*trees: object) -> int:
-    """The size of dim 0 of all tensors. ModelError for values of each sample that are no tensor: all microbatches would
-    get those of the whole batch."""
+    """The size of dim 0 of all tensors. Raises ModelError for per-sample values that are not tensors: all microbatches
+    would get those of the full batch."""
     leaves = [[tree] if isinstance(tree, Tensor) else tree_leaves(tree, is_leaf=_is_list_of_values) for tree in trees]
     tensors = [[leaf for leaf in of_tree if isinstance(leaf, Tensor)] for of_tree in leaves]
     sizes = {tensor.shape[0] if tensor.dim() else None for found in tensors for tensor in found}
@@ -87,12 +87,12 @@ def _batch_size(*trees: object) -> int:
     if len(sizes) != 1 or None in sizes:
         raise ModelError("must all have the batch in dim 0", code="batch-not-in-dim-0",
                          where="microbatches(inputs, targets)", value=sorted(map(str, sizes)),
-                         remedy="Where a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
+                         remedy="If a tensor has no batch dim, cut by hand and pass ranvier.Microbatch objects.")
     return sizes.pop() or 0
 
 
 def _has_samples(leaf: object, sizes: set[int | None]) -> bool:
-    """Whether it has values of each sample, as an array, a list or an object with tensors has. sizes: of dim 0."""
+    """Whether it holds per-sample values, as an array, a list or an object with tensors does. sizes: of dim 0."""
     if leaf is None or isinstance(leaf, Tensor):
         return False
     held = leaf.values() if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {}).values()
@@ -106,7 +106,7 @@ def _is_list_of_values(tree: object) -> bool:
 
 
 def as_microbatches(batch: Batch, where: str = "batch") -> list[Microbatch]:
-    """The batch with a `Microbatch` for each pair. ModelError for other entries."""
+    """Return the batch with a `Microbatch` for each pair. Raises ModelError for other entries."""
     is_one = isinstance(batch, (Tensor, str, bytes, Mapping)) or not isinstance(batch, Iterable)
     entries: list[Any] = [batch] if is_one else list(batch)
     for entry in entries:
@@ -118,7 +118,7 @@ def as_microbatches(batch: Batch, where: str = "batch") -> list[Microbatch]:
 
 
 def check_microbatches(batch: Sequence[Microbatch], *, needs_inputs: bool, needs_targets: bool, training: bool) -> None:
-    """ModelError where a rank that needs inputs or targets has none, and where those of training require a gradient."""
+    """Raise ModelError if a rank that needs inputs or targets has none, or if those for training require a gradient."""
     for number, microbatch in enumerate(batch):
         for what, stage, is_needed, value in (("inputs", "first", needs_inputs, microbatch.inputs),
                                               ("targets", "last", needs_targets, microbatch.targets)):
@@ -131,4 +131,4 @@ def check_microbatches(batch: Sequence[Microbatch], *, needs_inputs: bool, needs
                 raise ModelError("require a gradient, which ends where the engine begins",
                                  code="microbatch-wants-gradient", where=f"{what} of microbatch {number}",
                                  remedy="Detach them, compute them inside torch.no_grad(), or let a block, or a "
-                                        "loss that is a module, have what trains.")
+                                        "loss that is a module, contain what trains.")

@@ -1,6 +1,7 @@
-"""A warning of tensors outside all blocks that a batch gives gradients, such as a parameter in a closure of the loss.
+"""Warns of tensors outside all blocks that get gradients from a batch, such as a parameter in a closure of the loss.
 
-Known by the graphs of the first microbatches of two batches: what a forward makes for itself is another tensor in each.
+Found in the graphs of the first microbatches of two batches: a tensor that a forward creates is a different one in
+each.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch.autograd.graph import Node
 
 
 class OutsideLeaves:
-    """Looks at one stage."""
+    """Checks the graphs of one stage."""
 
     def __init__(self) -> None:
         self._before: list[ref[Tensor]] = []
-        """Those of the last batch, which may be gone."""
+        """Leaves of the last batch, which may be gone."""
 
     def look(self, outputs: Iterable[Tensor], known: Iterable[Tensor]) -> None:
-        """At the graph of `outputs` before its backward. known: tensors whose gradients the engine takes."""
+        """Check the graph of `outputs` before its backward. known: tensors whose gradients the engine handles."""
         ids = {id(tensor) for tensor in known}
         found = {id(leaf): leaf for leaf in _leaves(outputs) if id(leaf) not in ids}
         twice = [leaf for before in self._before if (leaf := before()) is not None and id(leaf) in found]
         self._before = [ref(leaf) for leaf in found.values()]
         if twice:
-            warnings.warn("a block or the loss uses trainable tensors of no block "
+            warnings.warn("a block or the loss uses trainable tensors outside all blocks "
                           f"({len(twice)}, the first of shape {tuple(twice[0].shape)}); their gradients are neither "
                           "summed over replicas nor divided by the weight of the batch. Make what is to be trained an "
                           "attribute of a block, or of a loss that is a module; call requires_grad_(False) for "

@@ -1,7 +1,7 @@
 """The parts of one rank's engine, made from a plan and a checked model.
 
-All ranks make them in the same order: groups open, settings are compared and start values are shared on the way. Parts
-are given each other, never the engine: what a part refers to would live on in a circle after `Engine.close`.
+All ranks make them in the same order: groups open, settings are compared and initial values are shared on the way.
+Parts refer to each other, never to the engine: a reference cycle would keep it alive after `Engine.close`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class EngineParts:
             owners={parameter.name: parameter.owner for parameter in layout.parameters},
             replicas=1 if plan.optim.update_in_backward else plan.mesh.count(samples_over))
 
-        # the way to other ranks, and the values that start alike on several
+        # connections to other ranks, and values that start the same on several
         ties, arrived = ties_of(layout, world.rank, self.parameters), TieMessages()
         settings = settings_of(plan, guard, dtype=prepared.dtype, autocast=prepared.autocast, float8=prepared.float8,
                                nominal_weight=nominal_weight, frozen=prepared.frozen,
@@ -115,7 +115,7 @@ class EngineParts:
         self.buffers = self._replica_buffers(buffers)
         self.connections.open_splits(layout)
 
-        # what steps need
+        # parts that steps need
         self._left: list[LeftValues] = []  # of the stages, which are built last
         self.statistics = BatchStatistics(
             self.connections.all, SameTargets(at, layout.stages), SameRates(at, own=plan.own_optimizer),
@@ -157,7 +157,7 @@ class EngineParts:
             is_of_mean=nominal_weight != "auto" and plan.mesh.count(samples_over) == 1)
 
     def _split_model(self) -> Model:
-        """The model with this rank's part of each block, where several ranks split them."""
+        """The model with this rank's part of each block, if several ranks split them."""
         mesh, model = self.connections.tensor_mesh, self._given.model
         if mesh is None:
             return model
@@ -167,7 +167,8 @@ class EngineParts:
         return split_model(model, mesh)
 
     def _replica_buffers(self, how: BufferSync) -> ReplicaBuffers:
-        """The buffers of this rank's stages, over all ranks that compute their blocks for other samples."""
+        """The buffers of this rank's stages, synchronised over all ranks that compute the same blocks for other
+        samples."""
         connections, mesh = self.connections, self._plan.mesh
         group: Group = connections.data if mesh.microbatch_parts == 1 else connections.group(
             "buffers", mesh.over(splits_samples=True))
@@ -234,12 +235,13 @@ class EngineParts:
 
 
 def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool | Literal["auto"]:
-    """Whether blocks are compiled here, or on several rows or columns their chains of elementwise operations."""
+    """Whether blocks are compiled here, or, on several rows or columns, their chains of elementwise operations."""
     return setting if setting is True or (setting == "auto" and device.type == "cuda" and has_triton()) else False
 
 
 def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None:
-    """The last backward of the batch has left `block`, which may be updated while the backward goes on."""
+    """Called when the last backward of the batch has left `block`, which may be updated while the backward
+    continues."""
     if mesh is not None and updater.in_backward:
         mesh.order.compare()
     updater.gradients.block_passed(block)
@@ -252,13 +254,13 @@ def _block_passed(updater: Updater, mesh: TensorMesh | None, block: int) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedModel:
-    """A user's model as the engine takes it.
+    """A user's model as the engine uses it.
 
-    model: with its frozen layers, and the formats of what stays in fp32.
-    dtype: of parameters, buffers and activations. autocast, float8: of products, as of `Engine`.
-    frozen, frozen_above: as of `Engine`. frozen_blocks: how many come with the first `frozen` layers.
+    model: with its frozen layers, and the formats of parameters that stay in fp32.
+    dtype: of parameters, buffers and activations. autocast, float8: of products, as for `Engine`.
+    frozen, frozen_above: as for `Engine`. frozen_blocks: number of blocks in the first `frozen` layers.
     names_in_whole: global name of a parameter or buffer -> its names in the module that `blocks_of` was given.
-    in_evaluation: whether all of it came in evaluation mode.
+    in_evaluation: whether the entire model was given in evaluation mode.
     """
 
     model: Model
@@ -275,7 +277,8 @@ class PreparedModel:
 def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: torch.dtype | None,
             autocast: torch.dtype | None, float8: bool, keep_fp32: str | Sequence[str], frozen: int,
             frozen_above: Sequence[int], optim: Optim | None, own_optimizer: bool) -> PreparedModel:
-    """The model with these settings of the engine. ModelError or ConfigError for what does not fit it."""
+    """Apply these settings of the engine to the model. Raises ModelError or ConfigError for settings that do not fit
+    it."""
     model = as_model(given, loss)
     modules = ready_made(model).values()
     if dtype is None:
@@ -302,7 +305,8 @@ def prepare(given: Model | Modules, loss: Loss | None, *, world: World, dtype: t
 def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: Sample | Microbatch | None, *,
               policy: Policy | None, pipeline: Pipeline | None, tensor: TensorParallel | None, memory: Memory | None,
               optim: Optim | None, own_optimizer: bool) -> Plan:
-    """The plan of an engine that is given none. ConfigError for a mesh of another size, and as of `plan.make`."""
+    """Make the plan of an engine that is given none. Raises ConfigError for a mesh of another size, and as `plan.make`
+    does."""
     mesh = mesh or world.mesh or Mesh.of_replicas(world.size)
     if mesh.size != world.size:
         raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", code="mesh-of-other-size",
@@ -314,11 +318,11 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
                           remedy="Give optim= without optimizer=, or use torch.optim.swa_utils.AveragedModel.")
     if optim is not None and not own_optimizer and world.rank == 0 and (
             idle := rules.idle_beside_torch_optimizer(optim)):
-        warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect beside optimizer=: that "
-                      "is Ranvier's own optimizer's", stacklevel=4)
+        warnings.warn(f"Optim({', '.join(f'{name}=...' for name in idle)}) has no effect with optimizer=: it applies "
+                      "to Ranvier's own optimizer", stacklevel=4)
     if optim is not None and own_optimizer and optim.algorithm == "muon" and not prepared.model.layers and (
             world.rank == 0):
-        warnings.warn("Optim(algorithm='muon') updates the matrices of all blocks, those of embeddings and heads too, "
+        warnings.warn("Optim(algorithm='muon') updates the matrices of all blocks, also those of embeddings and heads, "
                       "since the model does not say which blocks are layers: ranvier.Model(layers=...)", stacklevel=4)
     one = None if sample is None else as_microbatches([sample], "Engine(sample=...)")[0]
     shape = None if one is None or one.inputs is None else (one.inputs, one.targets)
@@ -329,20 +333,20 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
 
 
 def check_objects(policy: Policy | None, optimizer: OptimizerFactory | None) -> None:
-    """ConfigError for a policy or an optimizer that the engine cannot use."""
+    """Raise ConfigError for a policy or an optimizer that the engine cannot use."""
     if isinstance(policy, str):
         raise ConfigError("is not a policy object", code="policy-object-is-a-name", where="Engine(policy=...)",
                           value=policy, remedy="Name a policy in Pipeline(policy=...).")
     if policy is not None:
         check_policy_object(policy)
     if optimizer is not None and not callable(optimizer):
-        raise ConfigError("is not a function that makes one of this rank's parameters", code="optimizer-not-a-factory",
-                          where="optimizer", value=type(optimizer).__name__,
+        raise ConfigError("is not a function that makes an optimizer of this rank's parameters",
+                          code="optimizer-not-a-factory", where="optimizer", value=type(optimizer).__name__,
                           remedy="Pass optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3).")
 
 
 def check_learning_rate(rate: float) -> float:
-    """`rate`. ConfigError for one that would lose the parameters, or is none."""
+    """Return `rate`. Raises ConfigError if it is not a number, or would destroy the parameters."""
     if not fits(rate, Annotated[float, Ge(0), Lt(inf)]):
         raise ConfigError("is not a finite number of at least 0", code="learning-rate-range", where="learning_rate",
                           value=repr(rate), remedy="Look at the schedule that it comes from.")
@@ -350,14 +354,14 @@ def check_learning_rate(rate: float) -> float:
 
 
 def _format_of(modules: Iterable[nn.Module], world: World) -> torch.dtype:
-    """fp64 where that is what the parameters of a user's modules have, else fp32; a warning where all are in half
-    precision, as transformers loads most models, or some in fp64."""
+    """Return fp64 if all parameters of a user's modules have it, else fp32; warn if all are in half precision, as
+    transformers loads most models, or some in fp64."""
     found = {parameter.dtype for module in modules
              for parameter in module.parameters() if parameter.is_floating_point()}
     if len(found) == 1 and is_half(half := next(iter(found))) and world.rank == 0:
         warnings.warn(f"the model is in {half}, and trains in fp32: Engine(dtype={half}) trains it in its own format, "
                       "with fp32 master copies", stacklevel=5)
     if len(found) > 1 and torch.float64 in found and world.rank == 0:
-        warnings.warn("some parameters are in fp64, and train in fp32 as the others: Engine(dtype=torch.float64) "
+        warnings.warn("some parameters are in fp64, and train in fp32 like the others: Engine(dtype=torch.float64) "
                       "trains all in fp64", stacklevel=5)
     return torch.float64 if found == {torch.float64} else torch.float32

@@ -15,28 +15,29 @@ from ranvier.pipeline.stage import Blocks, Stage
 
 
 class RankStages:
-    """stages: by rising number; an action's `turn` is the place of its stage among them. eval_blocks: numbers of blocks
-    that compute as in evaluation even while others train."""
+    """The stages of one rank. stages: by ascending number; an action's `turn` is the index of its stage among them.
+    eval_blocks: numbers of blocks that compute as in evaluation even while others train."""
 
     def __init__(self, stages: Sequence[Stage], *, eval_blocks: range = range(0)) -> None:
         self.all, self._eval_blocks = tuple(stages), eval_blocks
         self.first, self.last = stages[0], stages[-1]
-        """With the lowest number, which alone can have frozen blocks whose outputs are cached, and the highest, which
-        alone can have the loss."""
+        """The stage with the lowest number, the only one that can have frozen blocks with cached outputs, and the one
+        with the highest, the only one that can have the loss."""
         self.blocks: Blocks = [block for stage in stages for block in stage.blocks]
         """Of all stages: (number in the model, name, module)."""
         self._modes: dict[nn.Module, bool] = {}
         """Own modes of the modules that are in evaluation mode for this batch."""
 
     def check(self, *, training: bool) -> None:
-        """ModelError where blocks are in a state in which they cannot compute, or train, before anything has begun."""
+        """Raise ModelError, before anything has begun, if blocks are in a state in which they cannot compute or
+        train."""
         for read in read_attributes_of(module for _, _, module in self.blocks):
             read.check()
         for stage in self.all if training else ():
             stage.check()
 
     def begin(self, training: bool, num_microbatches: int, wanted: LastOutputs | None) -> None:
-        """A new batch: of an evaluation with all blocks in evaluation mode, else in the modes that they are in. wanted:
+        """Begin a batch: an evaluation with all blocks in evaluation mode, training in their present modes. wanted:
         takes what the last block returns."""
         self.last.wanted = wanted
         follow_originals(module for _, _, module in self.blocks)
@@ -46,7 +47,7 @@ class RankStages:
             stage.begin(training, num_microbatches)
 
     def end(self) -> None:
-        """The batch has ended, or failed: the blocks are plain modules again, in their own modes."""
+        """End a batch, also after an error: the blocks are plain modules again, in their own modes."""
         for stage in self.all:
             stage.end()
         self.last.wanted = None
@@ -54,7 +55,7 @@ class RankStages:
         self._modes = {}
 
     def forget_weights(self) -> None:
-        """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
+        """Release weights that stay gathered: they may have changed, or are no longer needed."""
         for stage in self.all:
             stage.forget_weights()
 
@@ -77,15 +78,15 @@ class RankStages:
 
 
 def follow_originals(blocks: Iterable[nn.Module]) -> None:
-    """Modules that stand for modules of a user's model take over how the modes of these have changed."""
+    """Apply mode changes of a user's modules to the modules that stand in for them."""
     for block in blocks:
         if isinstance(stand_ins := vars(block).get("stand_ins"), StandIns):
             stand_ins.follow_modes()
 
 
 def put_in_evaluation(blocks: Sequence[nn.Module]) -> dict[nn.Module, bool]:
-    """Call `eval()` of the blocks in which a module is in training. Returns the modes of all their modules before, for
-    `restore`."""
+    """Call `eval()` on the blocks in which a module is in training mode. Returns the earlier modes of all their
+    modules, for `restore`."""
     training = [block for block in blocks if any(module.training for module in block.modules())]
     before = {module: module.training for block in training for module in block.modules()}
     for block in training:
@@ -94,7 +95,7 @@ def put_in_evaluation(blocks: Sequence[nn.Module]) -> dict[nn.Module, bool]:
 
 
 def restore(modes: Mapping[nn.Module, bool]) -> None:
-    """Put every module in its mode of these, from the outside in. `train` is called, because modules override it."""
+    """Put every module into its mode in `modes`, from the outside in. Calls `train`, because modules override it."""
     for module, mode in modes.items():
         if module.training != mode:
             module.train(mode)

@@ -1,12 +1,12 @@
 """Compares the bits of parameters that several ranks hold, and names the ranks that differ.
 
-Replicas start alike, sum their gradients to the same bits and apply the same rule, so any difference is a fault: a
-broken device, memory that flips a bit, a program that writes weights on one rank only. Nothing else would tell of it,
-for the loss stays a mean over all replicas.
+Replicas start identical, sum their gradients to the same bits and apply the same rule, so any difference is a fault: a
+broken device, memory that flips a bit, a program that writes weights on one rank only. Nothing else would show it,
+since the loss remains a mean over all replicas.
 
-    parameter   -> bits as integers, times odd weights by place, summed modulo 2^64      a number per parameter
-    stage       all ranks with the same blocks gather these numbers; those with the same part of a parameter must agree
-    mesh        one reduction says whether any stage has found something; only then texts are gathered
+    parameter   -> bits as integers, times odd weights by place, summed modulo 2^64      a checksum per parameter
+    stage       all ranks with the same blocks gather checksums; those with the same part of a parameter must agree
+    mesh        one reduction shows whether any stage has found something; only then texts are gathered
 
 An odd weight is invertible modulo 2^64, so a change of one element always changes the sum; changes of several cancel
 with a probability near 2^-63.
@@ -27,15 +27,15 @@ from ranvier.layout import Layout
 from ranvier.world import World
 
 PIECE = 1 << 18
-"""Elements that are summed at once: their int64 temporaries are 2 MiB each."""
+"""Elements that are summed together: their int64 temporaries are 2 MiB each."""
 _PIECES_FACTOR = 0x2545F4914F6CDD1D
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor, weights: Tensor) -> Tensor:
-    """A number for the bits of `tensor`, zero-dimensional int64, whatever they mean: nan has bits too.
+    """A checksum of the bits of `tensor`, zero-dimensional int64, for any values, including nan.
 
-    weights: [at least the least of its elements and PIECE] odd int64.
+    weights: odd int64, at least as many as the smaller of PIECE and the number of elements.
     """
     plain = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -56,7 +56,8 @@ class ReplicaComparison:
         self._weights = torch.empty(0, dtype=torch.int64)
 
     def compare(self, parameters: Mapping[str, Tensor]) -> None:
-        """parameters: those of this rank by key, up to date. RanvierError on every rank where copies differ."""
+        """Compare parameters: those of this rank by key, up to date. Raises RanvierError on every rank if copies
+        differ."""
         names = [parameter.name for parameter in self._layout.parameters if parameter.name in parameters]
         found = self._gather_checksums([parameters[name] for name in names])
         found_here = differences(self._layout, self._stage.ranks, names, found)
@@ -91,7 +92,7 @@ class ReplicaComparison:
 
 def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
                 checksums: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
-    """(parameter, who differs in it) for each parameter that differs between ranks with the same part of it.
+    """(parameter, which ranks differ) for each parameter that differs between ranks with the same part of it.
 
     ranks: those of one stage. names: their parameters. checksums: of each rank, in the order of `names`.
     """
@@ -107,7 +108,7 @@ def differences(layout: Layout, ranks: Sequence[int], names: Sequence[str],
 
 
 def _describe_odd_ranks(layout: Layout, sums: Mapping[int, int]) -> str:
-    """The odd ones out, where most ranks agree; else everybody. sums: rank -> checksum."""
+    """Describe the ranks in the minority if most ranks agree, else all of them. sums: rank -> checksum."""
     (common, count), *_ = Counter(sums.values()).most_common()
     odd = [rank for rank, value in sums.items() if value != common]
     if 2 * count > len(sums):
@@ -117,7 +118,7 @@ def _describe_odd_ranks(layout: Layout, sums: Mapping[int, int]) -> str:
 
 
 def _ranks(layout: Layout, ranks: Sequence[int]) -> str:
-    """"replica 1 (rank 3) and replica 2 (rank 5)", with row and column where there are any."""
+    """"replica 1 (rank 3) and replica 2 (rank 5)", with row and column if there are several."""
     named = []
     for rank in ranks:
         at = layout.mesh.coordinates(rank)

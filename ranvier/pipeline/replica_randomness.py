@@ -1,8 +1,9 @@
 """Random numbers of plain modules, such as `nn.Dropout`, that differ between replicas.
 
-The first replica draws from torch's own generator, as on one device. Users seed that alike on all ranks, so the others
-would draw the same numbers for other samples. Within a batch they draw from the same generator with another seed, which
-follows from its state, the engine's seed and the number of the replica: a program that is seeded again repeats itself.
+The first replica draws from torch's own generator, as on one device. Users seed it with the same value on all ranks, so
+the others would draw the same numbers for other samples. Within a batch they draw from the same generator with another
+seed, which follows from its state, the engine's seed and the number of the replica: a program that is seeded again
+draws the same numbers.
 
     generator:   state --(seed of this replica)--> batch draws ... --(state, one number further)--> the user's code
 
@@ -24,21 +25,21 @@ _POSITIVE = (1 << 63) - 1
 
 class ReplicaRandomness:
     """Args:
-        replica: number among the ranks with the same blocks that compute other samples; all of its ranks with the same
-            blocks have the same, and draw alike. seed: of the engine. device: of this rank.
+        replica: index among the groups of ranks that compute the same blocks for other samples; ranks that compute the
+        same samples have the same index, and draw the same numbers. seed: the engine's. device: this rank's.
     """
 
     def __init__(self, replica: int, seed: int, device: torch.device) -> None:
         self._replica, self._seed, self._device = replica, seed, device
         self._began: tuple[bytes, ...] = ()
-        """The states with which the batch began, where `state_hash` is asked for."""
+        """The states with which the batch began, if `state_hash` is used."""
         self.is_compared = False
-        """Whether `state_hash` is asked for."""
+        """Whether `state_hash` is used."""
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Numbers drawn inside are this replica's own. Afterwards the generators are where they were, but for one
-        number where some were drawn."""
+        """Context in which numbers are this replica's own. Afterwards the generators have their earlier state, or are
+        one number further if any was drawn."""
         if self._replica == 0:
             self._began = self.states() if self.is_compared else ()
             yield
@@ -56,11 +57,11 @@ class ReplicaRandomness:
             for generator, state, first in zip(generators, before, began, strict=True):
                 drawn = not torch.equal(generator.get_state(), first)
                 generator.set_state(state)
-                if drawn:  # or the next batch would draw the same
+                if drawn:  # otherwise the next batch would draw the same
                     torch.rand((), generator=generator, device=generator.device)
 
     def state_hash(self) -> int:
-        """A hash of the generators' states, which tells what has been drawn in this batch; 0 if nothing has."""
+        """A hash of the generators' states, which depends on what has been drawn in this batch; 0 if nothing has."""
         states = self.states()
         return 0 if states == self._began else keyed_random.key(self._began, states)
 

@@ -19,11 +19,11 @@ from ranvier.tensor.columns import gather_whole
 
 
 class LastOutputs:
-    """What the last block returns in a batch, for a call that wants it: on the ranks of the last stage, whole on every
-    column. All columns want it, or none does.
+    """The last block's outputs in a batch, for a call that wants them: on the ranks of the last stage, in full on every
+    column. All columns want them, or none does.
 
-    observe: is given each microbatch's number and outputs, and nothing is kept. has_loss: whether the loss is computed,
-    too, and kept: `sums` are (sum of losses, weight).
+    observe: called with each microbatch's number and outputs, which then are not kept. has_loss: whether the loss is
+    also computed and kept: `sums` are (sum of losses, weight).
     """
 
     def __init__(self, observe: Callable[[int, State], None] | None = None, *, has_loss: bool = True) -> None:
@@ -32,26 +32,26 @@ class LastOutputs:
         self.sums: list[tuple[Tensor, Tensor | float | int]] = []
 
     def take(self, number: int, state: State) -> None:
-        """The last block has returned `state` for microbatch `number`."""
+        """Take `state`, which the last block has returned for microbatch `number`."""
         whole = gather_whole(state)
         if self._observe is not None:
             before = _versions(whole)
             self._observe(number, whole)
             if self.has_loss and _versions(whole) != before:
-                raise ModelError("has modified the outputs, of which the loss is yet to be computed",
+                raise ModelError("has modified the outputs, from which the loss is yet to be computed",
                                  code="observe-modifies", where="Engine.evaluate(observe=...)",
                                  remedy="Let it modify a copy: outputs.clone().")
         else:  # a loss may reuse the memory of what it is given
             self.outputs.append(tree_map_only(Tensor, lambda leaf: leaf.clone(), whole) if self.has_loss else whole)
 
     def take_loss(self, total: Tensor, weight: Tensor | float | int) -> None:
-        """What the loss has returned for the same microbatch."""
+        """Take what the loss has returned for the same microbatch."""
         if self._observe is None:
             self.sums.append((total.detach().clone(), weight))
 
 
 def _versions(state: State) -> list[int]:
-    """How often each tensor of `state` has been modified in place."""
+    """Version counters of the tensors of `state`."""
     return [leaf._version for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
@@ -86,7 +86,7 @@ class BatchResult:
 
     @property
     def losses(self) -> list[float] | None:
-        """The mean loss of each microbatch, where there are `outputs`; nan for one without a valid target."""
+        """The mean loss of each microbatch, if there are `outputs`; nan for a microbatch without a valid target."""
         if self._kept is None:
             return None
         return [float(total) / float(weight) if weight else float("nan") for total, weight in self._kept.sums]
@@ -99,8 +99,8 @@ class BatchResult:
 
     @property
     def bad(self) -> str | None:
-        """Why nothing was updated from this step: "loss is nan", or, where the engine has a guard, "gradient norm is
-        inf" or a loss that explodes. None for any other step."""
+        """Why nothing was updated from this step: "loss is nan", or, if the engine has a guard, "gradient norm is inf"
+        or a loss that explodes. None for any other step."""
         return None if self.status is None else self.status.bad
 
     @property
@@ -116,7 +116,7 @@ class BatchResult:
 
     @property
     def loss(self) -> float:
-        """Sum of losses over the weight of the global batch; nan when the weight is zero."""
+        """Sum of losses divided by the weight of the global batch; nan if the weight is zero."""
         return float(self._stats[0]) / self.weight if self.weight else float("nan")
 
     @property

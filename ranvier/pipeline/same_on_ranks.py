@@ -1,11 +1,11 @@
 """Checks that ranks were given the same: the ranks of a replica the same targets, all ranks the same learning rates and
 settings; and that replicas were not given the same samples.
 
-The first stage takes the inputs that its rank was given, the last one the targets that its own was given. Where each
-rank has drawn its samples with random numbers of its own, the two belong to different samples. So each of these ranks
-adds numbers made of its targets to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero over
-ranks that must agree: integers to the bit, real numbers up to the rounding of ranks that compute their own. Of an
-evaluation only ranks that read its loss notice.
+The first stage takes the inputs that its rank was given, the last one the targets that its own was given. If each rank
+has drawn its samples with its own random numbers, the two belong to different samples. So each of these ranks adds
+checksums of its targets to the sums of the batch (`pipeline/statistics`), with factors whose sum is zero over ranks
+that must agree: integers bit by bit, real numbers up to the rounding of ranks that compute their own. In an evaluation
+only ranks that read its loss notice.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ranvier.plan.plan import Plan
 SAME_TARGETS = 5
 """Number of values that each rank contributes to the sums."""
 _MAX_ELEMENTS = 2048
-"""So many elements of a tensor are looked at."""
+"""Maximum number of elements of a tensor that are compared."""
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 NUMBER_BITS = 20
-"""So short are the numbers of ranks that their sums over thousands of ranks are exact in fp64."""
+"""Bits of each rank's checksum: few enough that sums over thousands of ranks are exact in fp64."""
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Its products with 1, 2, ... differ in all of their 64 bits, of which int64 keeps the lowest."""
+"""Its products with 1, 2, ... differ in all of their 64 lowest bits, which int64 keeps."""
 _TOLERANCE = 0.05
 """Tolerance for real numbers: far above what a rank's own rounding adds to a projection, as of a teacher's outputs in
-bf16. Those of other samples are below it in 3 % of batches."""
+bf16. Differences between other samples are below it in 3 % of batches."""
 _LEAST_SPREAD = 1e-3
 """Real numbers that deviate less from their mean, relative to it, are equal."""
 
@@ -57,11 +57,11 @@ class SameTargets:
         self._factor = (1 + at.index(axes)) * (size - 1 if leads else -1)
 
     def numbers(self, batch: Sequence[Microbatch]) -> Tensor:
-        """[5] fp64, what this rank adds, on the targets' device: of integers (number, 1), of real ones (projection,
-        its square's scale, 1), zeros where it cannot say.
+        """[5] fp64, what this rank adds, on the targets' device: for integers (checksum, 1), for real numbers
+        (projection, its square's scale, 1), zeros if it cannot compare.
 
-        A leaf whose elements are all equal in the whole batch, or nearly so for real numbers, may stand in for targets
-        that the rank has not: it cannot say.
+        A leaf whose elements are all equal in the full batch, or nearly equal real numbers, may be a placeholder on a
+        rank without targets: such a rank cannot compare.
         """
         leaves = [(place, leaf) for microbatch in batch for place, leaf in enumerate(tree_leaves(microbatch.targets))
                   if isinstance(leaf, Tensor) and leaf.numel()
@@ -87,7 +87,7 @@ class SameTargets:
         return (torch.stack([number * self._factor, torch.ones_like(number)]) * says).to(torch.float64)
 
     def _sum_reals(self, columns: list[Tensor]) -> Tensor:
-        """Deviations from the mean with signs of chance: those of other samples do not cancel."""
+        """Sum deviations from the mean with random signs: those of other samples do not cancel."""
         deviations, says = [], []
         for column in columns:
             values = column.to(torch.float64)
@@ -100,15 +100,16 @@ class SameTargets:
         return torch.where(torch.stack(says).all(), found, torch.zeros_like(found))
 
     def check(self, sums: Sequence[float]) -> None:
-        """ModelError where `sums` over all ranks show different targets; says nothing where some rank could not."""
+        """Raise ModelError if `sums` over all ranks show different targets; do nothing if some rank could not
+        compare."""
         difference, count, projection, scale, real_count = sums
         differ = count == self._all and difference
         if differ or (real_count == self._all and abs(projection) > _TOLERANCE * scale ** 0.5):
             raise ModelError("are of other samples on the last stage than on the first one, whose inputs they belong "
                              "to; nothing was updated", code="targets-differ", where="targets of the batch",
-                             remedy="Draw each batch alike on all ranks of a replica, from a torch.Generator seeded "
+                             remedy="Draw the same batch on all ranks of a replica, from a torch.Generator seeded "
                                     "with the step and engine.coordinates.data, or with ranvier.shard_loader: what "
-                                    "torch draws without one differs from rank to rank. Where only the targets are "
+                                    "torch draws without one differs from rank to rank. If only the targets are "
                                     "random, as noisy labels or a teacher's with dropout, give None for them on the "
                                     "first stage.")
 
@@ -130,7 +131,7 @@ def _sample_elements(leaf: Tensor) -> Tensor:
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
-# Whether each share of the first batch has samples of its own: replicas or rows that read the same ones compute the
+# Whether each share of the first batch has its own samples: replicas or rows that read the same samples compute the
 # same gradients, and train no faster than one of them.
 
 
@@ -147,7 +148,7 @@ class OwnSamples:
         self._tells = not any(at.values())
 
     def numbers(self, batch: Sequence[Microbatch]) -> list[int]:
-        """What this rank adds to the sums of a training batch: 1 if it can say, and for each axis a number made of the
+        """What this rank adds to the sums of a training batch: 1 if it can compare, and for each axis a checksum of the
         inputs; zeros after the first batch, and for inputs all of whose elements are equal. On a GPU it waits for them.
         """
         nothing = [0] * (1 + len(self._axes))
@@ -169,7 +170,7 @@ class OwnSamples:
         if self._tells and count == self._all and not all(differences):
             axes = [axis for axis, difference in zip(self._axes, differences, strict=True) if not difference]
             warnings.warn(f"all ranks along {' and '.join(axes)} were given the same samples in the first batch, and "
-                          "train no faster than one: give each its own, as engine.coordinates tells, or use "
+                          "train no faster than one: give each its own, according to engine.coordinates, or use "
                           "ranvier.shard_loader", stacklevel=2)
 
 
@@ -177,18 +178,18 @@ class OwnSamples:
 
 # Whether all replicas update by the same learning rates and other settings, such as a weight decay.
 #
-# One that depends on what a rank alone knows, such as its own loss, lets the parameters of replicas drift apart. So
-# each rank adds a number made of its settings to the sums of the batch (`pipeline/statistics`), with factors whose sum
-# is zero over ranks that must agree: all of them for Ranvier's optimizer, and the replicas of a stage for a user's, of
-# which stages may have groups of their own.
+# A setting that depends on a rank's own values, such as its own loss, lets the parameters of replicas drift apart. So
+# each rank adds a checksum of its settings to the sums of the batch (`pipeline/statistics`), with factors whose sum is
+# zero over ranks that must agree: all ranks for Ranvier's optimizer, and the replicas of a stage for a user's
+# optimizer, whose groups may differ between stages.
 
 
 _NO_SETTINGS = ("params", "param_names")
-"""Entries of a group that are none."""
+"""Entries of a group that are not settings."""
 
 
 class SameRates:
-    """The comparison on one rank. at: its place. own: whether Ranvier's optimizer updates, by one learning rate."""
+    """The comparison on one rank. at: its place. own: whether Ranvier's optimizer updates, with one learning rate."""
 
     def __init__(self, at: Coordinates, *, own: bool) -> None:
         mesh = at.mesh
@@ -200,18 +201,18 @@ class SameRates:
         """Names and values of the settings of each group."""
 
     def begin(self, own: float | None, users: torch.optim.Optimizer | None) -> None:
-        """A training batch begins. own: the rate of Ranvier's optimizer. Settings of a user's are in its groups, which
-        may be in any order."""
+        """Begin a training batch. own: the rate of Ranvier's optimizer. Settings of a user's optimizer are in its
+        groups, which may be in any order."""
         groups = [{"lr": own}] if own is not None else getattr(users, "param_groups", ())
         self._groups = sorted([(name, _text(value)) for name, value in sorted(group.items())
                                if name not in _NO_SETTINGS] for group in groups)
 
     def number(self) -> float:
-        """The number that this rank adds to the sums."""
+        """The checksum that this rank adds to the sums."""
         return float(self._factor * (crc32(repr(self._groups).encode()) >> 32 - NUMBER_BITS))
 
     def check(self, total: float, ranks: Group) -> None:
-        """ConfigError, with the first difference, where the sum over all `ranks` is that of different settings."""
+        """Raise ConfigError, with the first difference, if the sum over all `ranks` shows different settings."""
         if total:
             of_ranks = ranks.gather_objects([self._place, self._groups])
             found = (_difference(of_ranks, rank) for rank in range(len(of_ranks)))
@@ -224,8 +225,8 @@ class SameRates:
 
 
 def _difference(of_ranks: Sequence[tuple[int, list[list[list[str]]]]], rank: int) -> str | None:
-    """The first difference of a rank's groups from those of the first rank that must agree. of_ranks: (number of those
-    that must agree, settings of each group) of each rank."""
+    """The first difference of a rank's groups from those of the first rank that must agree. of_ranks: (number of the
+    set of ranks that must agree, settings of each group) of each rank."""
     place, groups = of_ranks[rank]
     first = next(number for number, (other, _) in enumerate(of_ranks) if other == place)
     theirs = of_ranks[first][1]
@@ -243,8 +244,8 @@ def _difference(of_ranks: Sequence[tuple[int, list[list[list[str]]]]], rank: int
 
 
 def _text(value: object) -> str:
-    """Of a setting: numbers to six digits, since the last bits of a cosine differ between machines. One that a device
-    has is not waited for, and of other objects the class counts."""
+    """Text of a setting: numbers to six digits, since the last bits of a cosine differ between machines. A number on a
+    device is not waited for; for other objects the class counts."""
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
     if isinstance(value, (int, float)):
@@ -256,12 +257,12 @@ def _text(value: object) -> str:
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-# Whether all ranks were given the same settings, where others would go unnoticed: replicas whose optimizers differ
+# Whether all ranks were given the same settings, if differences would go unnoticed: replicas whose optimizers differ
 # drift apart, and so do ranks that clip, freeze or judge differently.
 
 
 _OF_THE_RANK = frozenset({"offload", "offload_share", "buckets_in_flight"})
-"""Where a rank has its states, which changes no result."""
+"""Settings of where a rank keeps its states, which change no result."""
 
 
 def settings_of(plan: Plan, guard: Guard | None, **others: object) -> dict[str, str]:
@@ -278,7 +279,7 @@ def settings_of(plan: Plan, guard: Guard | None, **others: object) -> dict[str, 
 
 
 def check_same(of_ranks: Sequence[Mapping[str, str]], rank: int) -> None:
-    """ConfigError, on every rank, for the first setting that differs between ranks."""
+    """Raise ConfigError, on every rank, for the first setting that differs between ranks."""
     for name, first in of_ranks[0].items():
         others = [number for number, found in enumerate(of_ranks) if found.get(name) != first]
         if others:

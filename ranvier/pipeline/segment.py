@@ -1,15 +1,15 @@
 """One recomputed segment: its blocks run again in the backward, from what has entered them the first time.
 
-    forward     state, buffers -> outputs     keeps the state, and what the buffers were that the blocks have changed
-    backward    state, those buffers -> outputs, and from there the gradients
+    forward     state, buffers -> outputs     keeps the state, and the earlier values of buffers that the blocks have
+    changed backward    state, those buffers -> outputs, and from there the gradients
 
 Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, change attributes and
-draw random numbers: the second run gets a copy of the state, and buffers (in memory of their own), attributes and
+draw random numbers: the second run gets a copy of the state, and buffers (in their own memory), attributes and
 generators as they were, so that nothing is changed twice, and neither other microbatches in between nor other blocks
-that share them change anything. A hook that a block puts on a tensor of the state is put on an alias the second time,
-so that it runs once. What cannot be given back is refused: tensors of the state that are changed in place, parameters
-that the second run would change again or find otherwise, and hooks of modules, which would be called twice. Under
-selective recomputation the second run finds outputs of expensive operations in place of computing them
+that share them have an effect. A hook that a block puts on a tensor of the state is put on an alias the second time, so
+that it runs once. What cannot be restored is refused: tensors of the state that are changed in place, parameters that
+the second run would change again or find with other values, and hooks of modules, which would be called twice. Under
+selective recomputation the second run reuses outputs of expensive operations instead of computing them
 (`ranvier.tensor.kept_outputs`).
 """
 
@@ -49,8 +49,8 @@ _Place = tuple[nn.Module, str]
 
 
 class _Left(NamedTuple):
-    """A tensor that a first run has found at a place, and has left as it was. version: its version. copied: a copy,
-    where a block outside of the segment may have changed it in place before it is known that forwards do so."""
+    """A tensor that a first run has found at a place, and not changed. version: its version. copied: a copy, if a block
+    outside of the segment may have changed it in place before it is known that forwards do so."""
 
     place: _Place
     tensor: Tensor | None
@@ -59,8 +59,9 @@ class _Left(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """A parameter that a first run has changed. changes: how often, by its versions; 0 for a write through its `data`.
-    value: a copy of what it was afterwards."""
+    """A parameter that a first run has changed. changes: number of changes, by its versions; 0 for a write through its
+    `data`.
+    value: a copy of its values afterwards."""
 
     parameter: nn.Parameter
     changes: int
@@ -68,7 +69,8 @@ class _Moved(NamedTuple):
 
 
 class _Reads(TorchDispatchMode):
-    """Watches a second run. early: the parameters that it reads before it has changed them as often as the first."""
+    """Watches a second run. early: the parameters that it reads before it has made as many changes to them as the first
+    run."""
 
     def __init__(self, moved: Sequence[_Moved]) -> None:
         TorchDispatchMode.__init__(self)
@@ -114,14 +116,15 @@ class ChangedInPlace:
             self._modules |= dict.fromkeys(block.modules())
 
     def add(self, changed: Tensor) -> None:
-        """It is changed in place, wherever it is."""
+        """Note that this tensor is changed in place, at all of its places."""
         self.places |= {(module, name) for module in self._modules for name, tensor in _tensors_of(module)
                         if tensor is changed}
 
 
 class Segment:
-    """blocks: (name, module), in order. selective: whether outputs of expensive operations are kept. changing: what
-    forwards of all blocks of the stage change in place; without, that of these blocks."""
+    """Blocks that are recomputed together. blocks: (name, module), in order. selective: whether outputs of expensive
+    operations are kept. changing: what forwards of all blocks of the stage change in place; default: of these
+    blocks."""
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], *, selective: bool = False,
                  changing: ChangedInPlace | None = None) -> None:
@@ -134,7 +137,7 @@ class Segment:
         codes = (getattr(module.forward, "__code__", None) for _, block in self._blocks for module in block.modules())
         self._stops_early = all(code is None or _FILLS_LATER.isdisjoint(code.co_names) for code in codes)
         self._seen: set[_Place] = set()
-        """Buffers that a forward has found: the first one shows whether forwards change them."""
+        """Buffers that a forward has found: the first forward shows whether forwards change them."""
         self._num_batches = -1
         self._written: set[nn.Parameter] = set()
         """Parameters that forwards change without a new version."""
@@ -142,10 +145,10 @@ class Segment:
         self.check()
 
     def begin(self) -> None:
-        """Before a batch."""
+        """Begin a batch."""
         self._modules = dict.fromkeys(module for _, block in self._blocks for module in block.modules())
         self._others = [module for module in self._modules if not _is_ours(module)]
-        """Modules whose attributes are theirs alone: split layers keep what is under way in theirs."""
+        """Modules whose attributes are the user's alone: split layers keep work in progress in theirs."""
         self._parameters = [parameter for module in self._modules for parameter in module._parameters.values()
                             if parameter is not None]
         self._num_batches, self._looked = self._num_batches + 1, False
@@ -154,7 +157,7 @@ class Segment:
         self._weights = {parameter.untyped_storage()._cdata for parameter in self._parameters}
 
     def check(self) -> None:
-        """ModelError for hooks of others, which recomputation would call twice."""
+        """Raise ModelError for users' hooks, which recomputation would call twice."""
         for block, module in self._blocks:
             for name, part in module.named_modules(prefix=block):
                 for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
@@ -166,8 +169,8 @@ class Segment:
                                                 "`--memory.recompute none`.")
 
     def run(self, compute: Callable[[State], State], state: State) -> State:
-        """`compute(state)`, whose insides are not kept but computed again. ModelError where it changes in place a
-        tensor of the state, or a buffer that it did not change at first."""
+        """Return `compute(state)`, whose activations are not kept but recomputed. Raises ModelError if it changes in
+        place a tensor of the state, or a buffer that it did not change at first."""
         tensors = as_named_tensors(state, self._where)
         versions = {name: plain(tensor)._version for name, tensor in tensors.items()}
         before: dict[_Place, Tensor | None] = {}
@@ -236,12 +239,12 @@ class Segment:
                                         "or set `--memory.recompute none`.")
 
     def _norms(self, looks: bool) -> list[tuple[Tensor, Tensor]]:
-        """Of the parameters that forwards have changed without a new version; in the first forwards of the first
-        batches (looks) of all, which show whether forwards do so."""
+        """Norms of the parameters that forwards have changed without a new version; in the first forwards of the first
+        batches (looks) of all parameters, to see whether forwards do so."""
         return with_norms(self._parameters if looks else self._written)
 
     def _value_of(self, parameter: nn.Parameter) -> Tensor:
-        """A copy, which runs that leave the same value share."""
+        """Return a copy, shared by runs that leave the same value."""
         value = self._values.get(id(parameter))
         if value is None or not torch.equal(value, parameter):
             value = self._values[id(parameter)] = parameter.detach().clone()
@@ -249,8 +252,9 @@ class Segment:
 
     @contextmanager
     def _moved_again(self, moved: Sequence[_Moved]) -> Iterator[None]:
-        """Around the second run: ModelError unless it finds in all parameters that the first run has changed what the
-        first one found there. It does where it changes them to the same values, before it reads them."""
+        """Context for the second run: raises ModelError unless it finds the same values as the first run in all
+        parameters that the first run has changed. It does if it changes them to the same values before it reads
+        them."""
         reads = _Reads(moved) if moved else None
         try:
             with _COMPUTED if reads is None else reads:
@@ -265,7 +269,7 @@ class Segment:
         name = next(f"{block}.{name}" for block, module in self._blocks for name, parameter in module.named_parameters()
                     if parameter is changed)
         return ModelError("was changed in place by a forward, which recomputation runs again and which would then "
-                          "find another value", code="recompute-parameter-changed", where=f"parameter {name}",
+                          "find other values", code="recompute-parameter-changed", where=f"parameter {name}",
                           remedy="Change it between batches, or set `--memory.recompute none`.")
 
     def _buffers(self) -> Iterator[tuple[_Place, Tensor | None]]:
@@ -279,9 +283,10 @@ class Segment:
 
     @contextmanager
     def _note_changes(self, before: dict[_Place, Tensor | None], left: list[_Left]) -> Iterator[None]:
-        """Put into `before` what the buffers were that the forward inside has changed, and all others into `left`. One
-        that was replaced is still there; of one that is changed in place a copy is made beforehand: of each the first
-        time, then if it has changed, and of running statistics, whose kernels leave no trace of a change."""
+        """Put the earlier values of buffers that the forward inside has changed into `before`, and all other buffers
+        into `left`. A replaced buffer still exists; a buffer that is changed in place is copied beforehand: each one
+        the first time, later those that have changed, and running statistics, whose kernels leave no trace of a
+        change."""
         found = list(self._buffers())
         new = {place for place, buffer in found if buffer is not None and place not in self._seen}
         known = {place for place, _ in found if place in self._changing.places or _is_statistic(place[0])}
@@ -305,7 +310,8 @@ class Segment:
         self._seen |= new
 
     def _changed_by_others(self, left: Sequence[_Left]) -> dict[_Place, Tensor | None]:
-        """What was where blocks outside of the segment have put another tensor, or changed one, since the first run."""
+        """The earlier tensors where blocks outside of the segment have put another one, or changed one, since the first
+        run."""
         found: dict[_Place, Tensor | None] = {}
         for place, tensor, version, copied in left:
             if tensor is not None and (tensor._version != version or (
@@ -320,7 +326,7 @@ class Segment:
 
     @contextmanager
     def _buffers_of(self, before: Mapping[_Place, Tensor | None]) -> Iterator[None]:
-        """The buffers as they were, in memory of their own; afterwards as they are now."""
+        """Context with the buffers as they were, in their own memory; afterwards they are as now."""
         now = {place: _home(place).get(place[1]) for place in before}
         again = {id(buffer): buffer.clone() for buffer in before.values() if buffer is not None}
         for place, buffer in before.items():
@@ -333,8 +339,8 @@ class Segment:
 
     def _changed_buffer(self, place: _Place) -> ModelError:
         kind = "buffer" if place[1] in place[0]._buffers else "attribute"
-        return ModelError("was changed in place, and not by the first forward that found it; recomputation cannot give "
-                          "it back as it was", code="recompute-buffer-changed", where=f"{kind} {self._path(*place)}",
+        return ModelError("was changed in place, and not by the first forward that found it; recomputation cannot "
+                          "restore it", code="recompute-buffer-changed", where=f"{kind} {self._path(*place)}",
                           remedy="Put a new tensor in its place (self.x = self.x + y), or set "
                                  "`--memory.recompute none`.")
 
@@ -370,7 +376,7 @@ def _home(place: _Place) -> dict[str, Any]:
 
 
 def hook_of_all_modules() -> str | None:
-    """The name of a forward hook that others have registered for all modules; None if there is none."""
+    """The name of a forward hook that a user has registered for all modules; None if there is none."""
     hooks = (*_module._global_forward_pre_hooks.values(), *_module._global_forward_hooks.values())
     return next((_name(hook) for hook in hooks if not _origin(hook).startswith((*_KNOWN_HOOKS, "torch."))), None)
 

@@ -2,8 +2,8 @@
 
 Blocks on a tensor mesh contain collectives, and messages reach the ranks of a stage in different orders. Ranks that
 chose for themselves would deadlock, or mix buffers. So the leader, position (0, 0), decides from its own arrivals and
-announces action n as it starts it; its peers trail, and each waits for its own message of that action. That message
-comes, because the stages before and after are ordered alike and sends never block.
+announces action n as it starts it; its peers follow, and each waits for its own message of that action. That message
+arrives, because the stages before and after have the same order and sends never block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DONE = -1
 
 
 class Sequencer:
-    """The leader's announcements, and the peers' ears. Does nothing on a stage of one rank.
+    """Sends the leader's announcements, and receives them on peers. Does nothing on a stage of one rank.
 
-    check_order: before each action all ranks of the stage compare its number and text; TransportError when they differ.
+    check_order: before each action all ranks of the stage compare its number and text; TransportError if they differ.
     """
 
     def __init__(self, mesh: Mesh, rank: int, backend: Backend, board: Board, timeout_seconds: float,
@@ -37,7 +37,7 @@ class Sequencer:
         """Whether this rank decides; always so on a stage of one rank."""
         self._board, self._timeout, self._sent = board, timeout_seconds, 0
         self._announced = 0
-        """Announcements that this rank has sent, or got."""
+        """Number of announcements that this rank has sent or received."""
         self._transport = self._group = None
         if mesh.stage_size > 1:
             self._transport = backend.transport("stage order", on_host=True)
@@ -70,7 +70,7 @@ class Sequencer:
                 remedy="Check which rank is behind, or raise `--comm.timeout-seconds`.")
         self._announced += 1
         kind, defer, product, turn, number = message.tensors["action"].tolist()
-        if number != self._announced:  # what ranks of a stage do in another order than each other is silently wrong
+        if number != self._announced:  # ranks of a stage with different orders compute silently wrong results
             raise TransportError(f"announcement {self._announced} is lost: that of {number} came first",
                                  code="announcement-lost", where=f"messages from {self._board.name(self._leader)}",
                                  remedy="Resume with `--resume auto`; if it happens again, check the network between "
@@ -90,7 +90,7 @@ class Sequencer:
                                      remedy="This is a bug in Ranvier: please report it with this text.")
 
     def close(self) -> None:
-        """Give the communicators back. Idempotent."""
+        """Release the communicators. Idempotent."""
         if self._transport is not None:
             self._transport.flush()
             self._transport.close()

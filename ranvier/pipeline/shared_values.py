@@ -3,10 +3,10 @@
     updates of other replicas (`optim.shard`)     the updater gathers them                      optim/step
     ties                                          an owner sends its value to the other ends    ties
     buffers                                       replicas exchange them after each batch       below
-    parameters that a program has replaced        their values are taken over                   held_parameters
-    a user's modules that other ranks train       are old here, and say so                      trained_elsewhere
+    parameters that a program has replaced        their values are adopted                      held_parameters
+    a user's modules that other ranks train       are old here, and a warning says so           trained_elsewhere
 
-A step returns when they are here: a program may read and write its modules without asking the engine for them.
+A step returns when they have arrived: a program may read and write its modules without a call of the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ranvier.precision import wide
 
 
 class SharedValues:
-    """board: counts the batches, by which messages of ties are told apart."""
+    """Keeps them up to date on one rank. board: counts the batches, which distinguish messages of ties."""
 
     def __init__(self, updater: Updater, ties: TiedParameters, buffers: ReplicaBuffers, held: HeldParameters,
                  elsewhere: TrainedElsewhere, stages: RankStages, board: Board) -> None:
@@ -41,8 +41,8 @@ class SharedValues:
         self._were_loaded = self._has_trained = self._are_averages = False
 
     def wait(self) -> None:
-        """Return when parameters and buffers are those of the last step, and what has been replaced since is taken
-        over."""
+        """Return when parameters and buffers are those of the last step, and replacements since then have been
+        adopted."""
         self.wait_for_step()
         self._held.adopt()
 
@@ -58,8 +58,8 @@ class SharedValues:
         self._buffers.finish()
 
     def begin(self, *, training: bool) -> None:
-        """A batch begins: values are up to date. Ends of ties take their owners' where all ranks know that others than
-        the engine may have written these."""
+        """Begin a batch with values up to date. Ends of ties take their owners' values if all ranks know that code
+        outside the engine may have written these."""
         self.wait()
         users_update = not self._updater.updates and (training or self._has_trained)
         if self._were_loaded or users_update:
@@ -72,26 +72,26 @@ class SharedValues:
             self._buffers.evaluation_begins()
 
     def after_evaluation(self) -> None:
-        """An evaluation has run here."""
+        """Called after an evaluation on this rank."""
         self._buffers.after_evaluation()
 
     def after_backwards(self) -> None:
-        """All backwards of a training batch have run here, and the reduction of every chunk of gradients has begun: so
-        the exchange of buffers is begun in one order on all replicas."""
+        """Called when all backwards of a training batch have run here, and the reduction of every chunk of gradients
+        has begun, so that all replicas start the exchange of buffers in the same order."""
         for tie in self._ties.add_gradients(self._board.calls):
             self._updater.gradients.note_added(self._updater.gradients.chunks_of([tie.parameter]))
         self._buffers.start()
 
     def after_update(self) -> None:
-        """The parameters of this rank are updated, as far as the host knows: where only the device knows better, values
-        that it has not changed are sent."""
+        """Called when the parameters of this rank are updated, as far as the host knows: if the device skips the
+        update, unchanged values are sent."""
         if self._ties.owns:
             self._updater.wait()
         self._ties.send_values(self._board.calls, trained=True)
         self._elsewhere.after_update()
 
     def after_load(self) -> None:
-        """Somebody has written the whole state of all ranks."""
+        """Called after the full state of all ranks was written."""
         self._were_loaded = True
         self._elsewhere.after_load()
         self._stages.forget_weights()
@@ -103,7 +103,7 @@ class SharedValues:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Of `Engine.averaged`."""
+        """See `Engine.averaged`."""
         flat = self._updater.flat
         if flat is None or not self._updater.has_averages:
             raise ConfigError("keeps no moving average of the parameters", code="ema-not-kept", where="optim.ema",
@@ -121,12 +121,12 @@ class SharedValues:
             self._after_new_values()
 
     def _after_new_values(self) -> None:
-        """Parameters have other values: what was gathered of them is let go, and other ends of ties get theirs."""
+        """Called when parameters have other values: release gathered weights, and send values to other ends of ties."""
         self._stages.forget_weights()
         self._ties.send_values(self._board.calls, trained=True)
 
     def refuse_in_averages(self, call: str) -> None:
-        """ConfigError inside `averaged`."""
+        """Raise ConfigError inside `averaged`."""
         if self._are_averages:
             raise ConfigError("is called inside Engine.averaged(), whose end restores the parameters from before it",
                               code="step-inside-averages", where=call if "." in call else f"Engine.{call}",
@@ -138,11 +138,11 @@ class SharedValues:
 # Buffers that a forward changes, such as BatchNorm's running statistics: each replica sees other samples.
 #
 #     broadcast   all replicas have the first one's, as with DistributedDataParallel(broadcast_buffers=True)
-#     average     all have the mean; of integers and the like the first one's
+#     average     all have the mean; for integers and the like the first one's
 #     local       each keeps its own; checkpoints and exports have the first one's
 #
-# What replicas have in common is exchanged when a training batch has run, so that evaluations, checkpoints, exports and
-# transitions between two batches find it everywhere.
+# Shared values are exchanged when a training batch has run, so that evaluations, checkpoints, exports and transitions
+# between two batches find them everywhere.
 
 
 BufferSync = Literal["broadcast", "average", "local"]
@@ -151,7 +151,7 @@ BufferSync = Literal["broadcast", "average", "local"]
 class ReplicaBuffers:
     """The buffers of one stage's blocks.
 
-    replicas: the ranks that compute the same blocks for other samples. Each calls `start` equally often.
+    replicas: the ranks that compute the same blocks for other samples. Each calls `start` the same number of times.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], replicas: Group, how: BufferSync) -> None:
@@ -161,11 +161,12 @@ class ReplicaBuffers:
         self._values_of_parameters = {
             f"{block}.{name}" for _, block, module in blocks for name, buffer in module.named_buffers()
             if parameters.overlapping(buffer)}
-        """Buffers over the memory of parameters, which replicas have alike, and which a step updates meanwhile."""
+        """Buffers in the memory of parameters, which are the same on all replicas, and which a step updates at the same
+        time."""
         self._shapes = {name: buffer.shape for name, buffer in self._named_buffers().items()}
         self._under_way: list[tuple[list[Tensor], Tensor, Work]] = []
         self._before_evaluation: dict[str, tuple[Tensor, int]] = {}
-        """The buffers of floating-point numbers and their versions, until the engine has warned of one."""
+        """The floating-point buffers and their versions, until the engine has warned of one."""
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -176,7 +177,7 @@ class ReplicaBuffers:
                 for name, buffer in module.named_buffers() if f"{block}.{name}" not in self._values_of_parameters}
 
     def start(self) -> None:
-        """A training batch has run on this replica. ModelError where a buffer has become another size."""
+        """Start the exchange after a training batch. Raises ModelError if the shape of a buffer has changed."""
         if not (self._shared and self._shapes):
             return
         buffers = self._named_buffers()
@@ -186,7 +187,7 @@ class ReplicaBuffers:
             if shapes[0] != shapes[1]:
                 raise ModelError(f"cannot be shared by replicas: its shape was {shapes[0]} when the engine was built, "
                                  f"and is {shapes[1]} now", code="buffer-shape-changed", where=f"buffer {name}",
-                                 remedy="Give buffers one shape for good, or leave them to each replica: "
+                                 remedy="Give buffers a fixed shape, or leave them to each replica: "
                                         "Engine(buffers='local').")
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for buffer in {id(buffer): buffer for buffer in buffers.values()}.values():
@@ -211,22 +212,22 @@ class ReplicaBuffers:
         self._under_way = []
 
     def evaluation_begins(self) -> None:
-        """Buffers that an evaluation changes, such as those of quantization observers, do so by each replica's own
-        samples: see `after_evaluation`."""
+        """Note buffers before an evaluation: those that it changes, such as those of quantization observers, depend on
+        each replica's own samples. See `after_evaluation`."""
         self._before_evaluation = {
             name: (buffer, buffer._version) for name, buffer in self._named_buffers().items()
             if buffer.is_floating_point() and not buffer.is_inference()
         } if self._shared and self._replicas.index == 0 and not self._has_warned else {}
 
     def after_evaluation(self) -> None:
-        """An evaluation has run: warn of the first buffer that it has changed."""
+        """After an evaluation, warn of the first buffer that it has changed."""
         before, self._before_evaluation = self._before_evaluation, {}
         now = self._named_buffers() if before else {}
         for name, (buffer, version) in before.items():
             new = now.get(name, buffer)
             if buffer._version != version or not (new is buffer or torch.equal(new.to(buffer), buffer)):
                 self._has_warned = True
-                warnings.warn(f"evaluations change buffer {name}, on each replica by its own samples: their results "
+                warnings.warn(f"evaluations change buffer {name}, on each replica from its own samples: their results "
                               "may differ from those of one process, and until a training batch has run replicas may "
                               "have different values. Switch this off for evaluations, for example by "
                               "model.apply(torch.ao.quantization.disable_observer)", stacklevel=6)

@@ -5,8 +5,8 @@
     backward  runs autograd from those edges to those leaves
     weight    runs one deferred product
 
-What requires a gradient is decided by what arrives and by the stage's own parameters, microbatch by microbatch: a
-frozen prefix keeps no graph, and a stage without trainable parameters passes gradients through.
+What requires a gradient depends on what arrives and on the stage's own parameters, microbatch by microbatch: a frozen
+prefix keeps no graph, and a stage without trainable parameters passes gradients through.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """Result of a forward: the state for the next stage, which of it requires gradients, and what a backward will
-    need."""
+    """Result of a forward: the state for the next stage, the names of its tensors that require gradients, and what a
+    backward will need."""
 
     tensors: dict[str, Tensor]
     requires_grad: frozenset[str]
@@ -75,9 +75,9 @@ class _Graph(NamedTuple):
 
 
 class _Enter(Function):
-    """Passes a leaf to a stage's blocks: the same values, which they may change in place as they may within a stage.
+    """Passes a leaf to a stage's blocks: the same values, which may be changed in place as within a stage.
 
-    always: whether a backward that returns None gives zeros. Rows, whose samples differ, run the same layers then.
+    always: whether a backward that returns None gives zeros, so that rows, whose samples differ, run the same layers.
     """
 
     @staticmethod
@@ -93,9 +93,9 @@ class _Enter(Function):
 _enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
 _IN_CACHE = "state"
-"""Begins the names of a state in a cache: those of a single tensor or of a packed value cannot be a dict's own."""
+"""Prefix of names of a state in a cache: the name of a single tensor or of a packed value is not a valid dict key."""
 _WATCHED_BATCHES = 2
-"""In so many training batches each forward is looked at."""
+"""Number of training batches in which each forward is checked."""
 _NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 Blocks = Sequence[tuple[int, str, nn.Module]]
@@ -108,24 +108,24 @@ class Stage:
     Args:
         blocks: (number in the model, name, module) of each block.
         loss: the model's loss on the last stage, None elsewhere.
-        progress: called at the boundaries between blocks, forward and backward, so that messages and reductions move
-            meanwhile; None where they move by themselves.
-        block_passed: called with a block's number when the last backward of the batch has passed it and all behind it;
-            with the number after the last block's when that backward begins. None where nobody waits for it.
+        progress: called at the boundaries between blocks, forward and backward, so that messages and reductions
+        progress; None if they progress on their own.
+        block_passed: called with a block's number when the last backward of the batch has passed it and all blocks
+        after it; with the number after the last block's when that backward begins. None if it is not needed.
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
-            False, True, or "auto" with a warning for those that cannot be.
+            False, True, or "auto" with a warning for those that cannot be compiled.
         in_float8: linear layers whose products are in float8 while the stage trains.
         may_wait: whether weight gradients may ever be deferred; else plain nn.Linear layers of a user stay as they are.
         autocast: the format to which torch casts the operands of products in forwards and the loss; None for no casts.
         tables: lookup tables whose gradients are added to row by row.
-        segments: runs of blocks (places in `blocks`) that keep only what enters them, and are computed again in their
-            backward. Their weight gradients are never deferred: their operands have only just been recomputed.
+        segments: runs of blocks (indices into `blocks`) that keep only their inputs, and are recomputed in their
+        backward. Their weight gradients are never deferred: their operands have only just been recomputed.
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
-            one is a single operation.
-        left: looks for what a forward leaves outside of the carried state; None for one stage alone.
-        others: looks for parameters of other stages; None where the stage's code reaches none. A block whose code
-            does is not compiled.
+        block is a single operation.
+        left: checks for values that a forward leaves outside of the carried state; None for a model of one stage.
+        others: checks for parameters of other stages; None if the stage's code reaches none. A block whose code does is
+        not compiled.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -147,7 +147,7 @@ class Stage:
         self.training = self._trains = False
         self._progress, self._block_passed, self._mesh = progress, block_passed, mesh
         self.wanted: LastOutputs | None = None
-        """Takes what the last block returns in this batch, where somebody wants it."""
+        """Takes what the last block returns in this batch, if it is wanted."""
         self.loss_factor = 1.0
         """Factor of the loss before the backward."""
         self.looks_at_mean = False
@@ -157,7 +157,7 @@ class Stage:
         self._uses: dict[str, list[WeightUse]] = {"forward": [], "backward": []}
         self._shared = carried_tensors.SharedMemory()
         self._from_buffers: set[str] = set()
-        """Names of what leaves the stage in the memory of a buffer."""
+        """Names of tensors that leave the stage and are in the memory of a buffer."""
         self._last_backward = False
         self._open: list[tuple[int, list[SplitLinear]]] = []
         """Blocks that the last backward of the batch has not passed yet, and their layers."""
@@ -191,7 +191,7 @@ class Stage:
         return torch.stack([self._loss_sum, self._weight_sum + _zero(self._device)])
 
     def check(self) -> None:
-        """ModelError where blocks are in a state in which they cannot train."""
+        """Raise ModelError if blocks are in a state in which they cannot train."""
         for segment in self._recomputed.values():
             segment.check()
         if self._recomputed and not self._has_warned_of_hook and (name := hook_of_all_modules()) is not None:
@@ -200,7 +200,7 @@ class Stage:
                           "called twice for modules that are recomputed", stacklevel=6)
 
     def begin(self, training: bool, num_microbatches: int) -> None:
-        """A new batch."""
+        """Begin a batch."""
         self._loss_sum, self._weight_sum = _zero(self._device), 0.0
         self.training, self._last_number = training, num_microbatches - 1
         self._trains = training and any(
@@ -214,11 +214,11 @@ class Stage:
             self._forwards.install()
 
     def end(self) -> None:
-        """The batch has ended, or failed: the blocks are plain modules again."""
+        """End a batch, also after an error: the blocks are plain modules again."""
         self._forwards.remove()
 
     def forget_weights(self) -> None:
-        """Weights may have changed, or be wanted no more: those that stay gathered are let go."""
+        """Release weights that stay gathered: they may have changed, or are no longer needed."""
         for layer in self._split_linears:
             layer.forget()
 
@@ -228,7 +228,8 @@ class Stage:
 
     def use_cache(self, forward: Callable[[Tensor, State, Callable[..., State]], State] | None,
                   num_blocks: int) -> None:
-        """The first blocks, which are frozen, are computed by `forward` in training, or (None) again by themselves."""
+        """Have `forward` compute the first blocks, which are frozen, in training; None: they compute themselves
+        again."""
         self._cache, self.cached_blocks = forward, num_blocks if forward is not None else 0
         rest = [range(max(segment.start, self.cached_blocks), segment.stop) for segment in self._segments]
         self._use_runs([run for run in runs_of(len(self.blocks), [segment for segment in rest if len(segment)])
@@ -236,7 +237,7 @@ class Stage:
 
     def _use_runs(self, runs: list[tuple[range, bool]]) -> None:
         self._runs: list[tuple[range, bool]] = []
-        """Segments that are recomputed, and what lies between them."""
+        """Segments that are recomputed, and the runs between them."""
         for run, recomputed in runs:
             if self._runs and not (recomputed or self._runs[-1][1]):
                 run = range(self._runs.pop()[0].start, run.stop)
@@ -250,12 +251,13 @@ class Stage:
 
     def forward(self, number: int, step: int, microbatch: Microbatch, inputs: Mapping[str, Tensor],
                 requires_grad: frozenset[str]) -> Outcome:
-        """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names what wants a gradient."""
+        """Forward of microbatch `number`. `inputs` is what arrived; `requires_grad` names the tensors that need a
+        gradient."""
         if self._left is not None:
             self._left.begin(first=number == 0)
         if self._is_watched:
             if self._mesh is not None:
-                self._mesh.sums.finish()  # those of deferred products, which would be added in this forward
+                self._mesh.sums.finish()  # sums of deferred products, which would be added in this forward
             self._steady.note()
         if self._graphs:
             self._overlaps = True
@@ -300,7 +302,7 @@ class Stage:
                     type(one).__torch_function__ != Tensor.__torch_function__):
                 raise _subclass_error(type(one), name, self.blocks[-1][1])
             if self._loss is None and (one.layout is not torch.strided or one.is_nested):
-                raise ModelError("is sparse or nested, and messages carry whole tensors", code="sparse-tensor-sent",
+                raise ModelError("is sparse or nested, and messages carry dense ones", code="sparse-tensor-sent",
                                  where=_describe_returned(name, self.blocks[-1][1]), value=one.layout,
                                  remedy="Return its to_dense() or its parts, or cut elsewhere "
                                         "(Pipeline(boundaries=...)).")
@@ -316,7 +318,7 @@ class Stage:
         return Outcome(sent, frozenset(roots), kept, self._weights.forward_bytes)
 
     def _look_at_parameters(self, number: int, outputs: Mapping[str, Tensor]) -> None:
-        """The forward of a microbatch has run, and its backward has not."""
+        """Check parameters after the forward of a microbatch, before its backward."""
         self._steady.check()
         if number == 0:
             self._outside.look(outputs.values(), (one for _, _, module in self.blocks for one in module.parameters()))
@@ -327,7 +329,7 @@ class Stage:
             self._steady.tell_torch(under_way + [node for tensor in outputs.values() if (node := tensor.grad_fn)])
 
     def _surroundings(self, way: Literal["forward", "backward"]) -> AbstractContextManager[object]:
-        """Contexts in which forwards or backwards run, beside a mode of autograd."""
+        """Contexts in which forwards or backwards run, in addition to a mode of autograd."""
         if self._mesh is not None:
             return self._on_mesh(self._mesh, way)
         if way == "backward":
@@ -343,7 +345,7 @@ class Stage:
     def _run_blocks(self, state: State, step: int, microbatch: Microbatch, number: int) -> State:
         samples = _NO_SAMPLES if microbatch.samples is None else microbatch.samples
         runs = self._runs if self.training or self._cache is None else [(range(len(self.blocks)), False)]
-        if self._cache is not None and self.training:  # which may end being used in this very call
+        if self._cache is not None and self.training:  # whose use may end in this call
             state = self._run_cached(self.cached_blocks, state, step, samples, number)
         for run, recomputed in runs:
             if recomputed and torch.is_grad_enabled():
@@ -356,7 +358,7 @@ class Stage:
         return state
 
     def _run_cached(self, num_blocks: int, state: State, step: int, samples: Tensor, number: int) -> State:
-        """The state after the first blocks, which a cache has."""
+        """Return the state after the first blocks, from a cache."""
         def compute(first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
             theirs = samples if rows is None else samples[rows]
             state = self._run_some(range(first, num_blocks), -step - 1 if other_keys else step, theirs, number,
@@ -371,7 +373,8 @@ class Stage:
             return self._from_cache(self._cache(samples, state, compute))
 
     def _from_cache(self, state: State) -> State:
-        """A state that a cache has kept: on a tensor mesh a dict, whose names say how each tensor lies on the columns.
+        """Convert a state from a cache: on a tensor mesh a dict, whose names say how each tensor is split over the
+        columns.
         """
         if self._mesh is None:
             return state
@@ -381,10 +384,11 @@ class Stage:
 
     def _run_some(self, run: range, step: int, samples: Tensor, number: int, state: State, *, watches: bool = False
                   ) -> State:
-        """Blocks `run`, one after the other; under recomputation again in the backward, with the same randomness.
+        """Run the blocks in `run`; under recomputation again in the backward, with the same randomness.
         watches: whether their boundaries are watched.
 
-        In training autograd is on, since a frozen block may compute gradients inside; layers call their chains.
+        In training autograd is enabled, since a frozen block may compute gradients inside; layers call their fused
+        chains.
         """
         if torch.is_grad_enabled() != self.training or (self._fused.compiles and not self._fused.is_current):
             with use_calls(self._fused), torch.set_grad_enabled(self.training):
@@ -425,7 +429,7 @@ class Stage:
         return state
 
     def _watch_boundary(self, state: State, place: int, number: int) -> None:
-        """Watch the state of microbatch `number` behind the block at `place`."""
+        """Watch the state of microbatch `number` after the block at `place`."""
         last = number == self._last_number
         reports = (last and self._block_passed is not None) or self._progress is not None
         if reports or not isinstance(state, Tensor):
@@ -438,14 +442,14 @@ class Stage:
 
     def _report_boundary(self, state: Mapping[str, Tensor], block: int, *, last: bool) -> None:
         """Have the backward pass report that it has left `block`: all gradients of the state before it are known. In
-        all but the last backward of the batch messages move then, and nobody wants to know more."""
+        all but the last backward of the batch the report only lets messages progress."""
         watched = [tensor for tensor in state.values() if tensor.requires_grad and tensor.grad_fn is not None]
         missing = len(watched)
 
         def hook(gradient: Tensor) -> None:
             nonlocal missing
             if not self._weights.in_pass():
-                return  # a block or the loss calls autograd for purposes of its own
+                return  # a block or the loss calls autograd for its own purposes
             missing -= 1
             if self._progress is not None:
                 self._progress()
@@ -465,12 +469,12 @@ class Stage:
             self._block_passed(block)
 
     def _progress_messages(self, gradient: Tensor) -> None:
-        """A hook at a block boundary: let messages move."""
+        """Let messages progress: a hook at a block boundary."""
         if self._progress is not None:
             self._progress()
 
     def _close(self, block: int) -> None:
-        """The last backward of the batch has passed `block` and all behind it."""
+        """Close layers when the last backward of the batch has passed `block` and all blocks after it."""
         while self._open and self._open[-1][0] >= block:
             for layer in self._open.pop()[1]:
                 layer.close()
@@ -490,7 +494,7 @@ class Stage:
             raise
         if not total.requires_grad and torch.is_grad_enabled() and any(
                 leaf.requires_grad for leaf in tree_leaves(state) if isinstance(leaf, Tensor)) and (
-                weight and total):  # on a GPU only here a wait
+                weight and total):  # on a GPU the only wait
             raise ModelError("has no gradient, so nothing would learn from it", code="loss-without-gradient",
                              where="loss", value=f"{total.item():.4g}, of microbatch {number}",
                              remedy="Compute it from the outputs as they are: without detach(), .data, item(), NumPy, "
@@ -505,8 +509,8 @@ class Stage:
         return total.float() if is_half(total.dtype) else total  # a scaled fp16 loss would overflow
 
     def _explain(self, error: BaseException, where: str) -> None:
-        """Add to an error of a user's code where it arose. ModelError in its place for a gradient by a tensor that only
-        an earlier stage has used, and for a second derivative of layers on rows and columns."""
+        """Add to an error in a user's code where it arose. Raises ModelError instead for a gradient with respect to a
+        tensor that only an earlier stage has used, and for a second derivative of layers on rows and columns."""
         _note(error, where)
         if self.blocks[0][0] and "not have been used in the graph" in str(error):
             raise carried_tensors.partial_gradient(where) from error
@@ -519,7 +523,7 @@ class Stage:
 
     def backward(self, number: int, gradients: Mapping[str, Tensor], *, defer: bool,
                  last: bool) -> tuple[dict[str, Tensor], list[Product]]:
-        """Backward of microbatch `number` from the gradients that returned; on the last stage from the loss.
+        """Run the backward of microbatch `number` from the gradients that returned; on the last stage from the loss.
 
         Returns the gradients of what arrived (names without one are left out), and the deferred products.
         """
@@ -545,8 +549,8 @@ class Stage:
             if self._overlaps and "modified by an inplace operation" in str(error):
                 raise _changed_under_way(number) from error
             if self._recomputed and type(error).__name__ == "CheckpointError":
-                raise ModelError("computes other tensors when recomputation runs it again, as a nested tensor made "
-                                 "there is, or by what has changed since, such as a global variable",
+                raise ModelError("computes other tensors when recomputation runs it again, such as nested tensors "
+                                 "created there, or because something has changed since, such as a global variable",
                                  code="recompute-differs", where=f"stage of block {self.blocks[0][1]}, microbatch "
                                                                  f"{number}",
                                  remedy="Set `--memory.recompute none`; the error above this one names the tensors."
@@ -561,7 +565,7 @@ class Stage:
         return {name: leaf.grad for name, leaf in graph.leaves.items() if leaf.grad is not None}, products
 
     def weight(self, number: int, product: int) -> None:
-        """One deferred product."""
+        """Run one deferred product."""
         self._weights.run(number, product)
 
     def clear(self) -> None:
@@ -597,8 +601,8 @@ def _describe_returned(name: str, block: str) -> str:
 
 
 def _subclass_error(kind: type, name: str, block: str) -> ModelError:
-    """A message has values, and no class with operations of its own."""
-    return ModelError("is of a class of tensors of its own, which the next stage would not know",
+    """The error for a tensor subclass: a message has values, but no class with its own operations."""
+    return ModelError("is a tensor subclass, which the next stage would not restore",
                       code="tensor-subclass-sent", where=_describe_returned(name, block), value=kind.__name__,
                       remedy="Return a plain tensor, tensor.as_subclass(torch.Tensor), and make another in the next "
                              "block; or cut elsewhere (Pipeline(boundaries=...)).")
@@ -611,8 +615,8 @@ def _changed_under_way(number: int) -> ModelError:
 
 
 def _note(error: BaseException, where: str) -> None:
-    """Say where a user's code has failed. ModelError where it ends the program: a rank that left here would leave the
-    others waiting for its messages."""
+    """Add where a user's code has failed. Raises ModelError if the code exits the program: the other ranks would wait
+    for this rank's messages."""
     if isinstance(error, SystemExit):
         raise ModelError("ends the program of this rank while the others wait for it", code="block-exits", where=where,
                          value=f"sys.exit({error.code!r})", remedy="Raise an error that says what is wrong.") from error
@@ -620,10 +624,10 @@ def _note(error: BaseException, where: str) -> None:
 
 
 def _note_state(error: BaseException, state: State) -> None:
-    """Say what a block was given that may not fit."""
+    """Add what a block was given, if it may not fit."""
     if isinstance(state, dict):
-        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: around a module that "
-                       "takes tensors put one with the line: def forward(self, state): return self.module(**state)")
+        error.add_note(f"the block was given the carried state, a dict of {', '.join(state)}: wrap a module that "
+                       "takes tensors in one with the line: def forward(self, state): return self.module(**state)")
     elif (hint := wrapping_hint(state)) is not None:
         error.add_note(f"the block was given a {type(state).__name__}, which the block before it has returned. If that "
-                       f"is not a block of yours: {hint}")
+                       f"is not your own block: {hint}")

@@ -1,4 +1,4 @@
-"""A rank's whole state as one dict of tensors and numbers, and back: `Engine.state_dict` and `load_state_dict`.
+"""A rank's full state as one dict of tensors and numbers, and back: `Engine.state_dict` and `load_state_dict`.
 
     {"format": 1, "layout": ...,                 the mesh, this rank, and the elements that it holds and updates
      "parameters": {key: tensor}, "buffers": {name: tensor}, "frozen": [key, ...],
@@ -6,8 +6,8 @@
                or {"kind": "AdamW", "states": of torch's state_dict, "masters": {key: tensor}}, or None,
      "steps": 8, "learning_rate": 1e-3, "loss_scale": {...} or None, "nominal_weight": 1.0, ...}
 
-Keys are those of `Engine.named_parameters`. Every tensor has the shape that this rank holds, so the dict fits the same
-rank of the same layout alone; `ranvier.Checkpoints` has whole tensors by name, and fits any.
+Keys are those of `Engine.named_parameters`. Every tensor has the shape that this rank holds, so the dict fits only the
+same rank of the same layout; `ranvier.Checkpoints` has full tensors by name, and fits any layout.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ StateDict = dict[str, Any]
 
 
 def take_state(engine: Engine) -> StateDict:
-    """The state of this rank between two steps. As with torch's state_dict, tensors are those that live: copy what is
-    to stay as it is now (`copy.deepcopy`, `torch.save`). Gradients and torch's random generators are left out."""
+    """The state of this rank between two steps. As with torch's state_dict, the tensors are the live ones: copy those
+    that must not change (`copy.deepcopy`, `torch.save`). Gradients and torch's random generators are left out."""
     parameters, scale = engine.named_parameters(), engine.loss_scale
     nominal_weight, is_agreed = engine.nominal_weight
     return {
@@ -52,7 +52,7 @@ def take_state(engine: Engine) -> StateDict:
 
 
 def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Write what `take_state` has taken on the same rank of the same layout. CheckpointError, before anything is
+    """Write what `take_state` has taken on the same rank of the same layout. Raises CheckpointError, before anything is
     written, for a state of another layout, model or optimizer."""
     _check(engine, state)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def set_extra_states(engine: Engine, states: Mapping[str, Any]) -> None:
-    """Modules of this rank take what their `get_extra_state` has returned. states: by the names of `named_buffers`."""
+    """Give modules of this rank what their `get_extra_state` has returned. states: by the names of `named_buffers`."""
     for block, module in engine.blocks.items():
         for path, part in module.named_modules(prefix=block):
             if (name := f"{path}._extra_state") in states:
@@ -145,36 +145,36 @@ def _optimizer_state(engine: Engine) -> StateDict | None:
 
 
 def _load_optimizer(engine: Engine, state: StateDict | None) -> None:
-    """After the parameters: their master copies follow them, where the state has none."""
+    """Load the optimizer, after the parameters: master copies follow these if the state has none."""
     if state is None:
         return
     if engine.optimizer is not None:
-        engine.optimizer.load_state_dict(copy.deepcopy(state["states"]))  # torch would go on with these very tensors
+        engine.optimizer.load_state_dict(copy.deepcopy(state["states"]))  # torch would continue to use these tensors
         for name, parameter in engine.named_parameters().items():
             if (updated := engine.updated(parameter)) is not parameter:
                 updated.copy_(state["masters"][name])
     elif engine.flat_optimizer is not None:
         for part in engine.flat_optimizer.slices():
             for saved in state["states"][part.parameter]:
-                for kind, target in part.whole.items():  # the one slice of a parameter that is updated as a whole
+                for kind, target in part.whole.items():  # the only slice of a parameter that is updated in full
                     target.copy_(saved[kind])
                 start, stop = max(part.start, saved["start"]), min(part.stop, saved["stop"])
                 for kind, target in part.states.items() if start < stop else ():
-                    if kind in saved:  # master copies are there where parameters are in half precision or offloaded
+                    if kind in saved:  # master copies exist if parameters are in half precision or offloaded
                         target[start - part.start:stop - part.start].copy_(
                             saved[kind][start - saved["start"]:stop - saved["start"]])
 
 
-# --- the state of the whole model -------------------------------------------------------------------------------------
+# --- the state of the full model --------------------------------------------------------------------------------------
 
-# All parameters and buffers of a model as whole tensors on rank 0, gathered from all ranks.
+# All parameters and buffers of a model as full tensors on rank 0, gathered from all ranks.
 #
-# Every rank knows by the layout who owns which slice, so slices need no description: their owners broadcast them one
-# after the other, and rank 0 keeps them. What rank 0 computes with itself is not sent.
+# The layout tells every rank which rank owns which slice, so slices need no description: their owners broadcast them
+# one after the other, and rank 0 keeps them. Slices that rank 0 has itself are not sent.
 
 
 def gather_full_state(engine: Engine, ranks: Group) -> dict[str, Tensor] | None:
-    """Name -> whole tensor on the CPU, on rank 0; None on other ranks. Collective over all ranks, which `ranks` has."""
+    """Name -> full tensor on the CPU, on rank 0; None on other ranks. Collective over all ranks, the group `ranks`."""
     parameters = _gather_parameters(engine, ranks) | _gather_buffers(engine, ranks)
     if engine.world.rank:
         return None

@@ -1,4 +1,4 @@
-"""Loss and weight of the batch at hand, over all ranks, and of earlier batches of the same step.
+"""Loss and weight of the current batch, over all ranks, and of earlier batches of the same step.
 
 Only code that divides by the weight waits for these sums, which run asynchronously from a rank's last forward on.
 """
@@ -22,7 +22,7 @@ from ranvier.system.pinned_memory import HostCopy
 
 
 def calls_differ(what: str) -> ModelError:
-    """Ranks are in different calls of the engine with one batch. what: who does what."""
+    """The error for ranks that call different methods of the engine with one batch. what: which ranks call what."""
     return ModelError(f"are different on different ranks: {what}; nothing was updated", code="calls-differ",
                       where="calls of the engine",
                       remedy="Call train_batch, forward_backward, evaluate and predict on all ranks. Only printing and "
@@ -30,15 +30,15 @@ def calls_differ(what: str) -> ModelError:
 
 
 class BatchStatistics:
-    """The sums of one engine. ranks: a group of all ranks; each calls `begin` and `reduce` once a batch. on_device:
+    """The sums of one engine. ranks: a group of all ranks; each calls `begin` and `reduce` once per batch. on_device:
     whether all ranks compute on CUDA devices."""
 
     sums: Tensor
-    """[15 or more] fp64: sum of losses, weight, how many ranks have found their gradients set to zero (and ranks + 1
-    times those that have some; when summed up, whether earlier batches are of another step), how many train
-    (ranks + 1 times those that update by it, and the square of that times those that predict), the numbers of
-    `SameTargets`, 0 if all have updated equally often, how many add to an earlier batch, and the numbers of
-    `SameRates`, `SameLeft`, `TiedParameters` and `OwnSamples`."""
+    """[15 or more] fp64: sum of losses, weight, the number of ranks that have found their gradients set to zero (plus
+    ranks + 1 times those that have gradients; after the reduction, whether earlier batches belong to another step), the
+    number that train (ranks + 1 times those that then update, and the square of that times those that predict), the
+    checksums of `SameTargets`, 0 if all have made the same number of updates, the number that add to an earlier batch,
+    and the checksums of `SameRates`, `SameLeft`, `TiedParameters` and `OwnSamples`."""
     work: Work
     """The reduction of `sums`."""
 
@@ -51,7 +51,7 @@ class BatchStatistics:
         self._accumulated: Tensor | None = None  # losses and weights of batches since the last step
         self._earlier: Tensor | None = None  # the same, while another batch of that step runs
         self._training = self._updates = self._predicts = False
-        self._zeroed: bool | None = None  # of this rank; None where it has no gradients
+        self._zeroed: bool | None = None  # on this rank; None if it has no gradients
         self.num_accumulated = 0
         """Batches since the last step, whose gradients the next one applies."""
         self.num_updates = 0
@@ -61,46 +61,46 @@ class BatchStatistics:
 
     @property
     def continues_a_step(self) -> bool:
-        """Whether the batch at hand adds to earlier ones."""
+        """Whether the current batch adds to earlier ones."""
         return self._earlier is not None
 
     def begin_training(self, were_zeroed: Callable[[], bool | None], *, updates: bool, rate: float | None,
                        users: torch.optim.Optimizer | None) -> None:
-        """A training batch begins. were_zeroed: whether somebody has set the gradients of this rank to zero since the
-        last one, which ends what had accumulated where no rank has any left; None where there were none. updates:
-        whether a step follows. rate, users: of `SameRates.begin`."""
+        """Begin a training batch. were_zeroed: whether the gradients of this rank have been set to zero since the last
+        one, which ends the accumulation if no rank has any left; None if there were none. updates: whether a step
+        follows. rate, users: as for `SameRates.begin`."""
         self._same_rates.begin(rate, users)
         self._updates = updates
         self._earlier, self._accumulated = self._accumulated, None  # which a batch that fails would leave unusable
         self._zeroed = None if self._earlier is None else were_zeroed()
 
     def keep(self) -> None:
-        """The batch has run, and its gradients stay for the next one of the same step."""
+        """Keep the sums of a batch, whose gradients stay for the next batch of the same step."""
         self._accumulated, self._earlier = self.sums[:2].clone(), None
         self.num_accumulated = 1 if self.sums[2] else self.num_accumulated + 1
 
     def after_step(self, updated: bool) -> None:
-        """A step has been taken, which has updated the parameters or left them."""
+        """Called after a step. updated: whether it has changed the parameters."""
         self.forget()
         self.num_updates += updated
 
     def forget(self) -> None:
-        """A step has been taken, or gradients are of no use: the next batch begins anew."""
+        """Forget earlier batches after a step, or if gradients are discarded: the next batch starts a new sum."""
         self._accumulated = self._earlier = None
         self.num_accumulated = 0
 
-    # ------------------------------------------------------------------ the batch at hand
+    # ------------------------------------------------------------------ the current batch
 
     def begin(self, batch: Sequence[Microbatch], *, training: bool, predicts: bool) -> None:
-        """A batch begins, of which ranks compare the targets. predicts: whether without a loss."""
+        """Begin a batch, whose targets ranks compare. predicts: whether it has no loss."""
         self._training, self._predicts = training, predicts
         self._targets = self._same_targets.numbers(() if predicts else batch)
         self._samples = self._own_samples.numbers(batch if training else ())
 
     def reduce(self, own: Tensor | None, *, at_once: bool = False) -> None:
-        """Start the sum over all ranks. own: [2] fp64 of this rank, None where another rank counts the same.
-        at_once: begin it now, also where the host waits for a device; otherwise the step asks for the weight before any
-        other collective."""
+        """Start the sum over all ranks. own: [2] fp64 of this rank, None if another rank counts the same. at_once:
+        begin it now, even if the host waits for a device; otherwise the step asks for the weight before any other
+        collective."""
         earlier, ranks, ties = self._earlier, self._ranks, self._ties
         same_targets, same_rates, same_left = self._same_targets, self._same_rates, self._same_left
         own_samples = self._own_samples
@@ -112,11 +112,11 @@ class BatchStatistics:
             self._training * (size + 1 if self._updates else 1) + self._predicts * (size + 1) ** 2,
             *[0] * SAME_TARGETS,
             *of_training, ties.number(), *self._samples],
-            dtype=torch.float64)  # in one call: this is the host's time in every step
+            dtype=torch.float64)  # in one call: it costs host time in every step
 
         def add_earlier() -> None:
             _, weight, zeroed, calls, *numbers = sums.tolist()
-            sums[2] = ends_earlier = 0 < zeroed <= size  # on a rank, and no rank has gradients
+            sums[2] = ends_earlier = 0 < zeroed <= size  # zeroed on a rank, and no rank has gradients
             updates, continuing, rates, left, of_ties, *samples = numbers[SAME_TARGETS:]
             predicting, training = divmod(int(calls), (size + 1) ** 2)
             updating, others = divmod(training, size + 1)
@@ -127,7 +127,7 @@ class BatchStatistics:
                 raise calls_differ(f"of {size} ranks {continuing:g} add to the gradients of the batch before, and "
                                    f"{size - continuing:g} have called step or zero_grad since")
             if updates:
-                raise calls_differ(f"some of {size} ranks have updated their parameters and others have not, where one "
+                raise calls_differ(f"some of {size} ranks have updated their parameters and others have not, as if one "
                                    "has called step and another zero_grad")
             same_targets.check(numbers[:SAME_TARGETS])
             same_rates.check(rates, ranks)
@@ -137,7 +137,7 @@ class BatchStatistics:
             if weight < 0 or math.isinf(weight):
                 raise ModelError("has a negative or infinite weight, which would reverse its gradient or lose it",
                                  code="loss-weight-range", where="loss", value=f"{weight:.4g} in the batch",
-                                 remedy="Return the number of valid targets beside the sum of losses.")
+                                 remedy="Return the number of valid targets with the sum of losses.")
             if earlier is not None and not ends_earlier:
                 sums[:2].add_(earlier)
 
@@ -154,7 +154,7 @@ class BatchStatistics:
                 for copy, target in copies:
                     target.copy_(copy.read())
                 return ranks.all_reduce(sums)
-            self.work = TwoRoundWork(CompletedWork(), begin, add_earlier)  # begun where the program waits for it
+            self.work = TwoRoundWork(CompletedWork(), begin, add_earlier)  # begun when the program waits for it
             return
         self.work = ChainedWork(ranks.all_reduce(sums), add_earlier)
 
@@ -164,7 +164,7 @@ class BatchStatistics:
         return float(self.sums[1])
 
     def earlier_weight(self) -> float:
-        """The part of `weight` that is of earlier batches of this step."""
+        """The part of `weight` from earlier batches of this step."""
         self.work.wait()
         return 0.0 if self._earlier is None or self.sums[2] else float(self._earlier[1])
 
@@ -174,8 +174,8 @@ class BatchStatistics:
         return float(self.sums[0]) / weight
 
     def bad_loss(self, *, is_scaled: bool) -> str | None:
-        """"loss is nan", where the mean loss of the global batch is not finite. is_scaled: gradients are fp16, and tell
-        of an overflow, which an infinite loss may be."""
+        """"loss is nan", if the mean loss of the global batch is not finite. is_scaled: gradients are fp16, and show an
+        overflow, which an infinite loss may be."""
         loss = self.loss()
         good = not math.isnan(loss) if is_scaled else math.isfinite(loss)
         return None if good else f"loss is {loss}"
@@ -187,7 +187,7 @@ class BatchStatistics:
 #
 # In fp16 a loss must be divided by about its weight before the backward, and multiplied by the loss scale: a sum over
 # thousands of targets times that scale overflows, and a run would skip steps until the scale has come down. The weight
-# of the whole batch is known only after its last forward, so the ranks agree on an estimate before the first backward.
+# of the full batch is known only after its last forward, so the ranks agree on an estimate before the first backward.
 
 
 class NominalWeight:
@@ -203,16 +203,17 @@ class NominalWeight:
 
     @property
     def started(self) -> bool:
-        """Whether this rank has said what it knows of this batch."""
+        """Whether this rank has contributed to the estimate for this batch."""
         return self._work is not None
 
     def start(self, weight: float) -> None:
-        """This rank's part of the estimate; 0 where another rank counts the same targets, or nothing is known."""
+        """Contribute this rank's part of the estimate; 0 if another rank counts the same targets, or nothing is
+        known."""
         self._sum.fill_(weight)
         self._work = self._ranks.all_reduce(self._sum)
 
     def agree(self) -> float | None:
-        """The power of two next to the sum of all parts, so that dividing by it rounds nothing; None when no rank has a
+        """The power of two nearest to the sum of all parts, so that dividing by it is exact; None if no rank has a
         valid target. Waits for all ranks' first forward."""
         assert self._work is not None, "agree comes after start"
         self._work.wait()

@@ -2,13 +2,13 @@
 
 One end owns the parameter: its master copy, its optimizer state, its place in the norm. The others send it their
 gradient once it is complete, once a batch, and get the new value back before their next forward. The sums of the ends
-stay apart until that one addition, so every policy adds in the same order.
+stay separate until that addition, so every policy adds in the same order.
 
-Ends that are cut differently are re-laid on the way. Each rank sends what its box has in common with those of the other
-end's ranks; here an embedding cut by columns, and a head cut by rows:
+Ends that are cut differently are resharded on the way. Each rank sends the intersections of its box with those of the
+other end's ranks; here an embedding cut by columns, and a head cut by rows:
 
     embedding   0 0 1 1         head   2 2 2 2         rank 0 sends to 2 and 3 the halves of its own half;
-                0 0 1 1                3 3 3 3         ends cut alike need one message, to the counterpart
+                0 0 1 1                3 3 3 3         ends with the same cut need one message, to the counterpart
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Tie:
     """An end of a tied parameter on a rank, under the key `name`.
 
     text: the parameter in an error, with all of its names.
-    shape: of the whole parameter. box: what the rank holds of it.
-    trains: whether it did when the engine was built. If it is frozen later, its ends still exchange zeros, and whether
-        they are frozen.
-    ends: of an owner, how many ends send it gradients; else 0.
-    is_compared: whether the rank is the first that has this box of this end, and sees whether somebody writes it.
-    gradients: what comes in where this end owns, in the order in which it is added; else what goes out.
-    values: what goes out where this end owns; else what comes in.
+    shape: of the full parameter. box: the part that the rank holds.
+    trains: whether it trained when the engine was built. If it is frozen later, its ends still exchange zeros, and
+        whether they are frozen.
+    ends: number of ends that send gradients to an owner; 0 for other ends.
+    is_compared: whether the rank is the first that has this box of this end, and checks whether it is written to.
+    gradients: incoming moves if this end owns, in the order of addition; else outgoing moves.
+    values: outgoing moves if this end owns; else incoming moves.
 
-    Moves are named after the end that does not own: its key. Their boxes are those of the whole parameter.
+    Moves are named after the key of the end that does not own. Their boxes are relative to the full parameter.
     """
 
     rank: int
@@ -62,13 +62,13 @@ class Tie:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks that it exchanges with."""
+        """The other ranks with which it exchanges messages."""
         return tuple(sorted({rank for move in (*self.gradients, *self.values)
                              for rank in (move.source, move.destination)} - {self.rank}))
 
     @property
     def gradient(self) -> Tensor:
-        """Its gradient, which is there from the start of a batch."""
+        """Its gradient, which exists from the start of a batch."""
         assert self.parameter.grad is not None, f"{self.name} has no gradient"
         return self.parameter.grad
 
@@ -78,7 +78,7 @@ class Tie:
 
 
 def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> tuple[Tie, ...]:
-    """The ties of `rank`, from what every rank knows alike. parameters: those of its stage, by key."""
+    """The ties of `rank`, from information that is the same on every rank. parameters: those of its stage, by key."""
     at, ties = layout.mesh.coordinates(rank), []
     pipeline_rank = at.pipeline_rank
     for owner, ends in layout.tie_ends.items():
@@ -107,7 +107,7 @@ def ties_of(layout: Layout, rank: int, parameters: dict[str, nn.Parameter]) -> t
 
 
 def tied_parameters(layout: Layout) -> tuple[str, ...]:
-    """All of the model that have several ends, as errors name them."""
+    """All parameters of the model that have several ends, as errors name them."""
     return tuple(_text(layout, owner) for owner, ends in layout.tie_ends.items() if len(ends) > 1)
 
 
@@ -120,8 +120,9 @@ def _plan_moves(layout: Layout, replica: int, name: str, source: Parameter, dest
                 sums: bool) -> list[Move]:
     """The moves of elements from one end to the other in a replica, in order of their source.
 
-    Of positions with the same elements the destination's own sends, else the first. sums: they are gradients. Those of
-    positions along `source.summed` differ and all move; along `destination.summed` each moves to one position.
+    Of positions with the same elements, the destination's own sends, else the first. sums: the elements are gradients.
+    Gradients of positions along `source.summed` differ and all move; along `destination.summed` each moves to one
+    position.
     """
     mesh = layout.mesh
 
@@ -150,12 +151,11 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
                    groups: Mapping[tuple[TensorAxis, ...], Group],
                    splits: Mapping[tuple[TensorAxis, ...], Group] | None = None, *,
                    tables: Collection[nn.Parameter] = ()) -> list[GradientSpec]:
-    """The gradients of `rank` and where they go, in the order of `layout.gradients`.
+    """The gradients of `rank` and their destinations, in the order of `layout.gradients`.
 
-    parameters: those of its stage, by key. groups: axes of the tensor mesh -> the ranks over which gradients are summed
-    whose parts are spread along these axes. splits: axes of the tensor mesh -> the ranks that share a parameter which
-    is split along these, where updates need whole parameters. tables: lookup tables whose gradients are told row by
-    row.
+    parameters: those of its stage, by key. groups: axes of the tensor mesh -> the ranks that sum gradients whose parts
+    are spread along these axes. splits: axes of the tensor mesh -> the ranks that share a parameter which is split
+    along these, if updates need full parameters. tables: lookup tables whose gradients are reported row by row.
     """
     specs = []
     for gradient in layout.gradients(rank):
@@ -172,19 +172,19 @@ def gradient_specs(layout: Layout, rank: int, parameters: Mapping[str, nn.Parame
 
 
 class TieMessages:
-    """Gradients and values of ties that have come to a rank. Those of one kind, from one rank and for one end, queue up
-    until they are asked for: a replica that has nothing to compute may be batches ahead."""
+    """Gradients and values of ties that have arrived on a rank. Those of one kind, from one rank and for one end, are
+    queued until they are taken: a replica that has nothing to compute may be batches ahead."""
 
     def __init__(self) -> None:
         self._arrived: dict[tuple[MessageKind, int, str], deque[tuple[Tensor, int]]] = defaultdict(deque)
 
     def put(self, message: Message) -> None:
-        """A gradient or a value has come, maybe before anyone has asked for it."""
+        """Queue a gradient or a value that has arrived."""
         (end, tensor), = message.tensors.items()
         self._arrived[message.kind, message.source, end].append((tensor, message.microbatch))
 
     def arrived(self, kind: MessageKind, source: int, end: str) -> deque[tuple[Tensor, int]]:
-        """Tensors that have arrived and wait to be taken, the oldest first, with the note of each message."""
+        """Tensors that have arrived and have not been taken, the oldest first, with the note of each message."""
         return self._arrived[kind, source, end]
 
 
@@ -194,26 +194,26 @@ class TiedParameters:
         owner   ... forwards, backwards, wait for all gradients, add, reduce, update, send the value
         end     wait for the value, forwards, backwards, send the gradient ...
 
-    A program that writes an end between batches, freezes it or gives it a hook must do so at all ends. Whether it has
-    frozen them, and how many hooks they have, goes along with the gradients. Of what it has written each end makes a
-    number (`number`), which the ranks sum up.
+    A program that writes an end between batches, freezes it or gives it a hook must do so at all ends. Whether ends are
+    frozen, and how many hooks they have, is sent with the gradients. Each end computes a checksum of written values
+    (`number`), and the ranks sum the checksums.
 
-    arrived: what others have sent. send: (destination, message), without blocking. wait: (what for, from whom), returns
-    when a message has come. names: `tied_parameters`, of which other ranks may have ends.
+    arrived: what others have sent. send: (destination, message), without blocking. wait: (what, source), returns when a
+    message has arrived. names: `tied_parameters`, of which other ranks may have ends.
     """
 
     def __init__(self, ties: Sequence[Tie], arrived: TieMessages, send: Callable[[int, Message], None],
                  wait: Callable[[str, int], None], names: Sequence[str] = ()) -> None:
         self.ties, self._arrived, self._send, self._wait, self.names = tuple(ties), arrived, send, wait, names
         self.owns = any(tie.owns and tie.trains for tie in self.ties)
-        """Whether other ends wait for values from here after each step."""
+        """Whether other ends wait for values from this rank after each step."""
         self._due = dict.fromkeys((tie.name for tie in ties), 0)
         self._sent: dict[str, int] = {}
         self._known = {tie.name: _memory_of(tie.parameter) for tie in ties}
-        """Of an owner when it has last sent its value, of an end when that was sent, or has come."""
+        """`_memory_of` of an owner when it last sent its value, of another end when the value was sent or arrived."""
 
     def _pass(self, kind: MessageKind, batch: int, move: Move, tensor: Tensor, note: int) -> None:
-        """Send `tensor` with `note`, or hand it over where its destination is this rank."""
+        """Send `tensor` with `note`, or deliver it directly if its destination is this rank."""
         if move.source == move.destination:
             self._arrived.put(Message(kind, batch, note, {move.parameter: tensor}, source=move.source))
         else:
@@ -227,7 +227,7 @@ class TiedParameters:
         return arrived.popleft()
 
     def send_gradient(self, name: str, batch: int) -> None:
-        """The complete gradient of an end that does not own, once a batch."""
+        """Send the complete gradient of an end that does not own, once a batch."""
         for tie in self.ties:
             if tie.name == name and self._sent.get(name) != batch:
                 self._sent[name] = batch
@@ -237,9 +237,10 @@ class TiedParameters:
 
     @torch.no_grad()
     def add_gradients(self, batch: int) -> list[Tie]:
-        """Every backward has run: wait for the gradients of all other ends and add them to the owner's; a tie for each
-        end that is added. Ends here that have not sent theirs do so first: their turn in the order of reductions may
-        come after that of an owner, which waits. ModelError where only one of two ends is frozen or has a hook."""
+        """After all backwards, wait for the gradients of all other ends and add them to the owner's; returns a tie for
+        each end that is added. Ends here that have not sent their gradients do so first: their turn in the order of
+        reductions may come after that of an owner, which waits. Raises ModelError if only one of two ends is frozen or
+        has a hook."""
         for tie in self.ties:
             if tie.trains and not tie.owns:
                 self.send_gradient(tie.name, batch)
@@ -267,9 +268,9 @@ class TiedParameters:
         return added
 
     def send_values(self, batch: int, *, trained: bool, replaces: bool = False) -> None:
-        """Owners send their values; other ends note that one more is due (it may have come already).
-        trained: only of parameters that train. replaces: an owner that somebody has written since it last sent its
-        value decides for all ends, also for those that somebody has written."""
+        """Owners send their values; other ends note that one more is due (it may have arrived already). trained: only
+        for parameters that train. replaces: the value of an owner that was written to since it last sent its value
+        replaces all ends, including those that were written to."""
         for tie in self.ties:
             if trained and not tie.trains:
                 continue
@@ -286,8 +287,8 @@ class TiedParameters:
 
     @torch.no_grad()
     def receive_values(self) -> None:
-        """Wait until no value of an end held here is due. An end that someone has written since stays as it is, unless
-        its owner's value replaces it: whoever writes one end writes the others too."""
+        """Wait until no value of an end held here is due. An end that was written to since then stays as it is, unless
+        its owner's value replaces it: a program that writes one end must write the others, too."""
         for tie in self.ties:
             due, self._due[tie.name] = self._due[tie.name], 0
             for _ in range(due):
@@ -302,35 +303,35 @@ class TiedParameters:
     def _is_written(self, tie: Tie) -> bool:
         return self._known[tie.name] != _memory_of(tie.parameter)
 
-    # ------------------------------------------------------------------ whether all ends were written alike
+    # ------------------------------------------------------------------ whether all ends have the same values
 
     def number(self) -> float:
-        """The number that this rank adds to the sums of a batch, made of the values of ends of ties that somebody has
-        written here since they were exchanged, in this batch's forwards, too. An owner adds it once for each other end,
-        which take it away again if they have the same values."""
+        """The checksum that this rank adds to the sums of a batch: of the values of ends of ties that were written to
+        here since the last exchange, including in this batch's forwards. An owner adds it once for each other end; ends
+        with the same values subtract it again."""
         written = {tie.text for tie in self.ties if self._is_written(tie)}
         return float(sum((tie.ends if tie.owns else -1) * _number_of(tie) for tie in self.ties
                          if tie.is_compared and tie.text in written))
 
     def check(self, total: float) -> None:
-        """ModelError where the sum over all ranks shows that ends have different values."""
+        """Raise ModelError if the sum over all ranks shows that ends have different values."""
         if int(total) % (1 << NUMBER_BITS):
             places = dict.fromkeys([tie.text for tie in self.ties if self._is_written(tie)] or self.names)
             raise ModelError("was written at one end of its tie, and has other values at another",
                              code="tied-end-written", where=" or ".join(places),
                              remedy="Write all that engine.named_parameters() returns, on all ranks and not in a "
-                                    "forward. To update by engine.optimizer, call engine.step(result) in place of its "
+                                    "forward. To update by engine.optimizer, call engine.step(result) instead of its "
                                     "step().")
 
 
 def _num_hooks(parameter: nn.Parameter) -> int:
-    """Hooks that see its gradient."""
+    """Number of hooks that see the parameter's gradient."""
     return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Changes when somebody writes `tensor`, or gives it other memory. Of writes into `tensor.data`, which leave no
-    trace, a sample of the values tells; not on a device, for which the host would have to wait."""
+    """A value that changes when `tensor` is written to, or gets other memory. Writes into `tensor.data`, which do not
+    change the version, show in a sample of the values; not on a device, for which the host would have to wait."""
     sample = 0
     if tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) in (Tensor, nn.Parameter):
         values = tensor.detach().view(-1)[::max(tensor.numel() // _SAMPLED, 1)].contiguous()
@@ -338,18 +339,18 @@ def _memory_of(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor._version, sample
 
 
-# --- a number of a parameter's values ---------------------------------------------------------------------------------
+# --- a checksum of a parameter's values -------------------------------------------------------------------------------
 
 _ELEMENTS = 1 << 20
-"""Of a large parameter so many elements are looked at at once: each takes eight bytes, several times."""
+"""Number of elements of a large parameter that are processed together: each takes several times eight bytes."""
 _SAMPLED = 4096
-"""About so many elements tell whether a parameter has been written."""
+"""Approximate number of elements that are sampled to see whether a parameter was written to."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By the bytes of an element: what its bits are read as."""
+"""Bytes of an element -> the integer format in which its bits are read."""
 
 
 def _number_of(tie: Tie) -> int:
-    """A number made of the values of an end. However a parameter is cut, the numbers of its boxes have one sum."""
+    """A checksum of the values of an end. The sum over a parameter's boxes is the same for every cut."""
     values, total = tie.parameter.detach().contiguous(), 0
     if not values.numel():
         return 0

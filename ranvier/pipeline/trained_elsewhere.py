@@ -1,9 +1,10 @@
-"""A user's modules that other ranks train: on this rank they keep the values from before.
+"""A user's modules that other ranks train: on this rank they keep the old values.
 
-A model that is given as modules is whole on every rank, and an engine trains the blocks of the rank's own stages. Who
-computes with the others, or saves them, would get old values without an error. So these modules warn until new values
-are written into them, and an engine that would compute with them refuses the batch. Code of this rank's blocks
-or loss that reaches one of them, say by a list or a closure, gives its parameters gradients, which go nowhere.
+A model that is given as modules exists in full on every rank, and an engine trains the blocks of the rank's own stages.
+A program that computes with the others, or saves them, would get old values without an error. So these modules warn
+until new values are written into them, and an engine that would compute with them refuses the batch. Code of this
+rank's blocks or loss that reaches one of them, for example through a list or a closure, gives its parameters gradients
+that are lost.
 """
 
 from __future__ import annotations
@@ -27,21 +28,20 @@ from ranvier.tensor.splittable import SplitHook
 
 @dataclass(eq=False)
 class _OldValues(SplitHook):
-    """Hook of one module. known: name -> (parameter, version) when other ranks have first updated it. told: has a name
-    once the engine has warned. rewritten: where the module goes when nothing in it is old any more."""
+    """Hook of one module. known: name -> (parameter, version) when other ranks first updated it. told: contains names
+    once the engine has warned. rewritten: list to which the module is added when it has no old values any more."""
 
     told: list[str]
     rewritten: list[ref[nn.Module]]
     known: dict[str, tuple[ref[nn.Parameter], int]]
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        """Somebody uses the module."""
+        """Warn that the module is used, if it has old values."""
         self.look(module)
         self._warn(type(module).__name__)
 
     def look(self, module: nn.Module, *_: object) -> None:
-        """Let the module go, plain as it was, where new values have been written: hooks are in the way of torch.compile
-        and torch.jit."""
+        """Remove the hooks if new values have been written: hooks interfere with torch.compile and torch.jit."""
         old = {name: (reference, version) for name, (reference, version) in self.known.items()
                if (held := reference()) is not None and held is module._parameters.get(name)
                and held._version == version}
@@ -53,18 +53,18 @@ class _OldValues(SplitHook):
         if self.known and not self.told:
             self.told += self.known
             warnings.warn(f"{module}.{self.told[0]} has its values from before the training here: another rank has "
-                          "trained it, and all that is not of this rank's stage. Before you use the model or save it, "
+                          "trained it, and all that is not on this rank's stage. Before you use or save the model, "
                           "call state = engine.full_state_dict() on all ranks and model.load_state_dict(state) on "
                           "rank 0", stacklevel=4)
 
     def attach(self, module: nn.Module) -> None:
-        """Be called when the module computes, gives its state, and has been loaded."""
+        """Register for calls when the module computes, returns its state, and has been loaded."""
         module.register_forward_pre_hook(self)
         module.register_state_dict_pre_hook(self)
         module.register_load_state_dict_post_hook(self.look)
 
     def remove(self, module: nn.Module) -> None:
-        """Not be called any more."""
+        """Remove these hooks from the module."""
         if self.known:
             self.rewritten.append(ref(module))
         self.known = {}
@@ -72,10 +72,10 @@ class _OldValues(SplitHook):
         for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_post_hooks):
             for number in [number for number, hook in hooks.items() if hook in (self, self.look)]:
                 if hooks is module._forward_pre_hooks or number == next(reversed(hooks)):
-                    del hooks[number]  # of others torch, which goes through them now, would not find the next one
+                    del hooks[number]  # torch iterates over these now, and would skip the next one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OldValues:
-        """The record of a copied module, whose values are as old."""
+        """Return the record of a copied module, whose values are equally old."""
         copies = {name: (memo.get(id(reference())), version == getattr(reference(), "_version", None))
                   for name, (reference, version) in self.known.items()}
         return _OldValues(self.told, [],
@@ -83,7 +83,7 @@ class _OldValues(SplitHook):
                                           if reference is not None and is_old})
 
     def __reduce__(self) -> tuple[object, ...]:
-        """An empty record: the module is saved as a whole."""
+        """Return an empty record: the module is saved in full."""
         if any(getattr(reference(), "_version", None) == version for reference, version in self.known.values()):
             self._warn("the module")
         return _OldValues, ([], [], {})
@@ -94,14 +94,15 @@ def _notes(module: nn.Module) -> list[_OldValues]:
 
 
 def gradient_state(parameter: nn.Parameter) -> tuple[bool, int, int]:
-    """Changes whenever something is added to the gradient of a parameter, or it is frozen or unfrozen."""
+    """A value that changes whenever something is added to a parameter's gradient, or it is frozen or unfrozen."""
     grad = parameter.grad
     return parameter.requires_grad, id(grad), 0 if grad is None else grad._version
 
 
 class TrainedElsewhere:
-    """modules: all blocks that the user has made. own: the names of this rank's. held: the parameters of those. splits:
-    these are parts, on rows and columns, so that nobody trains the blocks that the user has made."""
+    """Marks a user's modules that other ranks train. modules: all blocks that the user has made. own: the names of this
+    rank's blocks. held: their parameters. splits: the rank trains parts, on rows and columns, so that no rank trains
+    the user's blocks themselves."""
 
     def __init__(self, modules: Mapping[str, nn.Module], own: Iterable[str], held: Iterable[nn.Parameter], *,
                  splits: bool = False) -> None:
@@ -110,30 +111,30 @@ class TrainedElsewhere:
                            for module in modules[block].modules()
                            if any(parameter is not None and id(parameter) not in self._here
                                   for parameter in module._parameters.values())]
-        """Modules trained elsewhere without old values until the next update. Not kept alive here: a program may drop
-        the model, of which this rank needs a part only."""
+        """Modules trained elsewhere that have no old values until the next update. Not kept alive here: a program may
+        drop the model, of which this rank needs only a part."""
         self._own = [(f"{block}.{path}".removesuffix("."), module) for block in modules if block in own_blocks
                      for path, module in modules[block].named_modules()]
         self.blocks = [(block, ref(module)) for block, module in modules.items() if block not in own_blocks]
         self.others = [(f"{block}.{name}", ref(parameter)) for block in modules if block not in own_blocks
                         for name, parameter in modules[block].named_parameters() if id(parameter) not in self._here]
-        """Name and parameter of each that this rank does not hold."""
+        """Name and parameter of all parameters that this rank does not hold."""
         self.may_be_old = False
-        """Whether other ranks may have values by now that this one has not."""
+        """Whether other ranks may have newer values than this rank by now."""
         self._optimizer: torch.optim.Optimizer | None = None
         self._copies: Mapping[nn.Parameter, Tensor] = {}
         self._num_updated = 0
         self._of_no_block: list[tuple[None, ref[nn.Parameter]]] = []
-        """Parameters that the user's optimizer has, and no block."""
+        """Parameters in the user's optimizer that no block has."""
         self._at_start: list[tuple[str | None, ref[nn.Parameter], tuple[bool, int, int]]] = []
-        """`gradient_state` of all these when the batch began; None in place of a name of those of no block."""
+        """`gradient_state` of all these when the batch began; the name is None for parameters of no block."""
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer | None, copies: Mapping[nn.Parameter, Tensor]) -> None:
-        """Whose parameters are looked at. copies: those that have the places of parameters in it."""
+        """Set the optimizer whose parameters are checked. copies: tensors that replace parameters in it."""
         self._optimizer, self._copies = optimizer, copies
 
     def _look_at_optimizer(self) -> None:
-        """What it updates, to which a program may add."""
+        """Update the list of what the optimizer updates, to which a program may add."""
         updated = [parameter for group in getattr(self._optimizer, "param_groups", ()) for parameter in group["params"]]
         if len(updated) != self._num_updated:
             known = self._here.union((id(reference()) for _, reference in self.others), map(id, self._copies.values()))
@@ -141,7 +142,7 @@ class TrainedElsewhere:
             self._num_updated = len(updated)
 
     def begin(self) -> None:
-        """A training batch begins."""
+        """Begin a training batch."""
         self.may_be_old = True
         self._look_at_optimizer()
         self._at_start = [(name, reference, gradient_state(held))
@@ -149,8 +150,9 @@ class TrainedElsewhere:
                           if (held := reference()) is not None]
 
     def reached_parameters(self) -> Iterator[str]:
-        """The parameters of other ranks that have got a gradient from the batch on this one, or were frozen here.
-        ModelError for one that the optimizer updates and no block has: it is of the sum of this rank's losses."""
+        """Yield the parameters of other ranks that have got a gradient from the batch on this rank, or were frozen
+        here. Raises ModelError for a parameter that the optimizer updates and no block has: its gradient is that of the
+        sum of this rank's losses."""
         for name, reference, before in self._at_start:
             if (held := reference()) is None or gradient_state(held) == before:
                 continue
@@ -159,37 +161,39 @@ class TrainedElsewhere:
                                  "neither summed over replicas nor divided by the weight of the batch",
                                  code="parameter-of-no-block", where="optimizer", value=tuple(held.shape),
                                  remedy="Make it an attribute of a block, or of a loss that is a module, and give the "
-                                        "optimizer its argument alone: optimizer=lambda parameters: "
+                                        "optimizer only its argument: optimizer=lambda parameters: "
                                         "torch.optim.AdamW(parameters).")
             yield name
 
     def check_start(self) -> None:
-        """ModelError where this rank would begin with old values: another engine's, and neither loaded nor written."""
+        """Raise ModelError if this rank would begin with old values, which another engine has trained elsewhere and
+        which were neither loaded nor written since."""
         for path, module in self._own:
             for note in self._notes_of_others(module) if module._forward_pre_hooks else ():
                 note.look(module)
                 for name in note.known:
-                    raise ModelError("has its values from before the training here: another engine has trained it on "
-                                     "another rank", code="parameter-trained-elsewhere",
+                    raise ModelError("has its values from before the training here: another engine has "
+                                     "trained it on another rank", code="parameter-trained-elsewhere",
                                      where=f"parameter {path}.{name}",
                                      remedy="Save a checkpoint with that engine and load it with this one "
-                                            "(ranvier.Checkpoints), write the whole state into the model on all ranks "
-                                            "(model.load_state_dict), or cut the model as there "
+                                            "(ranvier.Checkpoints), write the full state into the model on all ranks "
+                                            "(model.load_state_dict), or cut the model as in that engine "
                                             "(Pipeline(boundaries=...)).")
 
     def after_load(self) -> None:
-        """All values of this rank are those that they are to be."""
+        """Called when all values of this rank have been loaded."""
         self.may_be_old = True
         for _, module in self._own:
             for note in self._notes_of_others(module):
                 note.remove(module)
 
     def _notes_of_others(self, module: nn.Module) -> list[_OldValues]:
-        """Of other engines."""
+        """The records of other engines."""
         return [note for note in _notes(module) if note.rewritten is not self._rewritten]
 
     def after_update(self) -> None:
-        """All ranks have updated what they train. Costs something after the first update and after new values only."""
+        """Called when all ranks have updated what they train. Costs time only after the first update and after new
+        values."""
         rewritten, self._rewritten[:] = self._rewritten[:], []
         for module in filter(None, (reference() for reference in rewritten)):
             known = {name: (ref(parameter), parameter._version) for name, parameter in module._parameters.items()
@@ -203,29 +207,29 @@ class TrainedElsewhere:
 
 # --- code that computes with them -------------------------------------------------------------------------------------
 
-# Parameters of other stages that code of a stage reaches, by a list, a closure or a hook.
+# Parameters of other stages that code of a stage reaches, through a list, a closure or a hook.
 #
 #     class Head(nn.Module):
 #         def forward(self, x):
-#             scale = self.first[0].weight.norm().item()       an old value, where another rank has the block
+#             scale = self.first[0].weight.norm().item()       an old value, if another rank has the block
 #             self.first[0].weight.mul_(0.99)                  lost there; on this rank, at a time of the schedule
 #             return scale * self.body(x)
 #
-# A gradient that comes to them shows by itself. What is read or written without one, only the operations show: forwards
-# and backwards of stages that may reach such parameters run under this mode.
+# A gradient of such a parameter is noticed without it. Reads and writes without a gradient show only in the operations:
+# forwards and backwards of stages that may reach such parameters run under this mode.
 
 
 _NO_VALUES = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like",
                         "rand_like", "randint_like", "randn_like", "zeros_like"})
-"""Operations that take a tensor's form alone."""
+"""Operations that use only a tensor's shape and format."""
 
 
 class OthersParameters(TorchDispatchMode):
-    """Inside, ModelError where code of one stage of this rank reads a parameter that another rank trains, or writes one
-    of another stage.
+    """Mode that raises ModelError if code of one stage of this rank reads a parameter that another rank trains, or
+    writes a parameter of another stage.
 
-    elsewhere: the user's modules that other ranks train. names_in_whole: name -> those in the user's module. here: name
-    -> those of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these.
+    elsewhere: the user's modules that other ranks train. names_in_whole: name -> names in the user's module. here: name
+    -> parameters of other stages of this rank. code: the blocks, and "loss", whose code reaches some of these.
     """
 
     def __init__(self, elsewhere: TrainedElsewhere, names_in_whole: Mapping[str, Sequence[str]],
@@ -248,13 +252,13 @@ class OthersParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         before, self._before = self._before, []
-        for name, parameter, form in before if error is None else ():  # what no operation shows: one.data = other
+        for name, parameter, form in before if error is None else ():  # which no operation shows: one.data = other
             if _form(parameter) != form:
                 raise self._error(name)
 
     def around(self, name: str) -> AbstractContextManager[object]:
-        """The surroundings of a block, or of the loss: this mode for those that need it, and for others none, since
-        torch.compile takes no code under a mode. Forwards that run again do so inside of the mode of a backward."""
+        """The context of a block, or of the loss: this mode if it needs the check, else none, since torch.compile does
+        not work under a mode. Recomputed forwards run inside the mode of a backward."""
         is_inside = _get_current_dispatch_mode() is self
         if (name in self.code) == is_inside:
             return nullcontext()
@@ -284,7 +288,7 @@ def _form(parameter: nn.Parameter) -> tuple[int, bool]:
 
 
 def used_from_outside(name: str) -> ModelError:
-    """The error for a parameter that is in use where nobody has it."""
+    """The error for a parameter that is used by code whose block does not have it."""
     return ModelError("is used by a block, or by a loss, that does not have it, and another stage trains it: its value "
                       "there is old, and its gradient from there, or what is written there, is lost",
                       code="parameter-used-from-outside", where=f"parameter {name}",

@@ -1,6 +1,6 @@
 """Detects changes of parameters, gradients and buffers by a user's program or a forward that would be lost or wrong.
 
-    before a batch    gradients of others than the engine, parameters with old values or unfrozen ones, `eval()`
+    before a batch    gradients that are not the engine's, parameters with old values or unfrozen ones, `eval()`
     after a batch     what was replaced, frozen or written during the batch, or got a gradient that is in no sum
 
 Each is refused by name, or warned of.
@@ -31,9 +31,10 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class UsersChanges:
-    """parameters: those of this rank by key. names_in_whole: name -> those in the user's module. elsewhere: the modules
-    that other ranks train. buffers: those that blocks of several stages share. copied: those of which rows and columns
-    train copies. is_of_mean: whether one microbatch has the gradient of the mean loss, and one replica computes it."""
+    """Checks one rank. parameters: those of this rank by key. names_in_whole: name -> names in the user's module.
+    elsewhere: the modules that other ranks train. buffers: those that blocks of several stages share. copied: modules
+    of which rows and columns train copies. is_of_mean: whether one microbatch has the gradient of the mean loss, and
+    one replica computes it."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, nn.Parameter],
                  names_in_whole: Mapping[str, Sequence[str]], gradients: Gradients, *, held_parameters: HeldParameters,
@@ -42,25 +43,25 @@ class UsersChanges:
         self._names_in_whole, self._gradients, self._held = names_in_whole, gradients, held_parameters
         self._elsewhere, self._buffers, self._copied = elsewhere, buffers, copied
         self._frozen = [(name, parameter) for name, parameter in parameters.items() if not layout[name].trainable]
-        """Frozen since the start."""
+        """Parameters that are frozen since the start."""
         self._parts = {name for name in parameters if layout.split_axes(name) or layout.summed_axes(name)}
-        """Those of which, or of whose gradient, each row or column has a part."""
+        """Parameters of which, or of whose gradient, each row or column has a part."""
         self._trained = [(name, parameter) for name, parameter in parameters.items() if layout[name].trainable]
         self._is_of_mean, self._has_warned, self._has_warned_of_saved = is_of_mean, False, False
 
     def refuse_gradients(self, *, applied: bool) -> None:
-        """Of `refuse_others`, for the parameters that this rank owns."""
+        """Call `refuse_others` for the parameters that this rank owns."""
         refuse_others(((self._name(spec.name), spec.parameter) for spec in self._gradients.owned_specs()),
                       self._gradients, applied=applied)
 
     def check_start(self, *, training: bool) -> None:
-        """ModelError where a batch cannot begin. Changes nothing."""
+        """Raise ModelError if a batch cannot begin. Changes nothing."""
         if training:
             self.refuse_gradients(applied=False)
         self._elsewhere.check_start()
 
     def begin(self, num_microbatches: int) -> None:
-        """A training batch begins, after `HeldParameters.adopt`."""
+        """Begin a training batch, after `HeldParameters.adopt`."""
         if self._copied is not None:
             self._copied.begin()
         for name, parameter in self._frozen:
@@ -76,15 +77,15 @@ class UsersChanges:
                 str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks):
             self._has_warned_of_saved = True
             warnings.warn("torch.autograd.graph.saved_tensors_hooks around a training batch get other tensors than in "
-                          "a plain loop: a part of one, or none where weight gradients are deferred. They may move and "
-                          "pack tensors, as save_on_cpu does, but what changes values gives other gradients than there",
+                          "a plain loop: parts of them, or none if weight gradients are deferred. They may move and "
+                          "pack tensors, as save_on_cpu does, but hooks that change values give other gradients",
                           stacklevel=5)
         self._buffers.begin()
         self._elsewhere.begin()
         self._held.begin()
 
     def _warn_of_hook(self, name: str, num_microbatches: int) -> None:
-        """A gradient hook is called, unless it sees that of a plain loop."""
+        """Warn of a gradient hook, unless it sees the gradient of a plain loop."""
         if name in self._parts:
             what = "one rank's part of the gradient, which rows and columns share"
         elif num_microbatches > 1 or not self._is_of_mean:
@@ -93,12 +94,12 @@ class UsersChanges:
             return
         self._has_warned = True
         warnings.warn(f"a gradient hook of parameter {self._name(name)} sees {what}: it may mask elements, and with "
-                      "register_hook scale them, but what it clips or computes of several, such as a norm, is of that "
-                      "alone. Gradients are summed between engine.forward_backward(batch) and engine.step(result)",
+                      "register_hook scale them, but clipping or anything computed from several, such as a norm, sees "
+                      "only that. Gradients are summed between engine.forward_backward(batch) and engine.step(result)",
                       stacklevel=6)
 
     def check(self) -> None:
-        """Its forwards and backwards have run. ModelError for what they must not do."""
+        """Check a batch whose forwards and backwards have run. Raises ModelError for what they must not do."""
         self._held.check_kept()
         for name in (*self._elsewhere.reached_parameters(), *self._gradients.late_parameters()):
             raise used_from_outside(self._name(name))
@@ -109,18 +110,18 @@ class UsersChanges:
 
 
 class SharedBufferChanges:
-    """Notices buffers of several stages that a training batch changes: those have no one value, since stages run
-    microbatches in an order of their own. Shared batch norms are refused before the first step, and other modules that
-    change a buffer before the first update. Of other values see `left_values`.
+    """Notices buffers of several stages that a training batch changes: they have no single value, since stages run
+    microbatches in their own order. Shared batch norms are refused before the first step, and other modules that change
+    a buffer before the first update. For other values see `left_values`.
 
-    shared: as `buffers_of_several_stages` returns it. blocks: (number in the model, name, module) of this rank's.
+    shared: as `buffers_of_several_stages` returns it. blocks: this rank's, (number in the model, name, module).
     """
 
     def __init__(self, shared: Mapping[str, str], blocks: Sequence[tuple[int, str, nn.Module]]) -> None:
         self._shared, self._blocks = shared, blocks if shared else ()
         self._before: dict[str, tuple[Tensor, int, Tensor]] = {}
-        """Each buffer with its version, and in the first batches a copy: kernels of running statistics leave no trace
-        of a change but the values."""
+        """Each buffer with its version, and in the first batches a copy: changes by kernels of running statistics show
+        only in the values."""
         self._batches = 0
 
     def _buffers_now(self) -> Iterable[tuple[str, Tensor]]:
@@ -130,13 +131,13 @@ class SharedBufferChanges:
                     yield f"{block}.{name}", buffer
 
     def begin(self) -> None:
-        """A training batch begins."""
+        """Begin a training batch."""
         self._batches += 1
         self._before = {name: (buffer, buffer._version, buffer.clone() if self._batches <= BATCHES_BY_VALUE else buffer)
                         for name, buffer in self._buffers_now()}
 
     def check(self) -> None:
-        """The batch has run. ModelError for a buffer that it has changed."""
+        """Raise ModelError for a buffer that the batch has changed."""
         for name, now in self._buffers_now():
             one, version, value = self._before.get(name, (None, 0, now))
             if now is not one or now._version != version or not (value is now or torch.equal(value, now)):
@@ -144,12 +145,12 @@ class SharedBufferChanges:
 
 
 class UnsavedAttributes:
-    """Attributes of a user's optimizer that have changed since the engine was built, as a count of its own steps has:
-    they are in no state, so that whoever resumes begins with those of a new optimizer."""
+    """Attributes of a user's optimizer that have changed since the engine was built, such as its own count of steps:
+    they are in no state, so that a resumed run begins with those of a new optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer, self._has_warned = optimizer, False
-        self._of_torch = set() if optimizer is None else {  # one of torch's imports its compiler
+        self._of_torch = set() if optimizer is None else {  # building one of torch's imports its compiler
             *vars(torch.optim.SGD([nn.Parameter(torch.empty(0))])), *_BY_SCHEDULERS}
         self._marks = self._snapshot()
 
@@ -161,11 +162,11 @@ class UnsavedAttributes:
             type(value) in (int, float, type(None)) or isinstance(value, Tensor) or container(value) is not None)}
 
     def warn(self) -> None:
-        """The state of the optimizer is being saved."""
+        """Warn of such attributes when the optimizer's state is saved."""
         changed = [] if self._has_warned else [name for name, now in self._snapshot().items() if not (
             name in self._marks and now.is_same(self._marks[name]))]
         if changed:
             self._has_warned = True
             warnings.warn(f"attribute {changed[0]} of the optimizer {type(self._optimizer).__name__} has changed since "
-                          "the engine was built, and is not saved: whoever resumes begins with that of a new one. Keep "
+                          "the engine was built, and is not saved: a resumed run begins with that of a new one. Keep "
                           "it in param_groups or in state, or save it yourself", stacklevel=4)

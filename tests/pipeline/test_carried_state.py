@@ -275,7 +275,7 @@ def test_a_module_that_is_given_a_dict_is_told_of_it():
     make = of(lambda linear, x: {"hidden": linear(x), "mask": torch.ones(1)}, lambda linear, state: linear(state))
     with pytest.raises(TypeError) as caught:
         run(make, points([[2]]), Mesh())
-    assert any("a dict of hidden, mask: around a module that takes tensors put one with the line: def forward(self, "
+    assert any("a dict of hidden, mask: wrap a module that takes tensors in one with the line: def forward(self, "
                "state): return self.module(**state)" in note for note in caught.value.__notes__)
 
 
