@@ -1,19 +1,19 @@
-"""Choice of the in-flight limit and of deferred weight gradients, where both are auto. Pure.
+"""Choice of the in-flight limit and of deferred weight gradients, if both are auto. Pure.
 
 More microbatches in flight hide messages and uneven stages; more deferred products fill the bubble at the end of a
-batch. Both cost memory. The choice simulates the schedule, with messages and with times that vary, and takes what is
-fastest within a multiple of the memory that 1F1B needs for the same stages; 1F1B itself is among what is tried, so
-nothing is chosen that is predicted to be slower:
+batch. Both cost memory. The choice simulates the schedule, with messages and with times that vary, and takes the
+fastest limits within a multiple of the memory that 1F1B needs for the same stages; 1F1B itself is a candidate, so no
+limits are chosen that are predicted to be slower:
 
     in flight    1F1B's limit p, or up to 2 p
     order        what is due first, or with p in flight 1F1B's fixed order (alternating); with several stages on each
-                 rank, placed so, interleaved 1F1B's, with 2 p in flight
+                 rank, placed interleaved, interleaved 1F1B's, with 2 p in flight
     deferred     per rank, as many microbatches as the rest of the memory holds, and the fastest step uses
-    last         where a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
+    last         if a deferred product takes longer: those of all microbatches, or only of a step's last ones, which
                  fill the bubble at its end
     max_stored   with several stages on each rank: what these may hold, which decides what may run early
 
-What is told of the choice comes from the simulation that chooses, in which more memory never makes a step longer.
+Reported predictions come from the simulation that chooses, in which more memory never makes a step longer.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ from ranvier.schedule.schedule import Action, Policy, forwards_before_returns, s
 from ranvier.schedule.simulator import PRODUCTS, StageTimes, simulate
 
 MAX_SIMULATED_STAGES = 32
-"""Deeper pipelines, or with several stages on each rank those of twice as many, follow `rule_limits`; their simulation
-would take many seconds."""
+"""Deeper pipelines (with several stages on each rank, twice as deep) follow `rule_limits`; their simulation would take
+many seconds."""
 _MAX_FINE_STAGES = 16
-"""With so many stages, or twice as many where each rank has several, all numbers in flight are tried; with more, the
-largest that the memory holds, and all that it holds beside."""
+"""Up to this number of stages, or twice as many if each rank has several, all numbers in flight are tried; with more
+stages, only the largest that the memory holds, with whatever else fits."""
 UNKNOWN = Conditions()
 _DRAWS = 2
-"""Simulations with times of their own, whose mean counts."""
+"""Number of simulations with different random times; their mean counts."""
 _LONG = 256
-"""Microbatches times ranks from which on one simulation is enough: its many actions are the mean."""
-_GAIN = 0.002  # of a step; a smaller one is worth no memory
-_DIGITS = 3  # to which loads are rounded, so that counts that differ in details are simulated once
+"""Microbatches times ranks from which on one simulation is enough: the variation averages out over its many actions."""
+_GAIN = 0.002  # of a step; a smaller gain is not worth any memory
+_DIGITS = 3  # to which loads are rounded, so that nearly equal loads are simulated once
 _BUDGETS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Memory budgets for which limits are searched, relative to 1F1B's memory: up to the first above a rank's allowance."""
 _TRIES = 8
-"""Simulations on the way to a budget, at most."""
+"""Maximum number of simulations in the search for limits within a budget."""
 _ROOMS = 6
-"""Values of `max_stored` that are tried, about."""
+"""Approximate number of values of `max_stored` that are tried."""
 _MAX_WINDOWS = 4
-"""Ranks of a pipeline with which it is tried whether only a step's last products should wait. Deeper ones wait so much
-at a step's start, too, that all products wait in the fastest simulation, also with a factor of 1.1."""
+"""Largest number of ranks for which it is tried whether only a step's last products should wait. Deeper pipelines also
+wait so long at a step's start that all products wait in the fastest simulation, even with a factor of 1.1."""
 _SMALL = 0.005
-"""Of a microbatch's time on the slowest stage: where deferral costs less, it is not tried whether fewer should wait."""
+"""Share of a microbatch's time on the slowest stage: if deferral costs less, it is not tried whether fewer products
+should wait."""
 _SURELY = 3.0
-"""How many times as much as it can save deferral costs where it is not tried."""
+"""Deferral is not tried if it costs more than this many times what it can save."""
 _Number = TypeVar("_Number", int, float)
 _UNIT = 1_000_000
-"""The simulation's bytes of what the loads are relative to."""
+"""The simulation's bytes for a relative load of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +70,9 @@ class StageLoad:
     """One stage, with one microbatch's times in any unit, and bytes in any other.
 
     fixed: bytes that do not depend on the schedule: parameters, gradients, optimizer states, the process. graph: what a
-    microbatch keeps between forward and backward. operands: what its deferred products keep. deferred_factor: how many
-    times as long a weight gradient takes if it was deferred, since its operands are no longer in a cache.
-    longer_backward: time by which a backward that defers takes longer.
+    microbatch keeps between forward and backward. operands: what its deferred products keep. deferred_factor: factor on
+    the time of a weight gradient if it was deferred, since its operands are no longer in a cache. longer_backward: time
+    by which a backward that defers takes longer.
     """
 
     forward: float
@@ -88,15 +89,15 @@ class StageLoad:
 def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: float,
                     in_flight: int | None = None, placement: StagePlacement | None = None,
                     num_microbatches: int | None = None, conditions: Conditions = UNKNOWN) -> Limits:
-    """The fastest limits for these stages, with one stage on each rank none that are predicted to be slower than 1F1B.
-    With more memory none are chosen whose step takes longer, as simulated.
+    """Find the fastest limits for these stages; with one stage on each rank, never limits that are predicted to be
+    slower than 1F1B. With more memory, the simulated step never takes longer.
 
     Args:
-        memory: bytes that a rank may need, relative to those of the largest under 1F1B (`_Case.bytes_under_1f1b`).
-        in_flight: the limit, where it is given.
+        memory: bytes that a rank may need, relative to the largest rank's under 1F1B (`_Case.bytes_under_1f1b`).
+        in_flight: the limit, if it is given.
         placement: which stages each rank has; by default one each.
         num_microbatches: of a batch on one replica; None: not known (`simulated_microbatches`).
-        conditions: what messages take, how much times vary, and what deferral costs.
+        conditions: time of messages, variation of times, and cost of deferral.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
     rule = rule_limits([stage.trains for stage in stages], placement)
@@ -111,18 +112,19 @@ def computed_limits(stages: Sequence[StageLoad], policy: Policy, *, memory: floa
 
 
 def are_searched(placement: StagePlacement) -> bool:
-    """Whether the limits of so many stages are found by simulations."""
+    """Whether the limits of this number of stages are found by simulations."""
     return placement.num_stages <= MAX_SIMULATED_STAGES * min(2, placement.per_rank)
 
 
 def _where_it_pays(rule: Limits, case: _Case) -> Limits:
-    """The rule, with nothing deferred where that costs more than it can save."""
+    """Return the rule, with nothing deferred if deferral costs more than it can save."""
     longer, saved = case.deferral
     return rule if case.count * longer <= saved else replace(rule, deferred=(0,) * len(case.stages))
 
 
 def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> Limits:
-    """The rule with no more deferred than the memory holds beside what stages store, where that is not simulated."""
+    """Return the rule with no more deferred than the memory holds in addition to what stages store, without a
+    simulation."""
     depth = len(stages)
     most = memory * max(stage.fixed + (depth - place) * stage.graph for place, stage in enumerate(stages))
     deferred = []
@@ -135,10 +137,10 @@ def _within_memory(rule: Limits, stages: Sequence[StageLoad], memory: float) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Results of the simulation by which limits are chosen. step: its time, relative to one in which no rank waits and
-    nothing is deferred. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that
-    needs most, relative to that of 1F1B. at_peak: of each stage the microbatches that it
-    stores at its rank's peak, and how many others' weight gradients wait."""
+    """Results of the simulation that chooses limits. step: its time, relative to one in which no rank waits and nothing
+    is deferred. bubble_fraction: share of all ranks' time in which they wait. memory: the peak of the rank that needs
+    most, relative to that of 1F1B. at_peak: for each stage, the microbatches that it stores at its rank's peak, and the
+    number of others whose weight gradients wait."""
 
     step: float
     bubble_fraction: float
@@ -156,14 +158,14 @@ def predict(stages: Sequence[StageLoad], policy: Policy, limits: Limits, placeme
 
 
 def simulated_microbatches(pipe: int, num_microbatches: int | None = None) -> int:
-    """Number of microbatches that are simulated for so many ranks: those of a batch, but no more than a few times the
-    ranks. With more, what it takes grows with them, and the schedule only repeats its steady state. Where a batch's
-    number is not known before it comes, less is simulated, in which start and end count more."""
+    """Number of microbatches that are simulated for `pipe` ranks: those of a batch, but at most a few times the ranks.
+    With more, the time grows, and the schedule only repeats its steady state. If a batch's number is not known
+    beforehand, fewer are simulated, so start and end count more."""
     return 2 * pipe + 6 if num_microbatches is None else min(num_microbatches, 4 * pipe + 16)
 
 
 def _round_loads(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
-    """Loads relative to the largest, to so few digits that one simulation serves many."""
+    """Return loads relative to the largest, with so few digits that many cases share one simulation."""
     seconds = max(stage.forward + stage.backward + stage.weight for stage in stages) or 1.0
     largest = max(stage.fixed + (len(stages) - place) * stage.graph for place, stage in enumerate(stages)) or 1.0
     return tuple(StageLoad(
@@ -174,7 +176,7 @@ def _round_loads(stages: Sequence[StageLoad]) -> tuple[StageLoad, ...]:
 
 
 def _add_deferral_cost(stages: Sequence[StageLoad], deferral: Sequence[Deferral]) -> tuple[StageLoad, ...]:
-    """With what deferral costs."""
+    """Return the stages with the cost of deferral added."""
     return tuple(replace(stage, longer_backward=price.backward * stage.weight,
                          deferred_factor=stage.deferred_factor + price.weight)
                  for stage, price in zip(stages, deferral, strict=True)) if deferral else tuple(stages)
@@ -204,7 +206,7 @@ class _Case:
 
     @property
     def draws(self) -> int:
-        """Simulations whose mean counts."""
+        """Number of simulations that are averaged."""
         return _DRAWS if self.conditions.variation and self.count * self.placement.num_ranks < _LONG else 1
 
     def stages_of(self, rank: int) -> list[StageLoad]:
@@ -214,15 +216,15 @@ class _Case:
     @property
     def deferral(self) -> tuple[float, float]:
         """Time by which a microbatch takes longer on the slowest stage if its weight gradients wait, and about the most
-        that a step can save by it: these gradients on the way back to the first stage."""
+        that a step can save: the time of these gradients on the way back to the first stage."""
         slowest = max(self.stages, key=lambda stage: stage.forward + stage.backward + stage.weight)
         return (slowest.longer_backward + (slowest.deferred_factor - 1.0) * slowest.weight,
                 sum(stage.weight for stage in self.stages) - slowest.weight)
 
     def deferral_candidates(self, most: int) -> tuple[list[tuple[int, None]], list[tuple[int, int]]]:
-        """Candidate values for the microbatches of a rank whose products may wait, and for the number of last ones to
-        which these belong; None for all. The second ones are worth a try for one number in flight. Without those that
-        would cost far more than they can save."""
+        """Candidate values for (the microbatches of a rank whose products may wait, the number of last microbatches to
+        which these belong, None for all). The second list is tried for only one number in flight. Candidates that would
+        cost far more than they can save are left out."""
         (longer, saved), pipe = self.deferral, self.placement.num_ranks
         if longer < _SMALL:
             return [(most, None)], []
@@ -232,16 +234,16 @@ class _Case:
             (min(most, last), last) for last in tried if last < self.count and last * longer <= _SURELY * saved]
 
     def stored_within(self, memory: float) -> int:
-        """Microbatches that each rank can store on its stages in so many bytes, each stage's counted."""
+        """Microbatches that each rank can store on its stages in this many bytes, counted per stage."""
         stored = []
         for held in map(self.stages_of, range(self.placement.num_ranks)):
             if graph := sum(stage.graph for stage in held):
                 stored.append((memory - sum(stage.fixed for stage in held)) * len(held) / graph)
-        return floor(min(stored, default=0.0) + 1e-6)  # of a whole number that is not exactly one
+        return floor(min(stored, default=0.0) + 1e-6)  # for an integer that is not represented exactly
 
     def bytes_under_1f1b(self) -> float:
-        """Memory of the rank that needs most under 1F1B: with its stages as one, or interleaved under interleaved 1F1B,
-        which stores more."""
+        """Memory of the rank that needs most under 1F1B, with its stages as one; if they are interleaved, under
+        interleaved 1F1B, which stores more."""
         return max(sum(stage.fixed for stage in self.stages_of(rank)) + min(self._stored_under_1f1b(rank), self.count)
                    * sum(stage.graph for stage in self.stages_of(rank)) for rank in range(self.placement.num_ranks))
 
@@ -258,8 +260,8 @@ class _Case:
 class _Outcome:
     """Results of a simulation, with each rank's peaks.
 
-    step, at_peak: as of `Prediction`.
-    kept: bytes, with what microbatches store. peak: likewise, and with the deferred products that there are then.
+    step, at_peak: as in `Prediction`.
+    kept: bytes, including what microbatches store. peak: the same, plus the deferred products at that time.
     operands: bytes of the deferred products of one microbatch. used: microbatches whose products wait.
     """
 
@@ -274,9 +276,8 @@ class _Outcome:
 
     def rank_bytes(self, case: _Case, limits: Limits) -> tuple[float, ...]:
         """Bytes of each rank. With one stage, all that it stores and all that may wait, which it reaches in the steady
-        state; of the last products those of microbatches that it does not store, as `check` counts them. With several,
-        the most of both that the simulation has at once: a batch stores most at its start and defers most at its
-        end."""
+        state; of the last products, those of microbatches that it does not store, as `check` counts them. With several
+        stages, the simulated maximum of both together: a batch stores most at its start and defers most at its end."""
         if case.placement.per_rank > 1:
             return self.peak
         stored = [round((kept - stage.fixed) / stage.graph) if stage.graph else 0
@@ -289,7 +290,7 @@ class _Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """Limits, and what comes of them. needs: bytes of the rank that needs most."""
+    """Limits, and their simulated result. needs: bytes of the rank that needs most."""
 
     limits: Limits
     seconds: float
@@ -297,16 +298,15 @@ class _Candidate:
 
 
 def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits:
-    """The limits that need least memory among those that are nearly fastest within the budget and no slower than 1F1B;
-    where nothing is within it, those that need least. Where too many stages would have to be simulated, the first of
-    the plain ones within it.
+    """Return the limits that need least memory among those that are nearly fastest within the budget and no slower than
+    1F1B; if none are within it, those that need least. If too many stages would have to be simulated, return the first
+    of the plain ones within it.
 
-    Why more memory is never slower: whatever is a candidate with less memory is one with more, those that come anew
-    count as needing more than all others, and so only a faster one, which lowers the bound, takes the place of what was
-    chosen.
+    More memory is never slower: every candidate with less memory is also one with more; new candidates count as needing
+    more than all others, so that only a faster one, which lowers the bound, replaces the earlier choice.
     """
     whole, searches, found = case.bytes_under_1f1b(), are_searched(case.placement), list[_Candidate]()
-    cap = memory * whole * (1 + 1e-9)  # of needs that are not exactly equal
+    cap = memory * whole * (1 + 1e-9)  # for needs that are not exactly equal
     for limits in _plain_limits(case, rule, given):
         found.append(_candidate(case, limits, _outcome(case, limits)))
         if found[-1].needs <= cap and not searches:
@@ -321,7 +321,7 @@ def _best(case: _Case, memory: float, rule: Limits, given: int | None) -> Limits
 
 
 def _plain_limits(case: _Case, rule: Limits, given: int | None) -> list[Limits]:
-    """1F1B's order, where there is one; with several stages on each rank also the rule, with fewer in flight, and with
+    """1F1B's order, if there is one; with several stages on each rank also the rule, with fewer in flight, and with
     nothing deferred."""
     found = _alternating_limits(case, given)
     if case.placement.per_rank > 1:
@@ -332,7 +332,7 @@ def _plain_limits(case: _Case, rule: Limits, given: int | None) -> list[Limits]:
 
 
 def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
-    """1F1B's order, where there is one: as it is, and with weight gradients that fill its waits."""
+    """1F1B's order, if there is one: as it is, and with weight gradients that fill its waits."""
     pipe = case.placement.num_ranks
     in_flight = min(pipe, case.count) if given is None else given
     if case.placement.per_rank > 1:
@@ -343,7 +343,8 @@ def _alternating_limits(case: _Case, given: int | None) -> list[Limits]:
 
 
 def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidate]:
-    """Limits within the budget, for each number in flight; those in which only last products wait with the fastest."""
+    """Limits within the budget, for each number in flight; the fastest is also tried with only the last products
+    waiting."""
     pipe, cap = case.placement.num_ranks, budget * case.bytes_under_1f1b()
     several = min(2, case.placement.per_rank)
     is_fine = case.placement.num_stages <= several * _MAX_FINE_STAGES
@@ -370,10 +371,10 @@ def _candidates(case: _Case, budget: float, given: int | None) -> list[_Candidat
 
 
 def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
-    """Candidates from these limits to no more than so many bytes, with fewer products that wait; of several stages
-    whose memory is bounded, these limits alone."""
+    """Candidates from these limits down to `cap` bytes, with fewer and fewer products that wait; for several stages
+    with bounded memory, only these limits."""
     found = list[_Candidate]()
-    share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; that of several stages depends on all ranks
+    share = 1.0 if case.placement.per_rank == 1 else 0.5  # of the excess; with several stages it depends on all ranks
     for _ in range(_TRIES):
         made = _outcome(case, limits)
         found.append(_candidate(case, limits, made))
@@ -390,16 +391,17 @@ def _on_the_way(case: _Case, limits: Limits, cap: float) -> list[_Candidate]:
 
 
 def _rooms(case: _Case, in_flight: int, cap: float) -> range:
-    """Values of `max_stored`, from the memory that the budget has, up to 2 microbatches a stage of the pipeline, to
-    what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too: the
-    flow's intervals are theirs."""
+    """Values of `max_stored`, from what the budget's memory holds (at most 2 microbatches per stage of the pipeline)
+    down to what an even flow needs, with which nothing could run early. Up to 2 p in flight of few microbatches, too:
+    the flow's intervals are theirs."""
     flow = ceil(in_flight * case.placement.per_rank / 2)
     most = min(2 * case.placement.num_stages, case.stored_within(cap))
     return range(max(flow, most), flow - 1, -max(1, ceil((most - flow) / _ROOMS)))
 
 
 def _candidate(case: _Case, limits: Limits, made: _Outcome) -> _Candidate:
-    """With what is used, and one more: times are not exactly those of the simulation, which stays the same."""
+    """A candidate with deferral limited to one more than is used: real times differ slightly from the simulation, which
+    stays the same."""
     most = limits.deferred if limits.last is None else [min(each, limits.last) for each in limits.deferred]
     limits = replace(limits, deferred=tuple(map(min, most, (used + 1 for used in made.used))))
     return _Candidate(limits=limits, seconds=made.seconds, needs=max(made.rank_bytes(case, limits)))
@@ -410,7 +412,7 @@ def _outcome(case: _Case, limits: Limits) -> _Outcome:
 
 
 def _simulation(case: _Case, limits: Limits) -> _Outcome:
-    """The mean of several draws, and the most that any of them needs."""
+    """The mean of several draws, with the maximum memory of any of them."""
     draws = [_simulate_draw(case, limits, draw) for draw in range(case.draws)]
     largest = max(draws, key=lambda each: max(each.peak))
     return _Outcome(seconds=fmean(each.seconds for each in draws), step=fmean(each.step for each in draws),
@@ -425,7 +427,7 @@ def _elementwise_max(draws: Iterable[tuple[_Number, ...]]) -> tuple[_Number, ...
 
 
 def _simulate_draw(case: _Case, limits: Limits, draw: int) -> _Outcome:
-    """The outcome of one simulation."""
+    """Run one simulation."""
     held, count = [case.placement.stages_of(rank) for rank in range(case.placement.num_ranks)], case.count
     times = [StageTimes(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=stage.trains,
                         products=PRODUCTS, alive_bytes=round(_UNIT * stage.operands), kept_bytes=_UNIT * stage.graph,
@@ -460,8 +462,8 @@ def _simulate_draw(case: _Case, limits: Limits, draw: int) -> _Outcome:
 
 @lru_cache(maxsize=64)
 def _time_factor(variation: float, draw: int) -> Callable[[int, Action], float] | None:
-    """The factor on the time of an action of a rank: evenly spread, of mean 1, and the same whenever it is asked for;
-    None where times do not vary."""
+    """The factor on the time of an action of a rank: uniformly distributed with mean 1, and the same in every call;
+    None if times do not vary."""
     if not variation:
         return None
     known: dict[tuple[int, Action], float] = {}

@@ -1,5 +1,5 @@
-"""Limits of a pipeline's schedule, a rule for them that needs no times, and the conditions beside its stages' mean
-times from which `computed_limits` makes better ones: message delays, variation, what deferral costs. Pure."""
+"""Limits of a pipeline's schedule, a rule for them that needs no times, and the conditions from which, with the stages'
+mean times, `computed_limits` computes better ones: message delays, variation, cost of deferral. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Limits:
     """Bounds on what a pipeline has in flight and defers.
 
     in_flight: microbatches of a replica between the first stage's forward and their return. deferred: per rank of a
-    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: only those
-    of a batch's last so many microbatches. max_stored: of a rank with several stages, the microbatches that these may
-    store or have products of, each stage's counted; what runs is then what is due first (`RankSchedule`). None for no
-    bound.
-    alternating: forwards and backwards run in 1F1B's fixed order, which is fastest where times vary much and nothing
-    may wait: of several stages on each rank, placed interleaved, interleaved 1F1B's. in_flight is then at least twice
-    the ranks.
+    replica's pipeline, the microbatches whose weight-gradient products (of all its stages) may wait. last: products
+    wait only in this many last microbatches of a batch. max_stored: for a rank with several stages, the microbatches
+    that these may store or have products of, counted per stage; the action that is due first then runs
+    (`RankSchedule`). None for no bound.
+    alternating: forwards and backwards run in 1F1B's fixed order, which is fastest if times vary much and nothing may
+    wait; with several stages on each rank, placed interleaved, in the order of interleaved 1F1B, and in_flight is then
+    at least twice the ranks.
     """
 
     in_flight: int
@@ -40,22 +40,23 @@ class Limits:
 
     def with_user_limits(self, in_flight: int | Literal["auto"], deferred: tuple[int, ...] | None,
                          last: int | None) -> Limits:
-        """With what a user has set in their place. `deferred` is given together with `last`."""
+        """Return these limits with the user's settings instead. `deferred` is given together with `last`."""
         return replace(self, in_flight=self.in_flight if in_flight == "auto" else in_flight,
                        deferred=self.deferred if deferred is None else deferred,
                        last=self.last if deferred is None and last is None else last)
 
 
 def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None) -> Limits:
-    """Without knowledge of the stages but whether each trains anything. placement: by default one stage on each rank.
+    """Limits from nothing but whether each stage trains. placement: by default one stage on each rank.
 
-    In flight: as many microbatches as stages, and once more those that train nothing. These store no activations, and a
-    credit waits while one of them is busy: with 3 stages, 2 of them frozen, the simulator gives 0.70 of what the work
-    allows at 3 in flight, and 0.89 at 5.
+    In flight: as many microbatches as stages, plus one more for each stage that trains nothing. Such stages store no
+    activations, and a credit waits while one of them is busy: with 3 stages, 2 of them frozen, the simulator gives 0.70
+    of what the work allows at 3 in flight, and 0.89 at 5.
 
     Deferred: stage i of p stores p - i graphs in its steady state, so with the products of i microbatches every stage
-    keeps as much alive as the first one; the last stores one graph, and has room for one more. Nothing waits where no
-    earlier stage does for a gradient. With several stages a rank keeps as much as any other, and one waits on each.
+    keeps as much alive as the first one; the last stores one graph, and has room for one more. Nothing waits if no
+    earlier stage waits for a gradient. With several stages per rank all ranks keep the same amount, and one microbatch
+    waits on each.
     """
     if placement is not None and placement.per_rank > 1:
         held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
@@ -72,8 +73,8 @@ def rule_limits(trains: Sequence[bool], placement: StagePlacement | None = None)
 
 
 class Deferral(NamedTuple):
-    """Time by which messages of the tensor mesh hold up one stage longer if its weight gradients wait, relative to the
-    time of these: in the backward, below 0 where it is shorter, and in the gradients."""
+    """Time by which messages of the tensor mesh delay one stage longer if its weight gradients wait, relative to the
+    time of these gradients: in the backward, below 0 if it is shorter, and in the gradients."""
 
     backward: float = 0.0
     weight: float = 0.0
@@ -82,8 +83,8 @@ class Deferral(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
     """messages: seconds of a message, relative to the slowest stage's forward. variation: standard deviation of an
-    action's time, relative to its mean. deferral: of each stage; empty where it costs nothing, or is not known. The
-    defaults are for pipelines of which nothing was measured."""
+    action's time, relative to its mean. deferral: of each stage; empty if it costs nothing, or is not known. The
+    defaults are for pipelines without measurements."""
 
     messages: float = 0.05
     variation: float = 0.05
@@ -92,7 +93,7 @@ class Conditions:
 
 _MOST_VARIATION = 0.3
 """Largest variation that is used. Steps of a few milliseconds on shared cores vary much more, and then no order is
-better than another."""
+better than any other."""
 Actions = Mapping[tuple[int, str], tuple[float, float]]
 """Start and stop of each action of a rank, by step and text (F3), on the rank's clock, in any unit."""
 
@@ -100,9 +101,9 @@ Actions = Mapping[tuple[int, str], tuple[float, float]]
 def measured_conditions(ranks: Sequence[Actions]) -> Conditions | None:
     """Conditions measured from the actions of one pipeline's ranks, with one stage on each; None if there are too few.
 
-    Clocks of ranks may differ. A message takes the least time from the end of an action to the start of the one that it
-    leads to, which has not waited for anything else then: the mean of both ways between two neighbours, in which the
-    difference of their clocks cancels.
+    Clocks of ranks may differ. The time of a message is the least time from the end of an action to the start of the
+    action that it leads to, which then has not waited for anything else: the mean of both ways between two neighbours,
+    in which the difference of their clocks cancels.
     """
     forwards = [[stop - start for (_, text), (start, stop) in actions.items() if text.startswith("F")]
                 for actions in ranks]

@@ -1,10 +1,10 @@
-"""The cut of blocks into stages whose slowest stage is fastest: exact, whatever a stage's cost is made of.
+"""The cut of blocks into stages that makes the slowest stage fastest: exact, for any cost function.
 
-Where one block takes longer than what others share, as a head with a large vocabulary does, very many cuts have the
-same slowest stage. Of these the most equal one is best: counted costs are not a device's times, and a stage of many
-blocks stores much.
+If one block takes longer than an equal share, as a head with a large vocabulary does, very many cuts have the same
+slowest stage. The most equal of these is best: counted costs are not a device's times, and a stage of many blocks
+stores much.
 
-Pure: costs are numbers that somebody has counted (`ranvier.plan.block_costs`) or measured (`ranvier.elastic`).
+Pure: costs are numbers that were counted (`ranvier.plan.block_costs`) or measured (`ranvier.elastic`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]
     """First block of each stage after the first, such that the slowest stage is as fast as any cut allows, and the
     stages as equal as they then can be, by the sum of their squared costs.
 
-    cost: (stage, start, stop) -> what that stage costs with blocks start .. stop - 1; infinite where it cannot have
-    them. Ties go to the cut with fewer blocks in later stages. Every stage gets at least one block.
+    cost: (stage, start, stop) -> cost of that stage with blocks start .. stop - 1; infinite if it cannot have them.
+    Ties go to the cut with fewer blocks in later stages. Every stage gets at least one block.
     """
     assert 1 <= num_stages <= num_blocks
     slowest, _ = _least_cost(num_blocks, num_stages, cost, max)
@@ -33,8 +33,8 @@ def cut(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float]
 
 def _least_cost(num_blocks: int, num_stages: int, cost: Callable[[int, int, int], float],
                 join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-    """The least that the stages' costs make when they are joined, and its cut. Dynamic programming over (stage, first
-    block): num_stages x num_blocks^2 / 2 costs."""
+    """The least joined cost of all stages, and its cut. Dynamic programming over (stage, first block): num_stages x
+    num_blocks^2 / 2 costs."""
     last = num_stages - 1
     # best[first] = (joined, cuts) of blocks first.. in the stages considered so far, from the back
     best: list[tuple[float, tuple[int, ...]] | None] = [

@@ -1,5 +1,4 @@
-"""Policies that choose the next of the ready actions. A comparison of policies compares these few lines and nothing
-else.
+"""Policies that choose the next of the ready actions. Comparing policies compares only these few lines.
 
                  picks                                            4 microbatches, stage 0 of 2
     message-driven   what is due first of what is there, weight       F0 F1 B0 F2 W0 B1 ...
@@ -17,11 +16,11 @@ from ranvier.schedule.schedule import Action, Policy, Ready, due, stored_in_even
 
 @dataclass(frozen=True)
 class MessageDriven:
-    """Run of what has arrived what is due first, and store no more than an even flow does; weight gradients fill what
-    would be waits. (AxoNN, Algorithm 2, with deferred weight gradients. There a backward always runs before a forward:
-    the microbatches then bunch together, and stages wait for each other.)
+    """Run the arrived action that is due first, and store no more than an even flow does; weight gradients fill what
+    would be waits. (AxoNN, Algorithm 2, with deferred weight gradients. In AxoNN a backward always runs before a
+    forward: the microbatches then bunch together, and stages wait for each other.)
 
-    Alternating, a stage that may store one more waits for a forward although a backward has arrived: 1F1B's order.
+    If alternating, a stage that may store one more waits for a forward although a backward has arrived: 1F1B's order.
     """
 
     name: str = "message-driven"
@@ -50,8 +49,8 @@ class MessageDriven:
 
 @dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Stage i of p does p - i forwards (fewer where the in-flight limit is lower), then one backward and one forward in
-    turn, in that fixed order even when the other has arrived. (Narayanan et al., PipeDream-Flush.)"""
+    """Stage i of p runs p - i forwards (fewer if the in-flight limit is lower), then one backward and one forward in
+    turn, in that fixed order even if only the other one has arrived. (Narayanan et al., PipeDream-Flush.)"""
 
     name: str = "1f1b"
     defers: bool = False
@@ -96,7 +95,7 @@ POLICIES: tuple[Policy, ...] = (MessageDriven(), OneForwardOneBackward(), GPipe(
 
 
 def policy_named(name: str | Policy) -> Policy:
-    """The policy of that name; a `Policy` object is returned as it is."""
+    """Return the policy of that name; a `Policy` object is returned as it is."""
     if not isinstance(name, str):
         return name
     for policy in POLICIES:

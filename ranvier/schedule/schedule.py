@@ -71,28 +71,29 @@ Due = tuple[int, bool]
 _NEVER: Due = (1 << 62, False)
 _turn = itemgetter(0)
 Turn = tuple[bool, Due]
-"""Whether something is computed, and when it is due: credits are first, which cost nothing and may free the stages
-before."""
+"""Whether something is computed, and when it is due: credits come first, since they cost nothing and may unblock the
+stages before."""
 
 
 def due(kind: ActionKind, microbatch: int, *, stage: int, num_stages: int, in_flight: int) -> Due:
-    """When a forward or a return should run on `stage`, in an even flow with `in_flight` microbatches under way:
-    one begins every 2 `num_stages`, and is one stage further every `in_flight`. Of equals forwards are first."""
+    """When a forward or a return should run on `stage`, in an even flow with `in_flight` microbatches under way: a
+    microbatch begins every 2 `num_stages`, and advances one stage every `in_flight`. At equal times forwards come
+    first."""
     hops = stage if kind == "F" else 2 * (num_stages - 1) - stage
     return 2 * num_stages * microbatch + in_flight * hops, kind != "F"
 
 
 def forwards_before_returns(*, stage: int, num_stages: int, per_rank: int) -> int:
-    """Forwards of its stages that the rank of `stage` runs before the first return under interleaved 1F1B (Narayanan et
-    al., 2021): of as many microbatches as ranks those of all stages but the last, and two for each rank that follows.
-    The rank stores one more at most."""
+    """Forwards that the rank of `stage` runs, on all its stages, before the first return under interleaved 1F1B
+    (Narayanan et al., 2021): those of all its stages but the last, for as many microbatches as ranks, and two for each
+    rank that follows. The rank stores at most one more."""
     ranks = num_stages // per_rank
     return (per_rank - 1) * ranks + 2 * (ranks - 1 - stage % ranks)
 
 
 def stored_in_even_flow(*, stage: int, num_stages: int, in_flight: int) -> int:
-    """Microbatches that `stage` stores at most in the flow of `due`: with as many in flight as stages, those that it
-    stores under 1F1B. The last stage's forward is followed by its backward."""
+    """Maximum number of microbatches that `stage` stores in the flow of `due`: with as many in flight as stages, the
+    same as under 1F1B. The last stage's forward is followed by its backward."""
     return 1 if stage == num_stages - 1 else max(1, -(-in_flight * (num_stages - stage) // num_stages))
 
 
@@ -108,9 +109,9 @@ class Ready(NamedTuple):
     forwards_done: int
     returns_done: int
     in_flight: int
-    """The limit that holds for this run."""
+    """The limit that applies to this run."""
     may_store: bool = True
-    """Whether the stage keeps the activations of fewer microbatches than an even flow does at most."""
+    """Whether the stage stores the activations of fewer microbatches than the maximum in an even flow."""
     alternating: bool = False
     """`Limits.alternating`."""
 
@@ -127,23 +128,24 @@ class Policy(Protocol):
         """Whether backwards may queue their weight-gradient products."""
 
     def choose(self, ready: Ready) -> Action | None:
-        """One of the ready actions, or None to wait although something is ready."""
+        """Return one of the ready actions, or None to wait although something is ready."""
 
     def in_flight(self, in_flight: int, num_microbatches: int) -> int:
-        """The limit that holds for a run with this setting."""
+        """The limit that applies to a run with this setting."""
 
     def stored(self, in_flight: int, stage: int, num_stages: int) -> int:
-        """Most microbatches whose activations `stage` keeps at once, under that limit. `choose` keeps it, by
-        `ready.forwards_done - ready.returns_done`, say: memory is predicted by it, and no one else checks."""
+        """Maximum number of microbatches whose activations `stage` stores at the same time, under that limit. `choose`
+        must respect it, for example by `ready.forwards_done - ready.returns_done`: memory is predicted from it, and
+        nothing else checks it."""
 
 
 def check_policy_object(policy: object) -> None:
-    """ConfigError unless `policy` has what a `Policy` has, as an object."""
+    """Raise ConfigError unless `policy` is an object with the members of a `Policy`."""
     lacking = [name for name in ("name", "defers") if not hasattr(policy, name)] + [
         f"{name}()" for name in ("choose", "in_flight", "stored") if not callable(getattr(policy, name, None))]
     if lacking or isinstance(policy, type):
-        raise ConfigError("is a class, and no object of it" if isinstance(policy, type) else
-                          f"is no Policy: it lacks {', '.join(lacking)}", code="policy-object-incomplete",
+        raise ConfigError("is a class, not an object" if isinstance(policy, type) else
+                          f"is not a Policy: it lacks {', '.join(lacking)}", code="policy-object-incomplete",
                           where="Engine(policy=...)", value=getattr(policy, "__name__", type(policy).__name__),
                           remedy="The docstring of ranvier.testing.policies has a policy in five lines.")
 
@@ -151,8 +153,8 @@ def check_policy_object(policy: object) -> None:
 @dataclass(slots=True)
 class DeferBudget:
     """Bytes that the queued products of a rank keep alive, and their limit. held: microbatches that it stores, or that
-    have queued products, each stage's counted. version: rises where another forward or return may be ready, or `held`
-    is another."""
+    have queued products, counted per stage. version: increases when another forward or return may be ready, or `held`
+    changes."""
 
     limit: int
     used: int = 0
@@ -167,9 +169,9 @@ class Schedule:
         in_flight: microbatches between stage 0's forward and their return; at least 1.
         training: False runs forwards only.
         defer_bytes: bound on what queued products keep alive; a `DeferBudget` is shared with other stages.
-        defer_last: only the last so many microbatches' products may be queued; None for those of any.
-        alternating: as of `Limits`.
-        turn: which of its rank's stages it is. of: how many the rank has.
+        defer_last: only the products of this many last microbatches may be queued; None for all microbatches.
+        alternating: as in `Limits`.
+        turn: which of its rank's stages it is. of: number of the rank's stages.
     """
 
     def __init__(self, *, stage: int, num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
@@ -185,10 +187,10 @@ class Schedule:
         self._most_stored = stored_in_even_flow(stage=stage, num_stages=num_stages, in_flight=self.in_flight) \
             if of == 1 else num_microbatches
         self._period, self._burst = 2 * num_stages, 1
-        """So many microbatches follow each other, and the next so many are due a period later."""
+        """`_burst` microbatches follow each other, and the next ones are due a `_period` later."""
         self._first_dues = [due(kind, 0, stage=stage, num_stages=num_stages, in_flight=self.in_flight)[0]
                             for kind in ("F", "B")]
-        """When its forward and its return of the first microbatch are due."""
+        """When the forward and the return of the first microbatch are due."""
         if alternating and of > 1:
             self._period, self._burst = num_stages, num_stages // of
             self._first_dues = [turn * self._burst, (of - 1 - turn) * self._burst
@@ -200,7 +202,7 @@ class Schedule:
         self._forwards_arrived = 0
         self._returns_arrived = 0
         self._forward_due, self._return_due = self.due("F", 0), self.due("B", 0)
-        """When those that follow are due, arrived or not."""
+        """When the next forward and the next return are due, arrived or not."""
         self._expects_backward: dict[int, int] = {}  # microbatch with a graph -> bytes its products would keep alive
         self.queue: dict[Action, Product] = {}  # in the order in which they run
         self._ready: list[tuple[Turn, ActionKind, Schedule]] | None = None
@@ -210,7 +212,8 @@ class Schedule:
     # ------------------------------------------------------------------ what happened
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int) -> None:
-        """A message has arrived. Arrivals of one kind come in microbatch order, returns after their forward has run."""
+        """Note that a message has arrived. Messages of one kind arrive in microbatch order, returns after their forward
+        has run."""
         if kind == "forward":
             expected, end = self._forwards_arrived, 0 if self.is_first else self.num_microbatches
             self._forwards_arrived += 1
@@ -226,7 +229,7 @@ class Schedule:
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
                 products: Sequence[Product] = ()) -> None:
-        """`action` has run.
+        """Note that `action` has run.
 
         After F: expects_backward says whether a graph was kept, deferrable_bytes what its products would keep alive.
         After B: products are those it has queued.
@@ -265,7 +268,7 @@ class Schedule:
             case "C":
                 self._return(microbatch)
         if kind != "F" and self.returns_done == self.num_microbatches:
-            # the last drain goes chunk by chunk in reduction order
+            # the last products run chunk by chunk in reduction order
             self.queue = dict(sorted(self.queue.items(), key=lambda item: item[1].chunk))
 
     def _return(self, microbatch: int) -> None:
@@ -280,15 +283,15 @@ class Schedule:
         return self.possible_action() or self.wait_or_done()
 
     def possible_action(self) -> Action | None:
-        """The action to run now, where there is one."""
+        """The action to run now, if there is one."""
         backward = self._backward()
         if backward is not None and backward.kind == "C":
-            return backward  # a credit costs nothing and may free the stages before
+            return backward  # a credit costs nothing and may unblock the stages before
         if self.queue and self.returns_done == self.num_microbatches:
             return self.weight()
         may_forward = self._may_forward()
         if backward is None and not may_forward and not self.queue:
-            return None  # half of all questions
+            return None  # in half of all calls
         ready = Ready(self.forward() if may_forward else None, backward, self.weight(), self.stage,
                       self.num_stages, self.num_microbatches, self.forwards_done, self.returns_done, self.in_flight,
                       len(self._expects_backward) < self._most_stored, self.alternating)
@@ -302,14 +305,14 @@ class Schedule:
         return self._possible(chosen)
 
     def backward(self) -> Action | None:
-        """The next return, or the product that has to run before it; None where none has arrived."""
+        """The next return, or the product that has to run before it; None if no return has arrived."""
         found = self._backward()
         return None if found is None else self._possible(found)
 
     def _possible(self, chosen: Action) -> Action:
         """`chosen`, or the product that has to run before it."""
         if chosen.kind == "B" and self.policy.defers and not chosen.defer and self.queue:
-            # No room: the oldest products run first, for those of one weight must stay in microbatch order.
+            # No room: the oldest products run first, since those of one weight must stay in microbatch order.
             weight = self.weight()
             assert weight is not None  # the queue has products
             return weight
@@ -352,14 +355,14 @@ class Schedule:
     # ------------------------------------------------------------------ when it is due
 
     def due(self, kind: ActionKind, microbatch: int) -> Due:
-        """When its forward or return of a microbatch should run, which is never after the last one; see `due`."""
+        """When the forward or return of a microbatch should run; never after the last microbatch. See `due`."""
         if microbatch >= self.num_microbatches:
             return _NEVER
         round_, place = microbatch // self._burst, microbatch % self._burst
         return self._period * round_ + place + self._first_dues[kind != "F"], kind != "F"
 
     def next_due(self) -> Due:
-        """The first due of its forwards and returns that have not run, arrived or not."""
+        """The earliest due time of forwards and returns that have not run, arrived or not."""
         return min(self._forward_due, self._return_due)
 
     def forwards_due_before(self, due: Due) -> int:
@@ -369,8 +372,8 @@ class Schedule:
         return before - self.forwards_done if before > self.forwards_done else 0
 
     def ready(self) -> list[tuple[Turn, ActionKind, Schedule]]:
-        """Its next forward and its next return, where they have arrived, and itself. Whether the return defers is known
-        when it is chosen (`backward`)."""
+        """The next forward and the next return, if they have arrived, each with this schedule. Whether the return
+        defers is decided when it is chosen (`backward`)."""
         if self._ready is None:
             self._ready = [((True, self._forward_due), "F", self)] if self._may_forward() else []
             if self.returns_done < self._returns_arrived:
@@ -388,9 +391,9 @@ class Schedule:
 class RankSchedule:
     """The actions of all stages of one rank for one batch.
 
-    stages: by rising number; they share the budget of `defer_bytes`. max_stored: in training, most microbatches that
-    all of them store or have queued products of, each stage's counted; None for no bound. alternating: of several
-    stages, placed interleaved, interleaved 1F1B's order and bound. Other arguments as of `Schedule`.
+    stages: by ascending number; they share the budget of `defer_bytes`. max_stored: in training, maximum number of
+    microbatches that all of them store or have queued products of, counted per stage; None for no bound. alternating:
+    with several stages, placed interleaved, the order and bound of interleaved 1F1B. Other arguments as for `Schedule`.
     """
 
     def __init__(self, *, stages: Sequence[int], num_stages: int, num_microbatches: int, policy: Policy, in_flight: int,
@@ -408,15 +411,15 @@ class RankSchedule:
             for turn, stage in enumerate(stages)}
         self._of_turn = list(self.stages.values())
         self._blocked: int | None = None
-        """The budget's version for which no forward and no return may run."""
+        """The version of the budget at which no forward and no return may run."""
 
     def on_message(self, kind: Literal["forward", "return"], microbatch: int, stage: int) -> None:
-        """A message for `stage` has arrived; see `Schedule.on_message`."""
+        """Note that a message for `stage` has arrived; see `Schedule.on_message`."""
         self.stages[stage].on_message(kind, microbatch)
 
     def on_done(self, action: Action, *, expects_backward: bool = False, deferrable_bytes: int = 0,
                 products: Sequence[Product] = ()) -> None:
-        """`action` has run; see `Schedule.on_done`."""
+        """Note that `action` has run; see `Schedule.on_done`."""
         self._of_turn[action.turn].on_done(action, expects_backward=expects_backward,
                                            deferrable_bytes=deferrable_bytes, products=products)
 
@@ -425,7 +428,7 @@ class RankSchedule:
         return self.possible_action() or self._wait_or_done()
 
     def possible_action(self) -> Action | None:
-        """The action to run now, where there is one."""
+        """The action to run now, if there is one."""
         if self.max_stored is not None:
             return self._first_due(self.max_stored)
         if len(self._of_turn) == 1:
@@ -437,9 +440,10 @@ class RankSchedule:
     def _first_due(self, max_stored: int) -> Action | None:
         """The ready action that is due first; a forward only if there is memory for it and for all those due before it.
 
-        So a forward that runs early takes no room from one that is due, and what is due first of all on its rank, which
-        always runs, needs no more than the even flow does. A batch ends: what is due first on all ranks is ready, since
-        what it needs is due earlier. The more room, the more may run early. In 1F1B's order nothing runs early.
+        So a forward that runs early takes no room from one that is due, and the action that is due first on its rank,
+        which always runs, needs no more than the even flow does. Every batch ends: the action that is due first on all
+        ranks is ready, since its inputs are due earlier. The more room, the more may run early. In 1F1B's order nothing
+        runs early.
         """
         if self._blocked == self.budget.version:
             return self._weight()
@@ -465,7 +469,7 @@ class RankSchedule:
         return None
 
     def _wait_or_done(self) -> Wait | Done:
-        """The answer when no action is ready: what another rank is to send, not what a stage here is to compute."""
+        """The answer when no action is ready: what another rank must send, not what a stage here must compute."""
         waits = [each._replace(forward=None if each.stage - 1 in self.stages else each.forward,
                                backward=None if each.stage + 1 in self.stages else each.backward)
                  for stage in reversed(self._of_turn) if isinstance(each := stage.wait_or_done(), Wait)]

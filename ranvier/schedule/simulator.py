@@ -1,9 +1,9 @@
 """The engine's own schedule on a simulated clock.
 
 Discrete events: each rank is a `RankSchedule`; actions and messages take the times given; messages of one edge keep
-their order and wait for each other; ranks that share cores wait for a free one. What comes out is the order of actions
-and the time of the step that the engine would need with these times and no other cost: the bound beside which a
-measured step is judged.
+their order and wait for each other; ranks that share cores wait for a free one. The result is the order of actions and
+the step time that the engine would need with these times and no other cost: the bound with which a measured step is
+compared.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ranvier.schedule.limits import rule_limits
 from ranvier.schedule.schedule import Action, Done, Policy, Product, RankSchedule, actions_text
 
 PRODUCTS = 4
-"""Deferred products of a stage where they are not counted, as many as of one transformer layer: between them a rank may
-run what has arrived."""
+"""Number of deferred products of a stage if they are not counted: that of one transformer layer. Between products a
+rank may run what has arrived."""
 
 _What = Literal["forward", "return", "done"]
 """The kind of an event: a message has arrived, or an action is done."""
@@ -41,7 +41,7 @@ class StageTimes:
     deferred_factor: float = 1.0
     """Factor by which a weight gradient takes longer if it was deferred."""
     longer_backward: float = 0.0
-    """Seconds by which a backward that defers takes longer than `backward`, or less where they are below 0."""
+    """Seconds by which a backward that defers takes longer than `backward`; negative if it is shorter."""
     alive_bytes: int = 1
     """Bytes that the deferred products of one microbatch keep alive together."""
     kept_bytes: float = 1.0
@@ -60,7 +60,7 @@ class StageTimes:
         return self.forward + self.backward + (self.weight if self.trains else 0.0)
 
     def longer_by_deferral(self, action: Action) -> float:
-        """Seconds that this action, a backward that defers or a deferred product, takes longer for it."""
+        """Seconds by which deferral lengthens this action, a backward that defers or a deferred product."""
         product = (self.deferred_factor - 1.0) * self.weight / self.products
         return product if action.kind == "W" else self.longer_backward
 
@@ -70,8 +70,8 @@ State = tuple[int, ...]
 
 
 class Held(NamedTuple):
-    """The most bytes of a rank at once: kept between forward and return, kept alive by deferred products, and of both
-    together; and of each stage at that last time the microbatches between forward and return, and the products."""
+    """Peak bytes of a rank: kept between forward and return, kept alive by deferred products, and of both together; and
+    for each stage, at that last peak, the microbatches between forward and return, and the products."""
 
     kept: float
     queued: int
@@ -81,7 +81,7 @@ class Held(NamedTuple):
 
 def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_bytes: Sequence[int]) -> Held:
     """Peaks of a rank with these bytes for each microbatch and each product on its stages. states: in the order in
-    which they came."""
+    which they occurred."""
     kept = [sum(map(mul, kept_bytes, state[::2])) for state in states]
     queued = [sum(map(mul, product_bytes, state[1::2])) for state in states]
     alive = list(map(add, kept, queued))
@@ -94,7 +94,7 @@ def most_held(states: Sequence[State], kept_bytes: Sequence[float], product_byte
 class Simulated:
     """Result of a simulation: seconds until the last rank was done, and each rank's (action, start, stop).
 
-    states: of each rank those in which it holds more than before, each once, in the order in which they came.
+    states: for each rank those in which it holds more than before, each once, in the order in which they occurred.
     """
 
     seconds: float
@@ -105,14 +105,14 @@ class Simulated:
 
     @cached_property
     def held(self) -> tuple[Held, ...]:
-        """The most bytes of each rank."""
+        """Peak bytes of each rank."""
         return tuple(most_held(states, [self.stages[stage].kept_bytes for stage in held],
                                [self.stages[stage].product_bytes for stage in held])
                      for rank, states in enumerate(self.states) for held in [self.placement.stages_of(rank)])
 
     @property
     def most_stored(self) -> tuple[int, ...]:
-        """Per stage, the most microbatches between forward and return at once."""
+        """Per stage, the maximum number of microbatches between forward and return."""
         found = [0] * len(self.stages)
         for rank, states in enumerate(self.states):
             for turn, stage in enumerate(self.placement.stages_of(rank)):
@@ -121,12 +121,12 @@ class Simulated:
 
     @property
     def most_queued_bytes(self) -> tuple[int, ...]:
-        """Per rank, the most that its deferred products kept alive at once."""
+        """Per rank, the peak bytes that its deferred products kept alive."""
         return tuple(one.queued for one in self.held)
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time, until the last one is done, in which they did nothing."""
+        """Share of all ranks' time, until the last one is done, in which they were idle."""
         busy = sum(stop - start for rank in self.actions for _, start, stop in rank)
         return 1.0 - busy / (self.seconds * len(self.actions)) if self.seconds else 0.0
 
@@ -137,13 +137,13 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
              training: bool = True, jitter: Callable[[int, Action], float] | None = None,
              placement: StagePlacement | None = None, defer_last: int | None = None, max_stored: int | None = None,
              alternating: bool = False) -> Simulated:
-    """One batch through the pipeline.
+    """Simulate one batch.
 
-    hop: seconds of a message, or a function of (source, destination), which are ranks. transfer: seconds for which it
-    keeps its edge busy before that, likewise; the next one waits. cores: ranks that may compute at once. jitter: factor
-    on the time of an action of a rank.
+    hop: seconds of a message, or a function of (source, destination), which are ranks. transfer: seconds for which a
+    message keeps its edge busy before that, in the same form; the next message waits. cores: number of ranks that may
+    compute at the same time. jitter: factor on the time of an action of a rank.
     defer_bytes: bound on what deferred products keep alive, of all ranks or of each; auto is that of `rule_limits`.
-    placement: which stages each rank has; by default one each. defer_last, max_stored, alternating: as of
+    placement: which stages each rank has; by default one each. defer_last, max_stored, alternating: as for
     `RankSchedule`.
     """
     placement = placement or StagePlacement(num_ranks=len(stages))
@@ -260,12 +260,12 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
 #
 #     T = max_i (sum_j<i (t_j + 2 hop_j) + m t_i)         m microbatches, stage i needs t_i for one
 #
-# is reached by equal stages without messages. With weight gradients w_i that may wait it is the longer of
+# is reached by equal stages without messages. With weight gradients w_i that may be deferred it is the longer of
 #
-#     T = max_i (sum_j<i (t_j - w_j) + m (t_i - w_i)) + w_0        nobody waits for one
+#     T = max_i (sum_j<i (t_j - w_j) + m (t_i - w_i)) + w_0        no stage waits for one
 #     T = max_i (sum_j<i f_j + m t_i)                              a stage begins, and then never rests
 #
-# (f_i for a forward), and with at most f in flight (m - 1) / f round trips come first, whole ones, and the rest of the
+# (f_i for a forward), and with at most f in flight, (m - 1) / f full round trips come first, and the rest of the
 # microbatches after them. The schedule itself is simulated, with few microbatches: once the pipeline is full, each
 # further one takes about the same time, so that two short simulations give the long one.
 
@@ -273,7 +273,7 @@ def simulate(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """The edges of a pipeline: seconds for which a message keeps edge i (between stages i and i + 1) busy, and seconds
-    until it is there after that."""
+    until it arrives after that."""
 
     transfer: tuple[float, ...] = ()
     latency: tuple[float, ...] = ()
@@ -308,9 +308,9 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
             defer_bytes: int | Sequence[int] | Literal["auto"] = "auto", exact: bool = True,
             cores: int | None = None, placement: StagePlacement | None = None, defer_last: int | None = None,
             max_stored: int | None = None, alternating: bool = False) -> Passage:
-    """One batch of equal microbatches. exact: simulate; otherwise the closed form, which takes microseconds; of several
-    stages on each rank it is a lower bound. cores: ranks that may compute at once, in a simulation. placement,
-    defer_last, max_stored, alternating: as of `simulate`."""
+    """Predict the time of one batch of equal microbatches. exact: simulate; otherwise the closed form, which takes
+    microseconds; with several stages on each rank it is a lower bound. cores: number of ranks that may compute at the
+    same time, in a simulation. placement, defer_last, max_stored, alternating: as for `simulate`."""
     each = [stage.microbatch_seconds for stage in stages]
     limit = policy.in_flight(in_flight, num_microbatches)
     placement = placement or StagePlacement(num_ranks=len(stages))
@@ -332,7 +332,7 @@ def passage(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy,
 
 def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement: StagePlacement) -> float:
     """Lower bound of a batch's time: each rank begins after the forwards of the stages before its first one, has work
-    from then on, and where no weight gradient waits, their backwards follow its own."""
+    from then on, and if no weight gradient waits, their backwards follow its own."""
     begins = list(accumulate((stage.forward for stage in stages), initial=0.0))
     ends = list(accumulate((stage.backward for stage in stages), initial=0.0))
     found = []
@@ -346,7 +346,7 @@ def never_resting(stages: Sequence[StageTimes], num_microbatches: int, placement
 
 def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbatches: int, in_flight: int, way: Way
                 ) -> float:
-    """The closed form where weight gradients may wait."""
+    """The closed form if weight gradients may wait."""
     waits = [stage.weight - stage.longer_backward if stage.trains else 0.0 for stage in stages]
     others = [total - wait for total, wait in zip(each, waits, strict=True)]
     begins = accumulate((stage.forward for stage in stages), initial=0.0)
@@ -357,8 +357,9 @@ def _deferring(stages: Sequence[StageTimes], each: Sequence[float], num_microbat
 
 
 def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, way: Way = DIRECT) -> float:
-    """Lower bound of the seconds, from each stage's for one microbatch: a stage waits for the forwards before it, has
-    all microbatches, and is followed by the backwards of the stages before it; an edge has all messages."""
+    """Lower bound of the seconds, from each stage's seconds for one microbatch: a stage waits for the forwards before
+    it, runs all microbatches, and is followed by the backwards of the stages before it; an edge carries all
+    messages."""
     trips = [2 * (latency + transfer) for latency, transfer in zip(way.latency, way.transfer, strict=True)]
     before: list[float] = list(accumulate(map(add, each, trips or repeat(0.0)), initial=0.0))
     once = sum(each) + way.round_trip
@@ -367,13 +368,13 @@ def closed_form(each: Sequence[float], num_microbatches: int, in_flight: int, wa
         busy = max(first + count * seconds for first, seconds in zip(before, each, strict=False))
         return max(busy, once + (count - 1) * max(way.transfer, default=0.0))
 
-    rounds, rest = divmod(num_microbatches - 1, in_flight)  # one begins when that `in_flight` before it has returned
+    rounds, rest = divmod(num_microbatches - 1, in_flight)  # one begins when the one `in_flight` before it has returned
     return max(passes(num_microbatches), rounds * once + passes(rest + 1))
 
 
 def _extrapolate(run: Callable[[int], Simulated], num_microbatches: int, full: int, more: int) -> tuple[float, float]:
-    """Seconds, and for how many of them ranks are busy, all together. run: simulates so many microbatches. full, more:
-    as of `_enough`."""
+    """Seconds of the batch, and busy seconds summed over ranks. run: simulates a number of microbatches. full, more:
+    results of `_enough`."""
     def measured(count: int) -> tuple[float, float]:
         made = run(count)
         return made.seconds, sum(stop - start for rank in made.actions for _, start, stop in rank)
@@ -386,8 +387,9 @@ def _extrapolate(run: Callable[[int], Simulated], num_microbatches: int, full: i
 
 
 def _enough(num_stages: int, in_flight: int) -> tuple[int, int]:
-    """Microbatches after which each further one takes the same time, and over how many that is measured: a multiple of
-    the rounds in which a full pipeline repeats itself; uneven stages of a short pipeline need more of them."""
+    """Number of microbatches after which each further one takes the same time, and number over which that time is
+    measured: a multiple of the period in which a full pipeline repeats itself; uneven stages of a short pipeline need
+    more."""
     depth = max(num_stages, in_flight)
     full, more = (8, 8) if depth <= 8 else (6, 4) if depth <= 16 else (3, 2)
     return full * depth, more * depth

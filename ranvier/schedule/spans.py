@@ -1,4 +1,4 @@
-"""Timeline of a rank: spans on its monotonic clock, cheap enough to be always on.
+"""Timeline of a rank: spans on its monotonic clock, cheap enough to be always enabled.
 
 Categories: forward, backward, weight (deferred weight gradients), wait, reduce (gradient averaging), optimizer; data
 (loading samples), report (metrics, events, logs), checkpoint (copying the state for one), and overhead: what the engine
@@ -17,13 +17,13 @@ from typing import Literal, NamedTuple
 Category = Literal["forward", "backward", "weight", "wait", "reduce", "optimizer", "data", "report", "checkpoint",
                    "overhead"]
 CATEGORIES: dict[str, Category] = {"F": "forward", "B": "backward", "W": "weight"}
-"""Of the kinds of actions (`ranvier.schedule.schedule.Action`)."""
+"""Kind of action (`ranvier.schedule.schedule.Action`) -> category."""
 MOST_SPANS = 100_000
-"""That are kept where no program takes them; older ones are forgotten."""
+"""Maximum number of spans that are kept if no program takes them; older ones are dropped."""
 
 
 class Span(NamedTuple):
-    """`start_ns` and `stop_ns` are time.monotonic_ns() of the rank's machine."""
+    """A span of time; `start_ns` and `stop_ns` are time.monotonic_ns() of the rank's machine."""
 
     category: Category
     label: str
@@ -53,11 +53,11 @@ class StepWindow:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds of these in spans of category wait."""
+        """Seconds of the step in spans of category wait."""
         return sum(span.seconds for span in self.spans if span.category == "wait")
 
     def covered(self) -> StepWindow:
-        """The same step with spans in the order of time, each beginning where the one before it ends."""
+        """Return the same step with spans in the order of time, each beginning where the one before it ends."""
         return replace(self, spans=covering(self.spans, self.step, self.start_ns, self.stop_ns))
 
 
@@ -69,29 +69,29 @@ class Timeline:
         self._start_ns = time.monotonic_ns()
 
     def mark(self) -> int:
-        """Something starts now; returns now."""
+        """Mark the start of something; returns the present time."""
         return time.monotonic_ns()
 
     def add(self, category: Category, label: str, step: int, start_ns: int) -> int:
-        """Record a span that ends now; returns now, the start of whatever comes next."""
+        """Record a span that ends now; returns the present time, the start of whatever comes next."""
         now = time.monotonic_ns()
         self.spans.append(Span(category, label, step, start_ns, now))
         return now
 
     def take(self) -> list[Span]:
-        """All spans so far, which are forgotten here."""
+        """Return all spans so far, and forget them."""
         spans = list(self.spans)
         self.spans.clear()
         return spans
 
     def begin_step(self) -> list[StepWindow]:
-        """A step starts now, and spans since the last one belong to no step. Returns steps that had not been read."""
+        """Begin a step; spans since the last one belong to no step. Returns steps that had not been read."""
         self.take()
         self._start_ns = time.monotonic_ns()
         return []
 
     def end_step(self, step: int) -> list[StepWindow]:
-        """Step `step` has ended and the next one starts. Returns the steps that can be read now, without a wait."""
+        """End step `step` and begin the next one. Returns the steps that can be read now, without a wait."""
         stop_ns = time.monotonic_ns()
         window = StepWindow(step=step, start_ns=self._start_ns, stop_ns=stop_ns, spans=self.take())
         self._start_ns = stop_ns
@@ -99,10 +99,10 @@ class Timeline:
 
 
 def covering(spans: Sequence[Span], step: int, start_ns: int, stop_ns: int) -> list[Span]:
-    """Spans of `step` that cover [start_ns, stop_ns] without a gap and without overlap: of nested spans the inner one
-    counts, and what no span covers is overhead.
+    """Spans of `step` that cover [start_ns, stop_ns] without gaps and overlaps: of nested spans the inner one counts,
+    and time that no span covers is overhead.
 
-    spans: as a `Timeline` records them, so an inner one comes before the one that it is in.
+    spans: as a `Timeline` records them, so an inner span comes before the span that contains it.
     """
     covered: list[Span] = []
     for span in spans:
