@@ -18,12 +18,12 @@ def box_size(box: Box) -> int:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of `shape`."""
+    """The box of an entire tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """The box common to both, or None when it is empty."""
+    """The box common to both, or None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return None if any(start >= stop for start, stop in common) else common
 
@@ -41,13 +41,13 @@ def without(box: Box, hole: Box) -> list[Box]:
 
 
 def index_of(box: Box, held: Box) -> tuple[slice, ...]:
-    """The index that takes `box` out of a tensor that is `held`, a box around it."""
+    """The index of `box` in a tensor that holds the box `held`, which contains it."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, held, strict=True))
 
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """A part of one parameter: `box`, or of its elements in row-major order those from `flat[0]` up to `flat[1]`.
+    """A part of one parameter: `box`, or its elements in row-major order from `flat[0]` up to `flat[1]`.
 
     Raises ValueError for a box that runs backwards and for an interval that leaves its box.
     """
@@ -120,7 +120,7 @@ def part(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements that `destination` needs and `source` has. Equal ranks: a copy on the spot."""
+    """Elements that `destination` needs and `source` has. Equal ranks: a local copy."""
 
     parameter: str
     box: Box
@@ -134,7 +134,7 @@ Places = Mapping[str, Sequence[tuple[int, Box]]]
 
 def plan_moves(have: Places, need: Places) -> list[Move]:
     """The transfers after which every rank has what it needs, each element once. The source is the destination itself
-    where it has the elements, else the lowest rank that has them. ModelError where no rank has them."""
+    if it has the elements, else the lowest rank that has them. Raises ModelError if no rank has them."""
     result = []
     for name, wanted in need.items():
         for destination, box in wanted:

@@ -4,14 +4,14 @@
     chunks   |  0   |  1   |   2   |  3  |   4    | ...                 of equal size; they cut through parameters
     share    |  |me |  |me |       |me   |...                           what this member of a group sums, or updates
 
-Gradients whose update needs whole tensors are never cut: chunks end where they end. With `shard` each has one owner,
-the first member of the group for the first gradients and so on, about as many elements for each:
+Gradients whose update needs full tensors are never cut: chunks end where they end. With `shard` each has one owner, the
+first member of the group for the first gradients and so on, with about the same number of elements for each member:
 
     chunks   | down | up | projection qkv | down | up | projection qkv |
     owner        0     0       0       0      1     1       1       1
 
-Everything that depends on these intervals follows from this one cut: what is reduced together, whose optimizer states
-are where, and what a checkpoint has from whom.
+Everything that depends on these intervals follows from this one cut: what is reduced together, which rank has which
+optimizer states, and which rank writes what to a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FlatGradient:
-    """One gradient of a rank, which lies in the flat buffer.
+    """One gradient of a rank, in the flat buffer.
 
     numel: elements on this rank.
     blocks: numbers of all the blocks of its stage that use the parameter.
     remote_ends: other ends of a tied parameter that send their gradients here (this rank's stage owns it).
     sent_to_owner: the gradient goes to the stage that owns the parameter, and is not reduced here.
-    group: the key (hashable) of the group over which it is summed; None for the one that most gradients have.
-    copied: whether ranks of the stage hold copies with the same gradient. They are cut apart from the others, and so
-        alike on every rank: an update's last bit may depend on where pieces begin.
+    group: the key (hashable) of the group over which it is summed; None for the group of most gradients.
+    copied: whether ranks of the stage hold copies with the same gradient. They are cut separately from the others, and
+    so in the same way on every rank: an update's last bit may depend on where pieces begin.
     counts: whether this rank's copy is the one that enters the norm; the same on all members of the group.
-    whole: whether its update needs all of it at once, so that no chunk, share or bucket may cut it.
-    weight: about its elements, the same number on all ranks of its stage: `numel` may differ by some. It decides who
-        updates a whole gradient. 0 stands for `numel`.
-    shape: of the whole parameter; None where it is not known. in_layer: as in `Parameter`.
-    settings_name: the name by which settings mean the parameter; "" for its own.
+    whole: whether its update needs the full tensor, so that no chunk, share or bucket may cut it.
+    weight: approximate number of elements, the same on all ranks of its stage: `numel` may differ slightly. It decides
+    which rank updates a whole gradient. 0 stands for `numel`.
+    shape: of the full parameter; None if it is not known. in_layer: as in `Parameter`.
+    settings_name: the name by which settings refer to the parameter; "" for its own.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FlatGradient:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it shares no chunk: it is complete at another time than its neighbours."""
+        """Whether it shares no chunk, since it is complete at another time than its neighbours."""
         return self.sent_to_owner or self.remote_ends > 0
 
 
@@ -68,11 +68,11 @@ class ChunkCut:
     gradients: those with elements in it, by their number in model order, in the order of the buffer. An empty gradient
         is in the last chunk of its run.
     share: the part that this member of the group sums; all chunks of a group of one are their own share.
-    shares: what each member updates, where whole gradients have owners; `share` is this member's. None: members have
-        equal parts.
+    shares: what each member updates, if whole gradients have owners; `share` is this member's. None: members have equal
+    parts.
     group: as in its gradients.
-    run: the blocks with which it has its memory in turn; None where it keeps its own.
-    offset: what is added to a place to find it in the buffer's memory.
+    run: the blocks whose chunks use the same memory in turn; None if it keeps its own memory.
+    offset: added to a place in the order to find it in the buffer's memory.
     """
 
     start: int
@@ -93,7 +93,7 @@ class FlatOrder:
     order: numbers of the gradients (their places in model order), in the order of the buffer.
     places: for each gradient, in model order, (start, stop) in the order of the buffer.
     chunks_of: for each gradient, in model order, the numbers of its chunks.
-    size: elements of all gradients, padding included. length: elements of the memory; fewer where it is used in turn.
+    size: elements of all gradients, padding included. length: elements of the memory; fewer if it is used in turn.
     """
 
     order: tuple[int, ...]
@@ -112,15 +112,15 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
                runs: Sequence[range] = (), *, shard: bool = False) -> FlatOrder:
     """Order and cut the gradients of one rank.
 
-    gradients: in model order. members: of each group of `gradients`, by key; None is the group that most have.
+    gradients: in model order. members: of each group of `gradients`, by key; None is the group of most gradients.
     chunk_size: elements that are reduced in one piece; rounded up to a multiple of the group's size.
-    runs: blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used then. What is
-        tied, used in several runs, copied, or summed over a group of its own keeps its own memory.
+    runs: blocks (their numbers) whose gradients use the same memory in turn; `chunk_size` is not used then. Gradients
+    that are tied, used in several runs, copied, or summed over another group keep their own memory.
     shard: whether members update their shares, so that each whole gradient must lie within one.
 
-    What is sent away, what is awaited from elsewhere, and the rest never share a chunk; where a chunk ends for that, it
-    is padded to a multiple of its group's size. Groups other than None come last, in the order of their first
-    gradients, so all ranks of a stage start their collectives in one order.
+    Gradients that are sent to an owner, those that await other ends, and the rest never share a chunk; a chunk that
+    ends for this reason is padded to a multiple of its group's size. Groups other than None come last, in the order of
+    their first gradients, so all ranks of a stage start their collectives in one order.
     """
     groups: list[object] = [None, *dict.fromkeys(each.group for each in gradients if each.group is not None)]
     run_of = [_run_of(each, runs) for each in gradients]
@@ -132,14 +132,14 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
                 -min(each.blocks), -number)
 
     def kind(number: int) -> tuple[object, ...]:
-        """Key of a gradient; those in one chunk have the same."""
+        """Key of a gradient; all gradients of a chunk have the same key."""
         each = gradients[number]
         return run_of[number], each.group, each.copied, each.counts
 
     packs = any(each.whole for each in gradients)
 
     def is_cut(number: int) -> bool:
-        """Whether it is cut although whole gradients are beside it: it may be, and is longer than a chunk."""
+        """Whether it is cut although there are whole gradients: it need not be whole, and is longer than a chunk."""
         each = gradients[number]
         return packs and not each.whole and run_of[number] is None and _weight(each) > chunk_size
 
@@ -188,7 +188,7 @@ def flat_order(gradients: Sequence[FlatGradient], members: Mapping[Any, Member],
 
 
 def _run_of(gradient: FlatGradient, runs: Sequence[range]) -> range | None:
-    """The run whose memory a gradient has in its turn; None where it keeps its own."""
+    """The run whose memory a gradient uses in turn; None if it keeps its own."""
     if gradient.is_alone or gradient.group is not None or gradient.copied:
         return None
     return next((run for run in runs if all(block in run for block in gradient.blocks)), None)
@@ -196,7 +196,7 @@ def _run_of(gradient: FlatGradient, runs: Sequence[range]) -> range | None:
 
 def _together(order: Sequence[int], is_alone: Callable[[int], bool], kind: Callable[[int], object]
               ) -> Iterator[list[int]]:
-    """Consecutive gradients that may share a chunk: those of one kind; some are alone."""
+    """Yield consecutive gradients that may share a chunk: those of one kind; some are alone."""
     run: list[int] = []
     for number in order:
         if run and (is_alone(number) or is_alone(run[0]) or kind(run[0]) != kind(number)):
@@ -208,13 +208,13 @@ def _together(order: Sequence[int], is_alone: Callable[[int], bool], kind: Calla
 
 
 def _weight(gradient: FlatGradient) -> int:
-    """About its elements, as all ranks of its stage count them."""
+    """Approximate number of elements, the same on all ranks of its stage."""
     return gradient.weight or gradient.numel
 
 
 def _uncut(together: Sequence[int], gradients: Sequence[FlatGradient], chunk_size: int | None) -> Iterator[list[int]]:
-    """The gradients of each chunk, where chunks cut none; at most `chunk_size` elements unless one has more (None:
-    all together)."""
+    """Yield the gradients of each chunk, if chunks cut none; at most `chunk_size` elements unless a single gradient has
+    more (None: all together)."""
     part: list[int] = []
     filled = 0
     for number in together:
@@ -228,8 +228,9 @@ def _uncut(together: Sequence[int], gradients: Sequence[FlatGradient], chunk_siz
 
 
 def _owners(numbers: Sequence[int], gradients: Sequence[FlatGradient], members: Mapping[Any, Member]) -> dict[int, int]:
-    """Gradient -> the member of its group that updates it: each has consecutive ones, about as many elements as the
-    others. It follows from weights alone, so the ranks that share a tensor have owners of one index."""
+    """Gradient -> the member of its group that updates it: each updates consecutive gradients, with about the same
+    number of elements. It depends on weights alone, so owners have the same index in the groups of all ranks that share
+    a tensor."""
     found: dict[int, int] = {}
     for group, (size, _) in members.items():
         inside = [number for number in numbers
@@ -253,7 +254,8 @@ def _owned_intervals(inside: Sequence[int], owners: Mapping[int, int], places: M
 
 
 def _share_memory(chunks: Sequence[ChunkCut]) -> tuple[list[ChunkCut], int]:
-    """The chunks with offsets, and the size of their memory: those of all runs begin at 0, the others lie behind."""
+    """The chunks with offsets, and the size of their memory: those of all runs begin at 0, the others follow after
+    them."""
     first: dict[range, int] = {}
     taken = 0
     found = list(chunks)

@@ -1,4 +1,4 @@
-"""Blocks on stages and parameters on ranks: who holds, who updates, and who owns each element."""
+"""Blocks on stages and parameters on ranks: which ranks hold, update and own each element."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def frozen_blocks(layers: Sequence[Sequence[str]], blocks: Sequence[str], frozen
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model. `owner` is its own name, or for a tied one that of the group's first.
+    """One parameter of the full model. `owner` is its own name, or for a tied parameter the name of the group's first.
 
-    summed: as in `Split`. in_layer: whether its block is one of a layer, and no embedding or head. origin: the owner of
-    a tie that it has left (`Model.untied`); None for most. quantized: the number format in which it is stored, where
-    that is not the run's (`Model.quantized`).
+    summed: as in `Split`. in_layer: whether its block belongs to a layer, and is not an embedding or head. origin: the
+    owner of a tie that it has left (`Model.untied`); None for most. quantized: the number format in which it is stored,
+    if that is not the run's (`Model.quantized`).
     """
 
     name: str
@@ -50,12 +50,12 @@ class Parameter:
 
     @property
     def settings_name(self) -> str:
-        """The name by which settings mean it."""
+        """The name by which settings refer to it."""
         return self.origin or self.name
 
     @property
     def is_owner(self) -> bool:
-        """Whether it is the end of its tie, or the only one, whose values count."""
+        """Whether it is untied, or the end of its tie whose values count."""
         return self.owner == self.name
 
     @property
@@ -69,10 +69,10 @@ class Chunking:
     """Chunks in which the gradients of each rank are reduced, and the ranks that update from them.
 
     chunk_size: elements that are reduced in one piece.
-    runs: stage -> blocks (their numbers) whose gradients have the same memory in turn.
-    shard: each member of a group updates its share of every chunk, and has the optimizer states of that share alone.
-        Otherwise each updates all that it holds of the parameters that its stage owns.
-    whole: names of the parameters (of a tied one its owner's) whose update needs whole tensors.
+    runs: stage -> blocks (their numbers) whose gradients use the same memory in turn.
+    shard: each member of a group updates its share of every chunk, and has only the optimizer states of that share.
+    Otherwise each updates all that it holds of the parameters that its stage owns.
+    whole: names of the parameters (for tied ones the owner's) whose update needs full tensors.
     """
 
     chunk_size: int
@@ -87,15 +87,15 @@ class Layout:
 
         held      what a rank computes with
         updated   what its optimizer updates, and has states of; ranks that hold copies may update the same elements
-        owned     what it alone answers for: over all ranks every element once, whether it is trained or not
+        owned     what it writes to checkpoints: over all ranks every element once, whether it is trained or not
 
     boundaries: first block of each stage after the first.
-    shards: parameter name -> position in the stage -> its box there; those left out are whole everywhere.
-    chunking: how gradients are reduced and optimizer states shared; None where nothing is updated from them yet.
+    shards: parameter name -> position in the stage -> its box there; parameters that are left out are held in full
+    everywhere.
+    chunking: how gradients are reduced and optimizer states sharded; None if nothing is updated from them yet.
     placement: which stages the ranks of a pipeline have; None for one each.
 
-    Raises ConfigError for boundaries that do not cut and for axes that are not known, ModelError for two parameters of
-    one name.
+    Raises ConfigError for invalid boundaries and for unknown axes, ModelError for two parameters of the same name.
     """
 
     mesh: Mesh
@@ -148,7 +148,7 @@ class Layout:
         return self.stages.rank_of(self.stage_of(block))
 
     def blocks_on(self, pipe: int) -> list[int]:
-        """Numbers of the blocks on the ranks at that place in the pipeline, rising."""
+        """Numbers of the blocks on the ranks at that place in the pipeline, in ascending order."""
         return [block for stage in self.stages.stages_of(pipe) for block in self.blocks(stage)]
 
     def parameters_of(self, pipe: int) -> tuple[Parameter, ...]:
@@ -171,8 +171,9 @@ class Layout:
         return Counter(parameter.owner for parameter in self.parameters)
 
     def key(self, parameter: Parameter) -> str:
-        """The name under which its rank keeps it: the owner's, unless another end there has that and is cut otherwise,
-        or is on another of the rank's stages; then that of the first such end. Ends of one key are one parameter."""
+        """The name under which its rank keeps it: the owner's, unless another end there has that name and is cut
+        differently or is on another of the rank's stages; then the name of the first end with this cut. Ends of one key
+        are one parameter."""
         return self._keys[parameter.name]
 
     @cached_property
@@ -185,7 +186,7 @@ class Layout:
                 found[parameter.name] = parameter.owner
                 continue
             cuts = ranks.setdefault((parameter.owner, self.pipe_of(parameter.block)), {})
-            # of several stages each sums gradients in an order of its own: in one buffer sums would change with it
+            # each of several stages sums gradients in its own order, and sums in one buffer would depend on it
             boxes = tuple(self.box(parameter, position) for position in self.mesh.positions)
             cut = (self.stage_of(parameter.block), boxes,
                    frozenset(axis for axis in parameter.summed if self.mesh[axis] > 1))
@@ -202,7 +203,7 @@ class Layout:
         return found
 
     def ends_on(self, pipe: int) -> dict[str, Parameter]:
-        """Key -> an end on the ranks at that place in the pipeline. Ends of one key are cut alike; the owner, whose
+        """Key -> an end on the ranks at that place in the pipeline. Ends of one key have the same cut; the owner, whose
         name the key may be, may be on other ranks and cut differently."""
         return self._ends_on.get(pipe, {})
 
@@ -274,7 +275,7 @@ class Layout:
         return found
 
     def summed_axes(self, name: str) -> tuple[TensorAxis, ...]:
-        """Axes of the tensor mesh over which a gradient is summed, beside those of replicas."""
+        """Axes of the tensor mesh over which a gradient is summed, in addition to those of replicas."""
         return self[name].summed if self.mesh.stage_size > 1 else ()
 
     def flat_order(self, rank: int) -> FlatOrder:
@@ -306,9 +307,9 @@ class Layout:
     def owned_slices(self, rank: int) -> list[Slice]:
         """The slices that `rank` owns, in model order: every element has one owner, which writes it to checkpoints.
 
-        Where optimizer states are sharded, whoever updates an element owns it. Elsewhere replicas have equal shares of
-        what all of them update, or what nobody trains. Of a tied group the first member is owned; of positions
-        that hold the same elements the first one owns.
+        If optimizer states are sharded, the rank that updates an element owns it. Otherwise replicas own equal shares
+        of what all of them update, or of what is not trained. In a tied group the first member is owned; among
+        positions that hold the same elements the first one owns.
         """
         at = self.mesh.coordinates(rank)
         position, replica = at.position, at.replica
@@ -336,13 +337,14 @@ class Layout:
         return next(other for other in self.mesh.positions if self.box(parameter, other) == box) == position
 
     def check(self) -> None:
-        """ModelError unless the positions of the tensor mesh hold every element of every parameter, without overlap.
+        """Raise ModelError unless the positions of the tensor mesh hold every element of every parameter, without
+        overlap.
 
-        Parameters of alike layers have the same boxes, which are looked at once."""
+        Parameters of identical layers have the same boxes, which are checked once."""
         sound = set[object]()
         for parameter in self.parameters:
             if not parameter.is_owner or parameter.name not in (self.shards or {}):
-                continue  # a whole one is where each position holds it
+                continue  # each position holds all of it
             shape = parameter.shape
             boxes = frozenset(self.box(parameter, position) for position in self.mesh.positions)
             if (shape, boxes) in sound:

@@ -16,10 +16,10 @@ TensorAxis = str
 class Split:
     """Sharding of a parameter over the row x col mesh.
 
-    dims: for each dim the axes that cut it, the outer first; () leaves it whole.
-    summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that of its
-        sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
-    units: pieces of the first dim, such as heads, that columns divide or else do not cut at all: see `for_cols`.
+    dims: for each dim the axes that cut it, the outer first; () does not cut it.
+    summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that from its
+    sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
+    units: pieces of the first dim, such as heads, that columns divide evenly or do not cut at all: see `for_cols`.
     """
 
     dims: tuple[tuple[TensorAxis, ...], ...]
@@ -27,7 +27,7 @@ class Split:
     units: int | None = None
 
     def for_cols(self, num_cols: int) -> Split:
-        """The split on so many columns. Where they do not divide `units` (grouped-query attention: fewer heads of keys
+        """The split on `num_cols` columns. If they do not divide `units` (grouped-query attention: fewer heads of keys
         and values than columns), every column holds all units, and computes with those that its queries need; the sum
         over the columns is the units' gradient."""
         if self.units is None or self.units % num_cols == 0:
@@ -48,5 +48,5 @@ class Split:
         return tuple(found)
 
     def boxes(self, shape: Sequence[int], mesh: Mesh) -> dict[Position, Box]:
-        """Position -> what it holds."""
+        """Position -> the box that it holds."""
         return {position: self.box(shape, (mesh.row, mesh.col), position) for position in mesh.positions}
