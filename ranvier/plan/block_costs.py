@@ -1,7 +1,7 @@
 """Costs of blocks, counted on the meta device, which also checks the model contract.
 
-No weight exists there, so any model fits on a laptop: floating-point operations of the forward pass, and the bytes
-that its operations move.
+No weight exists there, so any model fits on a laptop. Counted are floating-point operations of the forward pass, and
+the bytes that its operations move.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ranvier.tensor.splittable import Layer
 
 
 class FusedAttention(TorchFunctionMode):
-    """Has attention counted as the fused kernel that devices run: on the meta device torch would take it apart, and
-    write and keep matrices of sequence x sequence that no real run has."""
+    """Counts attention as the fused kernel that devices run: on the meta device torch would decompose it, and write and
+    keep matrices of sequence x sequence that no real run has."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -74,7 +74,7 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
 
 
 class _Float8Products(TorchFunctionMode):
-    """Finds the products of linear layers that float8 could have: (tokens, inputs, outputs), in order, each once."""
+    """Finds the products of linear layers that float8 supports: (tokens, inputs, outputs), in order, each once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,29 +89,29 @@ class _Float8Products(TorchFunctionMode):
 
 
 class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
-    """The storages that autograd saves, each once, without those of `parameters`. saved: called for each tensor that it
-    saves."""
+    """The storages that autograd saves, each once, without those of `parameters`. saved: called for each saved
+    tensor."""
 
     def __init__(self, parameters: Iterable[Tensor], saved: Callable[[], None] = lambda: None) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self.masks: list[int] = []
-        """Bytes of those of flags, such as the masks of dropout."""
+        """Bytes of each boolean storage, such as a dropout mask."""
         self._saved = saved
         self._seen = {parameter.untyped_storage()._cdata: parameter.untyped_storage() for parameter in parameters}
         super().__init__(self._pack, lambda tensor: tensor)
 
     @property
     def count(self) -> int:
-        """Bytes of them."""
+        """Bytes of all storages."""
         return self.count_without(())
 
     def count_without(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of those that are not in the memory of one of these."""
+        """Bytes of the storages that belong to none of these tensors."""
         others = {plain(tensor).untyped_storage()._cdata for tensor in tensors}
         return sum(storage.nbytes() for storage in self.storages if storage._cdata not in others)
 
     def count_of(self, storages: Collection[int]) -> int:
-        """Bytes of those that are in one of these storages (`_cdata`)."""
+        """Bytes of those that are among these storages (`_cdata`)."""
         return sum(storage.nbytes() for storage in self.storages if storage._cdata in storages)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -126,7 +126,8 @@ class KeptBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def build_on_meta(model: Model) -> Mapping[str, nn.Module]:
-    """All blocks, to look at; lazily built ones have no storage, ready-made modules are what they are."""
+    """Build all blocks for inspection; lazily built ones have no storage, ready-made modules are returned as they
+    are."""
     def build() -> Mapping[str, nn.Module]:
         with meta_device():
             return {name: builder() for name, builder in model.blocks.items()}
@@ -151,12 +152,12 @@ def _to_meta(value: Any) -> Any:
 @without_compiler()
 def block_costs(model: Model, inputs: State, targets: object = None, dtype: torch.dtype = torch.float32,
                 counting: kernels.Counting = kernels.AS_WRITTEN) -> list[BlockCost]:
-    """Cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the device that
-    runs it fuses.
+    """Count the cost of every block for a microbatch like `inputs`, whose values do not matter. counting: what the
+    device that runs them fuses.
 
-    This runs the whole chain once without data, and is also the check of the model contract: ModelError names the
-    first block that does not take what the block before it returns, or the loss (which is not run for CUDA, where its
-    kernels are not those of the meta device).
+    This runs the full chain once without data, and is also the check of the model contract: ModelError names the first
+    block that does not take what the block before it returns, or the loss (which is not run for CUDA, where its kernels
+    are not those of the meta device).
     """
     state, before, trains, costs = _to_meta(inputs), "the inputs", False, list[BlockCost]()
     shapes = _shapes(state)
@@ -184,7 +185,8 @@ def block_costs(model: Model, inputs: State, targets: object = None, dtype: torc
 
 def _count_block(model: Model, name: str, module: nn.Module, state: State, trains: bool, before: str,
                  dtype: torch.dtype, counting: kernels.Counting) -> tuple[BlockCost, State]:
-    """The cost of one block, and what it returns. trains: whether something before it does. before: what `state` is."""
+    """The cost of one block, and what it returns. trains: whether a block before it trains. before: description of
+    `state`."""
     tensors = _tensors_on_meta(module, BlockFormats.from_block(model, name, module, dtype))
     count, products = _count_of(module, tensors), _Float8Products()
     memory, kept, found = count, KeptBytes(tensors.values(), count.note_saved), count.kept_outputs
@@ -238,7 +240,7 @@ def _count_block(model: Model, name: str, module: nn.Module, state: State, train
 
 def _with_loss(last: BlockCost, model: Model, state: State, trains: bool, targets: object, dtype: torch.dtype,
                counting: kernels.Counting) -> BlockCost:
-    """The cost of the last block, with the loss behind it."""
+    """The cost of the last block, including the loss after it."""
     kept = KeptBytes(())
     with kernels.KernelCount() as count, kept:
         if not counting.on_cuda:
@@ -255,13 +257,14 @@ def _with_loss(last: BlockCost, model: Model, state: State, trains: bool, target
 
 
 def numbers_bytes(masks: Iterable[int], counting: kernels.Counting, dtype: torch.dtype) -> int:
-    """Bytes by which masks of dropout are larger where they are kept as numbers: on a CPU, uncompiled. masks: bytes of
-    each as flags, as `KeptBytes` finds them."""
+    """Bytes by which dropout masks are larger if they are kept as numbers: on a CPU, uncompiled. masks: bytes of each
+    as booleans, as `KeptBytes` finds them."""
     return 0 if counting.on_cuda or counting.compiles else (dtype.itemsize - 1) * sum(masks)
 
 
 def loss_scratch_bytes(loss: object, outputs: State, counting: kernels.Counting) -> int:
-    """Bytes by which the scratch of a loss that overwrites its logits is larger without data: it has all rows."""
+    """Bytes by which the scratch of a loss that overwrites its logits is larger on the meta device: there it has all
+    rows."""
     if not overwrites_logits(loss):
         return 0
     logits_RV = plain(max(kernels.tensors_in(outputs), key=Tensor.numel)).flatten(0, -2)
@@ -282,18 +285,18 @@ def _count_of(module: nn.Module, tensors: Mapping[str, Tensor]) -> kernels.Kerne
 
 def _hint(state: State) -> str:
     hint = wrapping_hint(state)
-    return "" if hint is None else f" If the block before it is none of yours: {hint}."
+    return "" if hint is None else f" If the block before it is not your own: {hint}."
 
 
 def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, bool]:
-    """A block's `weight_share` and `defers`. Products take flops as their weights have elements; what attention
-    computes is not a weight's, and has gradients of two operands whatever is frozen."""
+    """A block's `weight_share` and `defers`. Flops of products are proportional to elements of their weights;
+    attention's own products have no weight, and have gradients of two operands whatever is frozen."""
     weights = [parameter for parameter in module.parameters() if parameter.dim() == 2]
     total, flops = sum(weight.numel() for weight in weights), count.flops
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
               for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer._parameters.get("weight"),))
-              if weight is not None]  # to look at a parametrised weight would evaluate it
+              if weight is not None]  # reading a parametrised weight would evaluate it
     defers = not linear or any(linear)
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
         return 1.0, defers
@@ -301,8 +304,8 @@ def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, b
 
 
 def _largest_weights(module: nn.Module, tokens: int) -> tuple[int, int, int]:
-    """`weight_elements`, `plain_elements` and `table_elements` of a block. tokens: what is looked up in tables,
-    where that may be added to these rows alone; else 0."""
+    """`weight_elements`, `plain_elements` and `table_elements` of a block. tokens: number of looked-up rows, if
+    gradients may be added to these rows alone; else 0."""
     layers = [layer for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))]
     own = {parameter for layer in layers for parameter in layer.parameters(recurse=False)} | {
         table.weight for table in module.modules() if isinstance(table, nn.Embedding) and (
@@ -328,7 +331,7 @@ def _state_bytes(state: object) -> int:
 
 
 def _as_leaves(state: State, trains: bool) -> State:
-    """The carried state as it enters a stage: leaves that want gradients, where something before them trains."""
+    """The carried state as it enters a stage: leaves that need gradients, if something before them trains."""
     def as_leaf(x: Tensor) -> Tensor:
         return x.detach().requires_grad_(trains and (x.is_floating_point() or x.is_complex()))
 
@@ -337,7 +340,7 @@ def _as_leaves(state: State, trains: bool) -> State:
 
 
 def check_loss(model: Model, state: State, targets: object, dtype: torch.dtype) -> None:
-    """ModelError when the loss does not take the last block's state, or does not return (sum, weight)."""
+    """Raise ModelError if the loss does not take the last block's state, or does not return (sum, weight)."""
     try:
         with torch.enable_grad():
             result = _loss_result(model, state, targets, dtype)
@@ -356,14 +359,14 @@ def _loss_result(model: Model, state: State, targets: object, dtype: torch.dtype
 
 
 def loss_parts(result: Any) -> tuple[Tensor, Tensor | float | int]:
-    """A loss's (sum, weight). ModelError when it returned something else, or a weight with a gradient."""
+    """Return a loss's (sum, weight). Raises ModelError if it returned something else, or a weight with a gradient."""
     fits = (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1
             and (isinstance(result[1], (int, float)) or (isinstance(result[1], Tensor) and result[1].numel() == 1)))
     if not fits:
         shown = f"({', '.join(map(_kind, result))})" if isinstance(result, tuple) else _kind(result)
         raise ModelError("must return (sum of losses, number of valid targets)", code="loss-result", where="loss",
                          value=shown,
-                         remedy="Use reduction='sum' and return the count beside it, so that microbatches of different "
+                         remedy="Use reduction='sum' and return the count with it, so that microbatches of different "
                                 "sizes add up to the same gradients.")
     total, weight = result
     of_tensor = weight if isinstance(weight, Tensor) else None
@@ -384,28 +387,28 @@ def _kind(value: object) -> str:
     return f"a {'complex ' if value.is_complex() else ''}tensor of shape {tuple(value.shape)}"
 
 
-# --- counts that are known --------------------------------------------------------------------------------------------
+# --- cached counts ----------------------------------------------------------------------------------------------------
 
 # Cache of counted costs, and of blocks on the meta device, in this process. A rank that checks its memory, freezes
-# layers or changes its mesh plans the same model again, and these take longer than all else in a plan.
+# layers or changes its mesh plans the same model again, and counting takes longer than all else in a plan.
 #
-# Only models of Ranvier's own blocks are known again: their builders are `functools.partial`s of its classes and values
-# that cannot change. Any other code may build something else each time.
+# Only models of Ranvier's own blocks are cached: their builders are `functools.partial`s of its classes and immutable
+# values. Any other code may build something else each time.
 
 
 Found = TypeVar("Found")
 
 
 class Known(Generic[Found]):
-    """Results by what they depend on, the last `most` of them. Ranks that are threads need the same one at the same
-    time: one of them computes it."""
+    """Cache of results by what they depend on, at most `most` of them. Ranks that are threads need the same result at
+    the same time: one of them computes it."""
 
     def __init__(self, most: int) -> None:
         self._most, self._computing = most, threading.Lock()
         self._found: dict[Hashable, Found] = {}
 
     def get(self, key: Hashable, compute: Callable[[], Found]) -> Found:
-        """The result for `key`; what `compute` returns, where there is none yet, or `key` has no hash."""
+        """Return the result for `key`; that of `compute` if there is none yet, or if `key` has no hash."""
         try:
             hash(key)
         except TypeError:
@@ -426,7 +429,7 @@ _known_blocks = Known[Mapping[str, nn.Module]](16)
 def known_or_counted(model: Model, sample: object, settings: Hashable, count: Callable[[], Iterable[BlockCost]]
                      ) -> tuple[BlockCost, ...]:
     """The cached result of `count` for a model that computes the same, else a new one. sample: its inputs and targets,
-    of which shapes and formats matter. settings: all else on which the costs depend."""
+    of which only shapes and formats matter. settings: all else on which the costs depend."""
     key: Hashable = None
     with suppress(TypeError):
         key = (_recipe(model.blocks), _recipe(model.loss), model.tied, _recipe(model.alike), model.keep_fp32,
@@ -435,7 +438,8 @@ def known_or_counted(model: Model, sample: object, settings: Hashable, count: Ca
 
 
 def _recipe(value: object) -> Hashable:
-    """Equal for builders of equal blocks, and for equal losses. TypeError for what may build something else later."""
+    """A key that is equal for builders of equal blocks, and for equal losses. Raises TypeError for what may build
+    something else later."""
     match value:
         case None | bool() | int() | float() | str() | Enum() | torch.dtype():
             return type(value), value
@@ -448,7 +452,7 @@ def _recipe(value: object) -> Hashable:
     code = value if isinstance(value, (type, FunctionType)) else type(value)
     if code.__module__.partition(".")[0] != "ranvier" or getattr(code, "__closure__", None):
         raise TypeError
-    if not isinstance(value, nn.Module):  # code, or a dataclass of settings, which has a hash where it is frozen
+    if not isinstance(value, nn.Module):  # code, or a dataclass of settings, which has a hash if it is frozen
         return value
     if any(True for _ in (*value.parameters(), *value.buffers())):
         raise TypeError

@@ -1,26 +1,27 @@
-"""Names that a function reads and writes: attributes, global and closure variables, by its syntax tree.
+"""Names that a function reads and writes: attributes, global and closure variables, found in its syntax tree.
 
     y = x * ctx.mask            reads mask
     ctx.mask = x > 0            writes mask
-    ctx.calls += 1              accumulates calls, of which nothing reaches other code
+    ctx.calls += 1              accumulates calls, whose value reaches no other code
     t[k] = t.get(k, 0) + 1      accumulates t
     log.append(y)               reads nothing of log: the result is dropped
-    ctx.h = x; y = 2 * ctx.h    reads no h that others have left: its own comes first on every way
-    cache[self.number]          reads of the cache what has this key (`Key`)
-    y.mean()                    calls mean, which reads nothing of a number that has this name
+    ctx.h = x; y = 2 * ctx.h    reads no h left by other code: its own comes first on every path
+    cache[self.number]          reads the cache's element with this key (`Key`)
+    y.mean()                    calls mean, which does not read a number of this name
 
 What is not exactly understood counts as a read, and so does every name of a function whose source is not found. Objects
-are not told apart here, but for a method's own (`self`).
+are not distinguished here, except a method's own (`self`).
 
-Of a place that a function also stores in, an old value counts as needed: nobody can make it alike who has not been
-everywhere before. Only where it is stored for want of an old one, and the function goes on alike with both, it is not.
+If a function reads a place and also stores in it, the old value counts as needed: another rank, which has not run the
+same code before, cannot compute it. It does not count if the new value is stored only because there is no old one, and
+the function continues in the same way with both.
 
     if ctx.n != n:                      if ctx.step != n:                 if n in seen:
         ctx.n = n                           ctx.step = n                      return y
         ctx.table = table_of(n)             y = 2 * y                     seen.add(n)
     return y * ctx.table                return y                          return 2 * y
 
-The first finds a table or makes the same one. The other two do something on a first visit only.
+The first finds a table or computes the same one. The other two do something only on the first visit.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ _STORES_ANY = frozenset({"vars", "__dict__", "eval", "exec", "globals", "__setat
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 _FINDS = threading.Lock()
-"""Ranks that are threads look at the same functions at the same time: one of them finds the uses."""
+"""Ranks that are threads analyse the same functions at the same time: only one of them computes the uses."""
 _VARIABLE = re.compile(r"(?<![\w.])[a-zA-Z_]\w*")
-"""In the text of an expression."""
+"""A variable in the text of an expression."""
 
 Key = tuple[Any, ...]
-"""What a key may be: ("is", value), ("own", name) for an attribute of a method's own object, ("tuple", keys), ("text",
-keys), ("any",)."""
+"""Description of a key: ("is", value), ("own", name) for an attribute of a method's own object, ("tuple", keys),
+("text", keys), ("any",)."""
 ANY: Key = ("any",)
 
 
 class ElementRead(NamedTuple):
-    """One element is read of what has a name."""
+    """A read of one element of the container of this name."""
 
     name: str
     key: Key
@@ -74,11 +75,11 @@ class ElementRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Uses:
-    """own: names that methods read of their own object. others: other attributes and variables that are read.
-    called: names of attributes that are called. given: names that are called or passed on: of a class that has one,
-    objects may be made. whole, elements: of names that are read, those of which more than an element is, and elements
-    of others. stores: names that are written, or of which an element is. accumulates: names whose old value is needed
-    for the new one. reads_any, stores_any: whether it may be any name.
+    """Names that functions use. own: names that methods read of their own object. others: other attributes and
+    variables that are read. called: names of attributes that are called. given: names that are called or passed on: if
+    one is a class, objects of it may be made. whole: names of which more than an element is read; elements: elements
+    that are read of others. stores: names that are written, or of which an element is written. accumulates: names whose
+    old value is needed for the new one. reads_any, stores_any: whether any name may be read or written.
     """
 
     own: frozenset[str] = frozenset()
@@ -94,7 +95,7 @@ class Uses:
 
     @classmethod
     def union(cls, several: Sequence[Uses]) -> Uses:
-        """Those of several functions."""
+        """The uses of several functions."""
         found: dict[str, Any] = {field.name: [getattr(uses, field.name) for uses in several] for field in fields(cls)}
         merged: dict[str, Any] = {name: any(each) if name.endswith("_any") else frozenset().union(*each)
                                   for name, each in found.items()}
@@ -102,7 +103,7 @@ class Uses:
 
     @cached_property
     def only_written(self) -> frozenset[str]:
-        """Names that are written, and never from what they were."""
+        """Names that are written, and never computed from their old value."""
         return self.stores - self.accumulates
 
     def reads(self, name: str) -> bool:
@@ -130,7 +131,7 @@ def _uses_of_all(code: CodeType, own: str | None, source: Mapping[Any, list[Any]
 
 
 def _all_names(code: CodeType) -> Uses:
-    """Every name of a function is read, and what it stores comes of what there was."""
+    """The uses if every name of a function is read, and stored values depend on old ones."""
     names = frozenset((*code.co_names, *code.co_freevars, *code.co_cellvars))
     stores = names & {instruction.argval for instruction in dis.get_instructions(code)
                       if instruction.opname.startswith(("STORE", "DELETE"))}
@@ -147,7 +148,7 @@ class _Function(FunctionTree):
         computed = {node.id for node in self._places if isinstance(node, ast.Name)} & trees.BY_NAME
         reads_any = names & _READS_ANY or computed & {"getattr", "hasattr"} or any(
             isinstance(node, ast.MatchClass) for node in self._numbers)
-        new = f"{self._own}." if self._code.co_name == "__init__" else "."  # an object that had nothing
+        new = f"{self._own}." if self._code.co_name == "__init__" else "."  # a new object without attributes
         stored = ((store.name, "stores") for store in self._stores
                   if store.place not in self._locals and store.place != f"{new}{store.name}")
         found: dict[str, set[Any]] = {}
@@ -157,7 +158,7 @@ class _Function(FunctionTree):
                     stores_any=bool(names & _STORES_ANY or computed & {"setattr", "delattr"}))
 
     def _uses_of_node(self, node: Any) -> Iterator[tuple[Any, str]]:
-        """Names, and the fields of `Uses` that have them."""
+        """Yield names, and the fields of `Uses` that contain them."""
         if isinstance(node, ast.ImportFrom):
             yield from ((name.name, kind) for name in node.names for kind in ("others", "whole"))
         if not isinstance(node, ast.Name | ast.Attribute) or not isinstance(node.ctx, ast.Load) or (
@@ -178,7 +179,7 @@ class _Function(FunctionTree):
     # ------------------------------------------------------------------ what is done with a value
 
     def _is_given(self, node: Any) -> bool:
-        """Whether more is done with a value than to take an attribute of it, or to ask for a class."""
+        """Whether a value is used for more than reading an attribute of it, or checking its class."""
         parent = self._parents[node]
         call = self._parents.get(parent) if isinstance(parent, ast.Tuple) else parent
         return not isinstance(parent, ast.Attribute | ast.ExceptHandler) and not (
@@ -186,7 +187,7 @@ class _Function(FunctionTree):
             and call.func.id in _ASKS_FOR_CLASSES)
 
     def _change(self, node: Any) -> str | None:
-        """How a container is changed, of which nothing is read for it; None where it is not."""
+        """How a container is changed without being read; None if it is not."""
         parent, call = self._parents[node], self._call_on(node)
         if isinstance(parent, ast.Subscript) and parent.value is node:
             return self._change(parent) if isinstance(parent.ctx, ast.Load) else "stores"
@@ -198,7 +199,7 @@ class _Function(FunctionTree):
         return "stores" if call.func.attr in ("add", "clear", "discard") else "accumulates"
 
     def _flows_back(self, node: Any) -> bool:
-        """Whether the value goes nowhere but, computed with, to where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
+        """Whether the value is only computed with and stored where it came from: x.n = x.n + 1, a[k] = a[k] + 1."""
         call, parent = self._call_on(node), self._parents[node]
         element = parent if isinstance(parent, ast.Subscript) and parent.value is node else (
             call if call is not None and call.func.attr == "get" else node)
@@ -218,7 +219,7 @@ class _Function(FunctionTree):
             isinstance(parent, ast.Assign) and list(map(text_of, parent.targets)) == back))
 
     def _is_fresh(self, node: Any) -> bool:
-        """Whether the function has stored a value of its own there before, whatever way it took, and read none."""
+        """Whether the function has stored its own value there before, on every path, and not read an old one."""
         if not self._stores:
             return False
         parent, around = self._parents[node], [node, *self._around(node)]
@@ -232,17 +233,17 @@ class _Function(FunctionTree):
                     text_of, statement.targets) and self._precedes(statement, around):
                 loops = {outer for outer in around if isinstance(outer, _LOOPS)}.difference(self._around(store.node))
                 if not any(store.number < one.number < number or loops.intersection(self._around(one.node))
-                           for one in others) and not any(  # the new value may come of the old one
+                           for one in others) and not any(  # the new value may depend on the old one
                         self._numbers[read] < store.number and read is not getattr(store.node, "value", None)
                         for read in self._reads[self._name(node)]):
                     return True
         return False
 
-    # ------------------------------------------------------------------ an old value, where a new one follows
+    # ------------------------------------------------------------------ an old value, if a new one follows
 
     def _is_stored_later(self, node: Any) -> bool:
-        """Whether the function stores there afterwards, and needs the old value that it reads here: always, but where
-        it stores one only for want of an old one, and goes on alike with both."""
+        """Whether the function stores there afterwards, and needs the old value that it reads here: always, unless it
+        stores a value only because there is no old one, and continues in the same way with both."""
         text = text_of(node) if self._stores else ""
         return any(self._needs_old(node, store) for store in self._stores
                    if store.place == text and store.number > self._numbers[node] and store.place not in self._locals
@@ -252,19 +253,20 @@ class _Function(FunctionTree):
         around, asking = [node, *self._around(node)], list[Any]()
         for branch in (outer for outer in self._around(store.node) if isinstance(outer, _BRANCHES)):
             here, there = self._arm(branch, around), self._arm(branch, [store.node, *self._around(store.node)])
-            if here is there:  # it runs where the old value is read, whatever that is, but for a = max(a, b)
+            if here is there:  # it runs whenever the old value is read, whatever that is, except for a = max(a, b)
                 call = _value(store)
                 is_most = isinstance(call, ast.Call) and text_of(call.func) in ("max", "min")
                 asking += [branch] if is_most and call is self._parents[node] else []
                 break
             if isinstance(here, list) and isinstance(branch, ast.If | ast.Match):
-                return False  # not both of them run
+                return False  # only one of them runs
             asking.append(branch)
         asking = [outer for outer in asking if self._depends_on_place(outer)]
         return not asking or self._goes_on(around, store) or any(self._has_effects(outer, store) for outer in asking)
 
     def _arm(self, branch: Any, around: list[Any]) -> Any:
-        """The part of a branch in which something is: its test, a list of statements, a case; None if none."""
+        """The part of a branch that contains a node: its test, a list of statements, a case; None if it contains
+        none."""
         child = around[around.index(branch) - 1] if branch in around else None
         return next((body for body in trees.bodies(branch) if child in body), child)
 
@@ -287,8 +289,8 @@ class _Function(FunctionTree):
             for load in self._loads(targets))
 
     def _has_effects(self, branch: Any, mark: Store) -> bool:
-        """Whether the function goes on in another way where it has stored, as `branch` decides: it returns something
-        else, or uses variables or objects that have been changed there. mark: the store."""
+        """Whether the function continues differently if it has stored, as `branch` decides: it returns something else,
+        or uses variables or objects that have been changed there. mark: the store."""
         if isinstance(branch, ast.IfExp | ast.BoolOp):
             return True
         inside = set(ast.walk(branch)).difference(ast.walk(getattr(branch, "test", ast.Pass())))
@@ -323,7 +325,7 @@ class _Function(FunctionTree):
 
     @cached_property
     def _stored_locals(self) -> dict[str, str]:
-        """Local variables that have what is in a place, found or stored there, and the place."""
+        """Local variables with the value of a place, found or stored there -> the place."""
         found: dict[str, str] = {}
         for node in (node for node in self._numbers if isinstance(node, ast.Assign | ast.NamedExpr)):
             values = [node.value, *(node.targets if isinstance(node, ast.Assign) else [node.target])]
@@ -333,7 +335,7 @@ class _Function(FunctionTree):
         return found
 
     def _is_stored_next(self, store: Store) -> bool:
-        """Whether the new value of a local variable is stored in a place, too, on each way from there."""
+        """Whether the new value of a local variable is also stored in a place, on every path from there."""
         around = [store.node, *self._around(store.node)]
         for node in self._numbers:
             if isinstance(node, ast.Assign) and any(trees.place_in(target) is not None for target in node.targets) and (
@@ -348,7 +350,7 @@ class _Function(FunctionTree):
         return (read for name in names for read in self._reads.get(name, ()) if isinstance(read, ast.Name))
 
     def _is_set(self, load: Any, number: int) -> bool:
-        """Whether a variable gets a value after this number, on each way to where it is used."""
+        """Whether a variable gets a value after this number, on every path to its use."""
         around = [load, *self._around(load)]
         return any(number < store.number < self._numbers[load] and store.statement is not None and (
             self._precedes(store.statement, around)
@@ -358,7 +360,7 @@ class _Function(FunctionTree):
     # ------------------------------------------------------------------ keys
 
     def _element(self, node: Any) -> Key | None:
-        """The key of the one element that is read of a container; None where more is."""
+        """The key of the only element that is read of a container; None if more is read."""
         parent, call = self._parents[node], self._call_on(node)
         match parent:
             case ast.Subscript() if parent.value is node:
@@ -399,7 +401,7 @@ def _places_in(node: Any) -> Iterator[Any]:
 
 
 def _changed_objects(inside: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """The objects whose attributes, elements or values are changed: the variable that has them, and as texts."""
+    """Yield the objects whose attributes, elements or values are changed: (variable that holds it, its text)."""
     for inner in inside:
         match inner:
             case ast.Attribute(value=place) | ast.Subscript(value=place) if not isinstance(inner.ctx, ast.Load):
@@ -421,7 +423,7 @@ def _text(store: Store) -> str:
 
 
 def with_values(key: Key, values: Mapping[str, Any]) -> Key:
-    """The key with these attributes of an object."""
+    """Return the key with the values of these attributes of an object."""
     match key:
         case "own", name:
             return ("is", values[name]) if name in values else ANY

@@ -58,17 +58,17 @@ class StageTable:
     rows: tuple[StageRow, ...]
     boundaries: tuple[int, ...]
     costs: tuple[BlockCost, ...] | None
-    """Per block, where a sample was given to count with."""
+    """Per block, if a sample was given."""
     placement: StagePlacement
     shared_buffers: Mapping[str, str] = field(default_factory=dict)
     """Result of `buffers_of_several_stages`."""
     shared_places: tuple[SharedPlace, ...] = ()
-    """Places outside of the carried state by which stages may reach each other."""
+    """Places outside of the carried state through which stages may affect each other."""
     with_others_parameters: frozenset[str] = frozenset()
     """Result of `code_with_others_parameters`."""
 
     def stage_costs(self) -> list[tuple[BlockCost, ...]]:
-        """The costs of each stage's blocks, which must be counted."""
+        """The costs of each stage's blocks, which must have been counted."""
         assert self.costs is not None
         edges = (0, *self.boundaries, len(self.costs))
         return [self.costs[start:stop] for start, stop in pairwise(edges)]
@@ -90,7 +90,7 @@ class StageTable:
 
 
 def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[Parameter, ...]:
-    """All parameters of the model by global name, with the owner of tied ones. ModelError for ties that cannot be."""
+    """All parameters of the model by global name, with the owner of tied ones. Raises ModelError for invalid ties."""
     found: dict[str, Parameter] = {}
     objects: dict[str, nn.Parameter] = {}
     layers = {block for layer in model.layers for block in layer} or set(modules)
@@ -101,21 +101,21 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
                                  "recomputation", code="scripted-module", where=f"module {path}",
                                  value=type(part).__name__,
                                  remedy="Give the module from before torch.jit.script or torch.jit.trace; "
-                                        "torch.compile and scripted functions are taken.")
+                                        "torch.compile and scripted functions are accepted.")
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {block}.{name}"
             if nn.parameter.is_lazy(tensor):
                 raise ModelError("has no shape yet", code="lazy-parameter", where=what, value=type(tensor).__name__,
                                  remedy="Run the modules on a sample, model(sample), before the engine gets them.")
             if not isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
-                raise ModelError("is sparse, and replicas and checkpoints exchange whole memory", code="sparse-buffer",
+                raise ModelError("is sparse, and but replicas and checkpoints exchange dense memory", code="sparse-buffer",
                                  where=what, value=tensor.layout,
-                                 remedy="Register its indices and values as buffers, and make the sparse tensor of "
-                                        "them in the forward.")
+                                 remedy="Register its indices and values as buffers, and build the sparse tensor "
+                                        "from them in the forward.")
         for name, parameter in module.named_parameters():
             full = f"{block}.{name}"
             if parameter.layout is not torch.strided or is_traceable_wrapper_subclass(parameter):
-                raise ModelError("is not a plain tensor, of which ranks could hold parts", code="wrapped-parameter",
+                raise ModelError("is not a plain tensor that ranks could hold parts of", code="wrapped-parameter",
                                  where=f"parameter {full}",
                                  value=f"{type(parameter.data).__name__}, {parameter.layout}",
                                  remedy="Give the modules from before fully_shard, parallelize_module or a library's "
@@ -146,7 +146,7 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
             end = found[name]
             if end.shape != owner.shape:
                 raise ModelError(f"is tied to {owner.name} of shape {owner.shape}", code="tied-shapes-differ",
-                                 where=f"parameter {name}", value=end.shape, remedy="Tie parameters of one shape.")
+                                 where=f"parameter {name}", value=end.shape, remedy="Tie parameters of the same shape.")
             if end.trainable != owner.trainable:
                 raise ModelError(f"is tied to {owner.name}, and only one of the two is frozen", code="tied-one-frozen",
                                  where=f"parameter {name}", value=f"requires_grad={end.trainable}",
@@ -164,7 +164,7 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
 def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Literal["cost", "uniform"],
         sample: Sample | None, dtype: torch.dtype, device: str, tensor: TensorParallel | None = None,
         placement: StagePlacement | None = None, counting: Counting = AS_WRITTEN) -> tuple[StageTable, Layout]:
-    """Decide the stages, and who holds and owns each parameter; the same on every rank.
+    """Decide the stages, and which ranks hold and own each parameter; the same on every rank.
 
     With `sample` (inputs and targets of the usual shape, on the tensor mesh a row's share; their values do not matter)
     the costs of one rank are counted and the chain of blocks is checked; without it a block costs its number of
@@ -188,7 +188,7 @@ def cut(model: Model, mesh: Mesh, *, boundaries: Sequence[int] | None, how: Lite
 
 
 def _check_quantized(layout: Layout) -> None:
-    """ConfigError where ranks would have parts of the blocks of a quantized weight, which have one scale each."""
+    """Raise ConfigError if ranks would have parts of the blocks of a quantized weight, each of which has one scale."""
     mesh = layout.mesh
     for parameter in (parameter for parameter in layout.parameters if parameter.quantized is not None):
         for position in mesh.positions:
@@ -202,22 +202,22 @@ def _check_quantized(layout: Layout) -> None:
 
 
 def _refuse_sync_batch_norm(modules: Mapping[str, nn.Module]) -> None:
-    """Where a replica has several ranks, ModelError for one over all ranks of torch.distributed: those of other stages
-    do not call it."""
+    """If a replica has several ranks, raise ModelError for a SyncBatchNorm over all ranks of torch.distributed: ranks
+    of other stages do not call it."""
     for block, module in modules.items():
         for path, part in module.named_modules(prefix=block):
             if isinstance(part, nn.SyncBatchNorm) and part.training and part.process_group is None:
-                raise ModelError("waits in each forward for all ranks, of which other stages do not call it",
+                raise ModelError("waits in each forward for all ranks, and those of other stages do not call it",
                                  code="sync-batch-norm", where=f"module {path}", value="SyncBatchNorm",
                                  remedy="Leave out convert_sync_batchnorm: with BatchNorm replicas keep the first "
                                         "one's statistics (Engine(buffers=...)).")
 
 
 class Parts:
-    """A model on a tensor mesh, whatever the number of stages: its parameters, and who holds what of them.
+    """A model on a tensor mesh, for any number of stages: its parameters, and which ranks hold what of them.
 
-    model: with one rank's part of each block, as it runs on such a device. modules: the whole blocks, of which those
-        that are built lazily have no storage; those of another tensor mesh are the same.
+    model: with one rank's part of each block, as it runs on such a device. modules: the full blocks, of which lazily
+    built ones have no storage; they are the same for every tensor mesh.
     """
 
     def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str,
@@ -263,17 +263,17 @@ class Parts:
 
 def _split(parameters: Sequence[Parameter], modules: Mapping[str, nn.Module], mesh: Mesh, tensor: TensorParallel
            ) -> tuple[tuple[Parameter, ...], dict[str, dict[Position, Box]]]:
-    """The parameters with the axes along which their gradients are summed, and who holds what of each."""
+    """The parameters with the axes along which their gradients are summed, and which position holds what of each."""
     splits = {f"{block}.{name}": split for block, module in modules.items()
               for name, split in block_splits(block, module, tensor, mesh.col).items()}
-    kinds = {(splits[parameter.name], parameter.shape) for parameter in parameters}  # few, of very many
+    kinds = {(splits[parameter.name], parameter.shape) for parameter in parameters}  # few kinds, many parameters
     boxes = {(split, shape): split.boxes(shape, mesh) for split, shape in kinds}
     return (tuple(replace(parameter, summed=splits[parameter.name].summed) for parameter in parameters),
             {parameter.name: boxes[splits[parameter.name], parameter.shape] for parameter in parameters})
 
 
 def _check_loss(model: Model, last: nn.Module, mesh: Mesh) -> None:
-    """Columns have their part of the logits: only a loss that knows takes those."""
+    """Raise ModelError if a loss that does not support it would get one column's part of the logits."""
     if (mesh.feature_parts > 1 and any(isinstance(layer, VocabularyLinear) for layer in last.modules())
             and vocabulary_of(model.loss) is None):
         raise ModelError("cannot take logits whose vocabulary is split over columns", code="loss-needs-whole-vocab",
@@ -290,8 +290,8 @@ def meta_mesh(mesh: Mesh, tensor: TensorParallel, device: str) -> MetaMesh:
 
 
 def split_model(model: Model, mesh: TensorMesh) -> Model:
-    """The same model, whose builders make this rank's part of each block. Parameters of ready-made
-    modules are copied."""
+    """Return the same model with builders that make this rank's part of each block. Parameters of ready-made modules
+    are copied."""
     def build(name: str, whole: Callable[[], nn.Module]) -> nn.Module:
         if model.initial is None:
             return split_layers(whole(), mesh, f"block {name}", in_chain=True)

@@ -4,10 +4,10 @@ Parameters and buffers are cast as by `module.to(dtype)`, which BatchNorm and po
 half precision these stay in fp32:
 
     what `keep_fp32` of the engine or model names
-    what a model of transformers says that it keeps: `_keep_in_fp32_modules_strict`, in fp16 `_keep_in_fp32_modules` too
-    fp32 buffers of modules of transformers that are no part of its state, such as `inv_freq` of rotary embeddings
+    what a model of transformers declares to keep: `_keep_in_fp32_modules_strict`, in fp16 `_keep_in_fp32_modules` too
+    fp32 buffers of modules of transformers that are not part of its state, such as `inv_freq` of rotary embeddings
 
-Complex tensors stay complex: no half precision holds them.
+Complex tensors stay complex: no half-precision format can represent them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.precision import is_half
 
 _TRANSFORMERS = ("transformers", "transformers_modules")
-"""Packages of its modules, and of those that it loads from a model's folder."""
+"""Packages of transformers' modules, and of modules that it loads from a model's folder."""
 
 
 Moved = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
-"""Identity of a buffer and its format -> the buffer, so that no number is used again, and what it has become."""
+"""Identity of a buffer and its format -> the buffer, kept so that its identity is not reused, and the moved buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormats:
     """The formats of one block's tensors.
 
-    dtype: of floating-point tensors in general. kept: names of those that are in fp32 nevertheless.
+    dtype: of floating-point tensors in general. kept: names of tensors that stay in fp32.
     """
 
     dtype: torch.dtype
@@ -65,11 +65,11 @@ class BlockFormats:
         return self._cast(tensor.dtype, name in self.kept)
 
     def cast(self, module: nn.Module, device: torch.device, moved: Moved | None = None) -> dict[str, torch.dtype]:
-        """Move the block to `device` and cast it, in place. Returns buffers with their formats before, where these had
-        more precision. moved: the buffers of the blocks before it, to which those of this one are added.
+        """Move the block to `device` and cast it, in place. Returns buffers that have lost precision, with their
+        earlier formats. moved: the buffers of earlier blocks, to which those of this block are added.
 
-        One buffer under several names, or of several blocks, stays one, as a parameter does; `module.to` would make
-        several of it.
+        A buffer with several names, or of several blocks, remains one buffer, as a parameter does; `module.to` would
+        make several of it.
         """
         moved = {} if moved is None else moved
         tensors = dict(_floating(module))
@@ -109,7 +109,7 @@ def _floating(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _kept_parts(module: nn.Module, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """Patterns of the names of tensors that a model of transformers keeps in fp32 beside `dtype`."""
+    """Patterns of the names of tensors that a model of transformers keeps in fp32 with this `dtype`."""
     names = [name for attribute in (KEPT_IN_FP32 if dtype is torch.float16 else KEPT_IN_FP32[:1])
              for name in getattr(module, attribute, None) or ()]
     return [re.compile(rf"(^|\.){re.escape(name).replace(re.escape('*'), '.*')}(\.|$)") for name in names]
@@ -122,8 +122,9 @@ def _is_named(name: str, pattern: str) -> bool:
 
 def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.dtype, *, own: bool,
                   accumulates_half: bool) -> None:
-    """Refuse, on every rank alike, formats that are not those that were asked for. modules: all blocks, with or without
-    storage. own: whether Ranvier's optimizer updates them. accumulates_half: whether gradients add up in `dtype`."""
+    """Refuse, identically on every rank, formats that differ from the requested ones. modules: all blocks, with or
+    without storage. own: whether Ranvier's optimizer updates them. accumulates_half: whether gradients add up in
+    `dtype`."""
     full = [f"{block}.{name}" for block, module in modules.items() for name, _ in _floating(module)]
     for pattern in model.keep_fp32:
         if not any(_is_named(name, pattern) for name in full):
@@ -145,9 +146,9 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
     for block, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name in formats[block].kept:
-                remedy = "Pass optimizer= in place of optim=, which updates both, or freeze it." if own else \
+                remedy = "Pass optimizer= instead of optim=, which updates both, or freeze it." if own else \
                     "Set accumulate='fp32'."
-                raise ConfigError(f"trains in fp32, beside parameters in {dtype}, "
+                raise ConfigError(f"trains in fp32, and other parameters in {dtype}, "
                                   f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
                                   code="trains-in-two-formats", where=f"parameter {block}.{name}", value=torch.float32,
                                   remedy=remedy)

@@ -1,4 +1,4 @@
-"""The syntax tree of a function, found by its code, in a normalised form: one spelling for each operation.
+"""The syntax tree of a function, found by its code object, in a normalised form: one spelling for each operation.
 
     getattr(a, "b", c)           a.b or c
     ctx.calls += 1               ctx.calls = ctx.calls + 1
@@ -28,12 +28,12 @@ CHANGES = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _PARSES = threading.Lock()
-"""CPython 3.11 counts the depth of a tree wrongly where threads parse at once, and raises SystemError."""
+"""CPython 3.11 counts the depth of a tree wrongly if threads parse at the same time, and raises SystemError."""
 
 
 def source_of(code: CodeType) -> Mapping[tuple[str, int], list[Any]]:
-    """Functions, lambdas and classes in the source of a function, by name and first line: its own lines, or the whole
-    file for a lambda, which may stand in the midst of anything."""
+    """Functions, lambdas and classes in the source of a function, by name and first line: its own lines, or the full
+    file for a lambda, which may be inside any expression."""
     lines, first = linecache.getlines(code.co_filename), code.co_firstlineno - 1
     codes = list(codes_in(code))
     text = "".join(lines[first:max(line or 0 for code in codes for _, line, _, _ in code.co_positions())])
@@ -64,7 +64,7 @@ def _functions_in(source: str) -> Mapping[tuple[str, int], list[Any]]:
 
 
 def node_of(code: CodeType, source: Mapping[tuple[str, int], list[Any]]) -> Any:
-    """The tree of a function; None where there is no source, or it is another one now."""
+    """The tree of a function; None if there is no source, or it has changed."""
     nodes = source.get((code.co_name, code.co_firstlineno), [])
     if code.co_name == "<lambda>":
         places = set(code.co_positions())
@@ -74,7 +74,7 @@ def node_of(code: CodeType, source: Mapping[tuple[str, int], list[Any]]) -> Any:
 
 
 class _Plain(ast.NodeTransformer):
-    """Writes the plain form, in which a tree is only looked at."""
+    """Rewrites a tree into the normalised form, for inspection only."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -116,7 +116,7 @@ class _Plain(ast.NodeTransformer):
 
 
 class Store(NamedTuple):
-    """A place gets a value. place: as a text; number: in the order of the function."""
+    """A store to a place. place: as text; number: in the order of the function."""
 
     place: str
     name: str
@@ -126,7 +126,7 @@ class Store(NamedTuple):
 
 
 class FunctionTree:
-    """One function: what is done with a value is seen by what its node is a part of."""
+    """The tree of one function, with parents: a node's parents show what is done with its value."""
 
     def __init__(self, code: CodeType, node: Any, own: str | None) -> None:
         flags = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
@@ -134,7 +134,7 @@ class FunctionTree:
         self._code = code
         self._parents: dict[Any, Any] = {}
         self._numbers: dict[Any, int] = {}
-        """The order in which nodes run, loops left aside."""
+        """The order in which nodes run, ignoring loops."""
         for statement in node.body if isinstance(node.body, list) else [node.body]:
             self._add(statement, node)
         nodes = list(self._numbers)
@@ -158,7 +158,7 @@ class FunctionTree:
         self._parents[node] = parent
         inside = [child for child in ast.iter_child_nodes(node)
                   if not isinstance(child, ast.expr_context | ast.operator)]
-        if isinstance(node, _FUNCTIONS):  # whose bodies are functions of their own
+        if isinstance(node, _FUNCTIONS):  # whose bodies are separate functions
             body = node.body if isinstance(node.body, list) else [node.body]
             inside = [inner for inner in inside if inner not in body]
         if (first := getattr(node, "value", getattr(node, "iter", None))) in inside:  # before the target
@@ -169,7 +169,7 @@ class FunctionTree:
         self._numbers[node] = len(self._numbers)
 
     def _name(self, node: Any) -> str:
-        """Private ones with their class."""
+        """The name of a variable or attribute; private names with their class."""
         name: str = node.id if isinstance(node, ast.Name) else node.attr
         if not name.startswith("__"):
             return name
@@ -180,12 +180,12 @@ class FunctionTree:
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._own
 
     def _call(self, node: Any) -> Any:
-        """The call of a method."""
+        """The call of which a node is the method; None if it is not called."""
         call = self._parents[node]
         return call if isinstance(node, ast.Attribute) and isinstance(call, ast.Call) and call.func is node else None
 
     def _call_on(self, node: Any) -> Any:
-        """The call of a method of what a node has."""
+        """The call of a method on the value of a node; None if there is none."""
         method = self._parents[node]
         return self._call(method) if isinstance(method, ast.Attribute) else None
 
@@ -194,12 +194,12 @@ class FunctionTree:
                     None)
 
     def _around(self, node: Any) -> Iterator[Any]:
-        """What a node is a part of, inside of the function."""
+        """Yield what contains a node, inside of the function."""
         while (node := self._parents.get(node)) in self._parents:
             yield node
 
     def _stored_by(self, node: Any) -> Iterator[Any]:
-        """The place that a node stores in, as a variable or attribute, or that has the element."""
+        """Yield the place in which a node stores: a variable or attribute, or the container of the element."""
         if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
             yield node
         elif (isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)) or (
@@ -210,7 +210,7 @@ class FunctionTree:
             yield ast.Name(node.name, ast.Store())
 
     def _precedes(self, statement: Any, around: Sequence[Any]) -> bool:
-        """Whether it comes before another one, on each way to that: in the same list of statements."""
+        """Whether a statement comes before another node on every path to it: in the same list of statements."""
         return any(later in around for body in bodies(self._parents[statement]) if statement in body
                    for later in body[body.index(statement) + 1:])
 
@@ -223,7 +223,7 @@ def bodies(node: Any) -> Iterator[list[Any]]:
 
 
 def place_in(node: Any) -> Any:
-    """The attribute or element whose value an expression has, where there is one; None for others."""
+    """The attribute or element whose value an expression has; None if there is none."""
     match node:
         case ast.Attribute() | ast.Subscript():
             return node

@@ -1,7 +1,7 @@
 """Kernels of a block, counted on the meta device: the operations that reach the dispatcher, by storage.
 
-What a device runs differs from that in what it fuses: attention, chains that are compiled, and the loss on CUDA, which
-is one pass over the logits. `Counting` says which of these hold.
+What a device runs differs from this count by fusion: of attention, of chains that are compiled, and of the loss on
+CUDA, which is one pass over the logits. `Counting` says which of these apply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ranvier.tensor.fused import Fused, use_calls
 from ranvier.tensor.kept_outputs import KeptOutputs
 
 FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""Stands for the fused kernel of whatever device runs."""
+"""Represents the fused kernel of any device."""
 _MOVES_NOTHING = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "scalar_tensor",
                             "promote_types", "lift_fresh"})
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "convolution"})
@@ -48,12 +48,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Fusion of operations: which of them a device runs as one kernel.
+    """Which operations a device fuses into one kernel.
 
-    compiles: whole blocks are compiled; compiles_chains: chains of layers are, on several rows and columns. on_cuda:
-    the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the first and
-    the last are in float8. is_live: live bytes of forward and backward are counted, on one row and column; a backward
-    runs code of the blocks, which a user's own modules would notice.
+    compiles: full blocks are compiled; compiles_chains: chains of layers are compiled, on several rows and columns.
+    on_cuda: the loss is one pass. has_scores: attention writes its scores. float8: products of the blocks between the
+    first and the last are in float8. is_live: live bytes of forward and backward are counted, on one row and column; a
+    backward runs code of the blocks, which a user's own modules would notice.
     """
 
     compiles: bool = False
@@ -78,12 +78,12 @@ def counting_of(run: Run, *, device: str, stage_size: int) -> Counting:
 
 
 class KernelCount(TorchDispatchMode):
-    """Counts kernels, their operations, and the bytes that operations write, of the latter apart those that are in new
-    memory, bare allocations included.
+    """Counts kernels, their operations, the bytes that operations write, and separately those in new memory, including
+    bare allocations.
 
-    flops: of products and attention, of which a causal one counts in full here; weight_flops: of products with weights.
+    flops: of products and attention (causal attention counts in full here); weight_flops: of products with weights.
     weights: storages of the block's parameters (`_cdata`) -> whether they train. others_train: whether other second
-    operands of 2-D products, such as gathered weights, do. kept_outputs: those that selective recomputation keeps.
+    operands of 2-D products, such as gathered weights, train. kept_outputs: outputs that selective recomputation keeps.
     """
 
     def __init__(self, weights: Mapping[int, bool] | None = None, *, others_train: bool = True,
@@ -95,11 +95,12 @@ class KernelCount(TorchDispatchMode):
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self.kept_outputs = KeptOutputs() if kept_outputs is None else kept_outputs
         self._written_again = self._saved_at = self._written_when_saved = 0
-        """Bytes that operations write whose outputs are not kept; kernels, and such bytes, when a tensor was saved."""
+        """Bytes written by operations whose outputs are not kept; number of kernels, and such bytes, when a tensor was
+        last saved."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by torch's wrapper, whose first call imports the compiler: a second or two of every rank's start."""
+        """Avoid torch's wrapper, whose first call imports the compiler: a second or two of every rank's start."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -125,15 +126,16 @@ class KernelCount(TorchDispatchMode):
         return result
 
     def counts(self, tensors: Sequence[Tensor]) -> bool:
-        """Tensors with values, such as tables of angles, are computed once for all blocks."""
+        """Whether to count an operation: tensors with values, such as tables of angles, are computed once for all
+        blocks."""
         return any(plain(leaf).is_meta for leaf in tensors)
 
     def sums(self) -> tuple[int, ...]:
-        """What is counted so far, for `repeat`."""
+        """The counts so far, for `repeat`."""
         return (len(self.kernels), self.allocated, self.written, self.flops, self.weight_flops, self._written_again)
 
     def repeat(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """Count once more what was counted between these two: the same kernels."""
+        """Count again what was counted between these two states: the same kernels."""
         (begins, *sums), (ends, *later) = before, after
         self.kernels += self.kernels[begins:ends]
         _, *now = self.sums()
@@ -141,7 +143,7 @@ class KernelCount(TorchDispatchMode):
             each + two - one for each, one, two in zip(now, sums, later, strict=True))
 
     def note_saved(self) -> None:
-        """Autograd saves a tensor: a second run ends with the last one."""
+        """Note that autograd saves a tensor: a recomputation ends with the last one."""
         self._saved_at, self._written_when_saved = len(self.kernels), self._written_again
 
     def until_saved(self) -> list[Kernel]:
@@ -156,7 +158,7 @@ class KernelCount(TorchDispatchMode):
                         inside_bytes=inside_bytes, written_bytes=self._written_when_saved)
 
     def storage_of(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, which stays alive: an address may be used again."""
+        """The number of a tensor's storage, which is kept alive, since an address may be reused."""
         return self.number_of(plain(tensor).untyped_storage())
 
     def number_of(self, storage: torch.UntypedStorage) -> int:
@@ -217,10 +219,10 @@ class KernelCount(TorchDispatchMode):
         else:
             *batches, m, k = plain(first).shape
             n, batch = plain(second).shape[-1], prod(batches)
-            is_cut = batch > 1 and plain(first).stride(0) == 0  # one product, whose result is cut by its features
+            is_cut = batch > 1 and plain(first).stride(0) == 0  # one product, whose result is split by features
             n, batch = (n * batch, 1) if is_cut else (n, batch)
         weight = plain(second).untyped_storage()._cdata
-        # A weight of several products at once is one that is expanded.
+        # A weight of a batch of products is an expanded one.
         is_weight = (plain(first).dim() == 2 or is_cut or name == "convolution" or weight in self._weights
                      or (batch > 1 and plain(second).stride(0) == 0))
         flops = 2 * batch * m * n * k
@@ -236,7 +238,7 @@ class KernelCount(TorchDispatchMode):
         keys, out = plain(key).shape[-2], plain(value).shape[-1]
         flops = 2 * prod(batch) * queries * keys * (width + out)
         self.flops += flops
-        if len(args) > 4 and args[4]:  # causal: each query with the keys up to it
+        if len(args) > 4 and args[4]:  # causal: each query with the keys up to its position
             flops = flops * (2 * keys - min(queries, keys) + 1) // (2 * keys)
         sources = [query, key, value, *tensors_in(kwargs)]
         return Kernel(kind="attention", flops=flops, reads=tuple(map(self._access, sources)),
@@ -244,7 +246,7 @@ class KernelCount(TorchDispatchMode):
 
     @contextmanager
     def chains(self, counting: Counting) -> Iterator[None]:
-        """Inside, chains that layers compile count as one pass, where they are compiled."""
+        """Context in which chains that layers compile count as one pass, if they are compiled."""
         if not counting.compiles_chains:
             yield
             return
@@ -253,7 +255,7 @@ class KernelCount(TorchDispatchMode):
 
 
 class _Chains(Fused):
-    """Counts each chain as one kernel, where it runs."""
+    """Counts each chain as one kernel when it runs."""
 
     def __init__(self, count: KernelCount) -> None:
         super().__init__(False)
@@ -268,8 +270,8 @@ class _Chains(Fused):
 
 
 def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counting: Counting) -> int:
-    """Bytes that a block keeps for its backward. saved: what autograd saves of a forward that is not compiled, without
-    parameters; chains that layers compile save what they save uncompiled."""
+    """Bytes that a block keeps for its backward. saved: what autograd saves in a forward that is not compiled, without
+    parameters; chains that layers compile save the same as uncompiled."""
     kept = {count.number_of(storage): storage.nbytes() for storage in saved}
     if not counting.compiles:
         return sum(kept.values())
@@ -280,7 +282,7 @@ def kept_bytes(count: KernelCount, saved: Iterable[torch.UntypedStorage], counti
 
 
 def run_kernels(count: KernelCount, outputs: object, counting: Counting, element_bytes: int) -> Kernels:
-    """The kernels that a device runs, of those counted for a block. outputs: what leaves the block."""
+    """The kernels that a device runs for a block's counted ones. outputs: what leaves the block."""
     found = _with_scores(count.kernels, counting, element_bytes)
     if counting.compiles:
         found = kernels.fuse_chains(found, {count.storage_of(leaf) for leaf in tensors_in(outputs)})
@@ -288,8 +290,8 @@ def run_kernels(count: KernelCount, outputs: object, counting: Counting, element
 
 
 def num_repeated(count: KernelCount, counting: Counting, element_bytes: int) -> int | None:
-    """Number of `run_kernels` that run again before the block's second run has found all that autograd saves. None is
-    all: a compiled block saves when it has run."""
+    """Number of `run_kernels` that run again until the recomputation has produced all that autograd saves. None: all,
+    since a compiled block saves when it has run."""
     if counting.compiles:
         return None
     return len(_with_scores(count.until_saved(), counting, element_bytes))
@@ -309,12 +311,12 @@ def loss_kernels(count: KernelCount, outputs: object, counting: Counting) -> Ker
 
 
 def float8_kernels(found: Kernels, counting: Counting) -> Kernels:
-    """The same with products of linear layers in float8."""
+    """The same kernels with products of linear layers in float8."""
     return kernels.to_float8(found, float8.MULTIPLE, fuses=counting.compiles)
 
 
 def _read_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operation reads: not those that it only writes."""
+    """The arguments that an operation reads, without those that it only writes."""
     if func.overloadpacket.__name__ == "copy_":
         return list(args[1:])
     names = {argument.name for argument in func._schema.arguments if argument.is_out}

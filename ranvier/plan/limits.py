@@ -1,6 +1,6 @@
-"""Values of `pipeline.in-flight` and `pipeline.defer-bytes` where they are auto, from counted blocks. Pure.
+"""Values of `pipeline.in-flight` and `pipeline.defer-bytes` if they are auto, from counted blocks. Pure.
 
-The engine, `check`, `plan` and a run's prediction of its memory all ask here, so they agree.
+The engine, `check`, `plan` and a run's prediction of its memory all use these functions, so they agree.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Segments = Sequence[Sequence[range]]
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MEMORIES = (1.0, 1.1, 1.25, 1.5, 2.0)
 _DEFERRED_FACTOR = 1.1
-"""Factor by which a deferred weight gradient takes longer on a CPU: 1.0 to 1.2 were measured, the more the faster the
-cores (docs/experiments.md). On CUDA devices caches hold little of it either way."""
+"""Factor by which a deferred weight gradient takes longer on a CPU: 1.0 to 1.2 were measured, more on faster cores
+(docs/experiments.md). On CUDA devices caches hold little of it either way."""
 
 
 def pipeline_limits(stages: Stages, segments: Segments, pipeline: Pipeline, policy: Policy, optim: Optim | None, *,
@@ -41,10 +41,10 @@ def pipeline_limits(stages: Stages, segments: Segments, pipeline: Pipeline, poli
     """The limits of a pipeline.
 
     Args:
-        stages: of each stage the costs of its blocks for one microbatch. segments: what is recomputed.
+        stages: for each stage the costs of its blocks for one microbatch. segments: what is recomputed.
         optim: None for an optimizer of the user's.
         device: the type of device. element_bytes: of a parameter.
-        num_microbatches: of a batch on one replica, where that is known.
+        num_microbatches: of a batch on one replica, if that is known.
         conditions: as for `computed_limits`.
     """
     if pipeline.memory is None:
@@ -65,8 +65,8 @@ def run_limits(run: ResolvedRun, stages: Stages, segments: Segments = (), condit
 
 
 def may_defer(pipeline: Pipeline, optim: Optim | None) -> bool:
-    """Whether weight gradients may wait at all, under a policy that defers: where none may, limits are those of a
-    schedule in which none does."""
+    """Whether weight gradients may wait at all, under a policy that defers: if not, limits are those of a schedule
+    without deferral."""
     return pipeline.defer_bytes != 0 and (optim is None or not optim.update_in_backward)
 
 
@@ -78,8 +78,8 @@ def queues_products(pipeline: Pipeline, num_ranks: int) -> bool:
 
 def stages_at_peak(run: ResolvedRun, stages: Stages, limits: Limits, segments: Segments, conditions: Conditions
                    ) -> tuple[tuple[int, float], ...] | None:
-    """`Prediction.at_peak`, where a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the
-    bound of interleaved 1F1B)."""
+    """`Prediction.at_peak`, if a rank's stages share the memory of the microbatches (`Limits.max_stored`, or the bound
+    of interleaved 1F1B); else None."""
     if limits.max_stored is None and not (limits.alternating and run.placement.per_rank > 1):
         return None
     return predict(_loads_of(run, stages, segments), policy_named(run.pipeline.policy), limits, run.placement,
@@ -88,8 +88,8 @@ def stages_at_peak(run: ResolvedRun, stages: Stages, limits: Limits, segments: S
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """The limits for one value of `pipeline.memory`, and what comes of them (`Prediction`), of so many simulated
-    microbatches of so many that a step has on one replica."""
+    """The limits for one value of `pipeline.memory`, and their `Prediction`. num_microbatches: simulated ones.
+    step_microbatches: those of a step on one replica."""
 
     memory: float
     limits: Limits
@@ -101,13 +101,13 @@ class MemoryChoice:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches that a step has in flight at most."""
+        """Maximum number of microbatches that a step has in flight."""
         return min(self.limits.in_flight, self.step_microbatches)
 
 
 def memory_choices(run: ResolvedRun, stages: Stages, segments: Segments = (), conditions: Conditions = UNKNOWN
                    ) -> tuple[MemoryChoice, ...]:
-    """Memory against speed: for the run's own value first, then for others. Empty where it has no effect."""
+    """Trade-off between memory and speed: for the run's own value first, then for others. Empty if it has no effect."""
     policy, memory = policy_named(run.pipeline.policy), run.pipeline.memory
     if memory is None or not policy.defers or run.mesh.pipeline_size == 1 or not are_searched(run.placement):
         return ()
@@ -124,15 +124,15 @@ def memory_choices(run: ResolvedRun, stages: Stages, segments: Segments = (), co
 
 
 def defers_by_limits(run: ResolvedRun) -> bool:
-    """Whether weight gradients may wait, as many as numbers of microbatches for each rank say, which were simulated."""
+    """Whether weight gradients wait up to simulated numbers of microbatches for each rank."""
     return (run.pipeline.memory is not None and run.mesh.pipeline_size > 1 and run.pipeline.defer_bytes == "auto"
             and policy_named(run.pipeline.policy).defers and not run.optim.update_in_backward)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredChoice:
-    """The limits that measured times lead to. bubble_fraction: predicted with these times; counted_fraction: likewise,
-    with the limits that counted times have led to."""
+    """The limits from measured times. bubble_fraction: predicted with these times; counted_fraction: the same for the
+    limits from counted times."""
 
     limits: Limits
     bubble_fraction: float
@@ -140,23 +140,23 @@ class MeasuredChoice:
 
 
 _WORTH = 0.01
-"""Share of a step that other limits must save by the prediction, since measurements have noise."""
+"""Share of a step that new limits must save according to the prediction, since measurements have noise."""
 
 
 Factors = tuple[tuple[float, float], ...]
-"""Per block, measured over counted time of its forward and its backward, in an arbitrary unit."""
+"""Per block, measured divided by counted time of its forward and of its backward, in an arbitrary unit."""
 
 
 def measured_factors(run: ResolvedRun, stages: Stages, seconds: Sequence[tuple[float, float]], segments: Segments = (),
                      cached: int = 0) -> Factors | None:
-    """Measured over counted times of the blocks on these ranks; None if a pass has no times.
+    """Measured divided by counted times of the blocks on these ranks; None if a pass has no times.
 
     Args:
         stages, segments: as for `run_limits`.
-        seconds: of each rank of the pipeline, what forwards and what backwards (with all weight gradients) have taken,
-            in any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times
-            have those of all.
-        cached: blocks whose outputs came from the cache, so that nothing of them was computed.
+        seconds: for each rank of the pipeline, the time of forwards and of backwards (with all weight gradients), in
+        any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times get the
+        mean factor of all ranks.
+        cached: number of blocks whose outputs came from the cache, so that they were not computed.
     """
     counted = expected_seconds(run, stages, None, segments, cached)
     means = [sum(measured) / sum(times) if sum(times) else 0.0 for measured, times in zip(
@@ -174,11 +174,11 @@ def _ratio(measured: float, counted: float, mean: float) -> float:
 
 def measured_choice(run: ResolvedRun, stages: Stages, present: Limits, seconds: Sequence[tuple[float, float]],
                     segments: Segments = (), conditions: Conditions = UNKNOWN) -> MeasuredChoice | None:
-    """The limits by the times of these ranks; those of now where no others are worth a change. None where nothing is
-    chosen by simulation, and where a rank has no times.
+    """The limits by the times of these ranks; the present ones if no others are worth a change. None if nothing is
+    chosen by simulation, or if a rank has no times.
 
     Args:
-        run: with `auto` as it was asked for. stages, segments: as for `run_limits`. present: the limits of now.
+        run: with `auto` as it was set. stages, segments: as for `run_limits`. present: the present limits.
         seconds: as for `measured_factors`. conditions: as for `computed_limits`.
     """
     policy, memory, pipeline = policy_named(run.pipeline.policy), run.pipeline.memory, run.pipeline
@@ -216,8 +216,8 @@ class _BlockTimes(NamedTuple):
 
 
 def _block_times(stages: Stages, device: str, segments: Segments, defers: bool = True) -> list[list[_BlockTimes]]:
-    """Times of each stage's blocks. A recomputed block runs once more in its backward, the last one of its segment
-    without its last product, and none of its products wait."""
+    """Times of each stage's blocks. A recomputed block runs again in its backward (the last one of its segment without
+    its last product), and none of its products wait."""
     found, trains = [], False
     for stage, blocks in enumerate(stages):
         found.append(list[_BlockTimes]())
@@ -238,8 +238,8 @@ def _block_times(stages: Stages, device: str, segments: Segments, defers: bool =
 
 def expected_seconds(run: ResolvedRun, stages: Stages, factors: Factors | None, segments: Segments = (), cached: int = 0
                      ) -> list[tuple[float, float]]:
-    """Forward and backward time of one microbatch on each rank with these blocks, by factors measured with another cut;
-    None: counted times."""
+    """Forward and backward time of one microbatch on each rank with these blocks, scaled by factors measured with
+    another cut; None: counted times."""
     found, block = [(0.0, 0.0)] * run.mesh.pipeline_size, 0
     for stage, times in enumerate(_block_times(stages, run.device_type, segments)):
         rank = run.placement.rank_of(stage)
@@ -281,8 +281,9 @@ def _loads(stages: Stages, segments: Segments, pipeline: Pipeline, optim: Optim 
 
 
 def _trained_bytes(optim: Optim | None, device: str, element_bytes: int) -> float:
-    """Bytes on a device of a parameter that trains, beside its value: its gradient, and what the optimizer keeps there,
-    two moments as of AdamW and a master copy of half-precision ones. optim: None for an optimizer of the user's."""
+    """Bytes on a device for a trainable parameter, in addition to its value: its gradient, and what the optimizer keeps
+    there, two moments as in AdamW and a master copy of half-precision parameters. optim: None for a user's
+    optimizer."""
     wide = max(4, element_bytes)
     if optim is None:
         return element_bytes + 2 * wide
@@ -295,15 +296,15 @@ def _trained_bytes(optim: Optim | None, device: str, element_bytes: int) -> floa
 
 # --- limits that fit --------------------------------------------------------------------------------------------------
 
-# The schedule of a run within the memory that there is: where its limits are auto, those that need less are tried
-# before anything is refused. Pure.
+# The schedule of a run within the available memory: if its limits are auto, limits that need less are tried before
+# anything is refused. Pure.
 
 
 _Found = TypeVar("_Found")
 
 
 def schedules(run: ResolvedRun) -> tuple[ResolvedRun, ...]:
-    """The run, and where the limits of its schedule are auto the same within 1F1B's memory and, last, with the plainest
+    """The run, and if the limits of its schedule are auto, the same within 1F1B's memory and, last, with the plainest
     schedule: 1F1B, or with several stages on each rank, which have none, one that defers nothing."""
     pipeline = run.pipeline
     if run.mesh.pipeline_size == 1 or not policy_named(pipeline.policy).defers or (
@@ -316,14 +317,14 @@ def schedules(run: ResolvedRun) -> tuple[ResolvedRun, ...]:
 
 
 def schedule_settings(run: ResolvedRun) -> dict[str, Any]:
-    """The settings of the pipeline in which the `schedules` of a run differ, as JSON can hold them."""
+    """The settings of the pipeline in which the `schedules` of a run differ, as values for JSON."""
     pipeline = run.pipeline
     return {"policy": pipeline.policy, "memory": pipeline.memory, "defer_bytes": pipeline.defer_bytes}
 
 
 def first_that_fits(run: ResolvedRun, look: Callable[[ResolvedRun], _Found], fits: Callable[[ResolvedRun, _Found], bool]
                     ) -> tuple[ResolvedRun, _Found]:
-    """The first of the run's `schedules` that fits, and what `look` finds of it; the run itself where none does."""
+    """The first of the run's `schedules` that fits, and the result of `look` for it; the run itself if none fits."""
     own: tuple[ResolvedRun, _Found] | None = None
     for each in schedules(run):
         found = each, look(each)
@@ -342,4 +343,4 @@ def schedule_note(asked: ResolvedRun, run: ResolvedRun) -> str:
     limit = "none" if before.memory is None else f"{before.memory:g}"
     instead = (f"pipeline.policy is {after.policy}" if after.policy != before.policy else
                "pipeline.defer-bytes is 0" if after.defer_bytes != before.defer_bytes else "pipeline.memory is 1")
-    return f"{instead}: the limits of the schedule within pipeline.memory {limit} do not fit the memory that there is"
+    return f"{instead}: the limits of the schedule within pipeline.memory {limit} do not fit the available memory"

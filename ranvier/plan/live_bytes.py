@@ -1,6 +1,6 @@
-"""Most live bytes of a block's forward and of its backward, by the code that runs, on the meta device.
+"""Peak live bytes of a block's forward and of its backward, by running its code on the meta device.
 
-Gradients of weights are left out: products of linear layers add to their sums in place, and what other gradients take
+Gradients of weights are left out: products of linear layers add to their sums in place, and the size of other gradients
 does not grow with a microbatch (`ranvier.planner.count`).
 """
 
@@ -24,13 +24,13 @@ from ranvier.tensor.deferred_linear import DeferringForwards
 from ranvier.tensor.weight_gradients import WeightGradients
 
 _DRAWN_BYTES, _INDEX_BYTES = 24, 8
-"""Bytes for each element, and beside them for each of one sample, while an uncompiled CPU draws a mask of dropout
+"""Bytes for each element, and in addition for each element of one sample, while an uncompiled CPU draws a dropout mask
 (`keyed_random.dropped`)."""
 
 
 class LiveBytes(MemoryTracker):
-    """Counts live bytes on the meta device, and in them what a CPU has for a moment and the meta device has not:
-    operands that it casts to the format of a product's result (`local_products`), and masks of dropout that it draws.
+    """Counts live bytes on the meta device, including temporaries that only a CPU has: operands that it casts to the
+    format of a product's result (`local_products`), and dropout masks that it draws.
 
     most_cast: bytes of the operands of one product.
     """
@@ -38,7 +38,7 @@ class LiveBytes(MemoryTracker):
     def __init__(self, counting: Counting, dtype: torch.dtype) -> None:
         super().__init__(on_meta=True)
         self.most_cast, self._casts = 0, not counting.on_cuda
-        # A mask counts as numbers in what is kept (`numbers_bytes`), also while it is drawn.
+        # A mask counts as numbers in the kept bytes (`numbers_bytes`), also while it is drawn.
         self._drawn_bytes = 0 if counting.on_cuda or counting.compiles else _DRAWN_BYTES - dtype.itemsize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -55,7 +55,7 @@ class LiveBytes(MemoryTracker):
 
 
 class Peaks(NamedTuple):
-    """Most live bytes, with what enters and what autograd keeps between the two."""
+    """Peak live bytes, including what enters and what autograd keeps between the two."""
 
     forward: int
     backward: int
@@ -64,7 +64,7 @@ class Peaks(NamedTuple):
 def block_peaks(module: nn.Module, tensors: Mapping[str, Tensor], entering: State, counting: Counting,
                 dtype: torch.dtype, attention: Callable[[], AbstractContextManager[object]]) -> Peaks | None:
     """Peaks of a block with these parameters and buffers. entering: leaves. attention: a context in which it is
-    computed. None where its backward needs values."""
+    computed. None if its backward needs values."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own = {name: nn.Parameter(tensor, tensor.requires_grad) if name in parameters else tensor
            for name, tensor in tensors.items()}
@@ -83,7 +83,7 @@ def block_peaks(module: nn.Module, tensors: Mapping[str, Tensor], entering: Stat
 
 def peaks_of(compute: Callable[[State], object], entering: State, inputs: Sequence[Tensor], counting: Counting,
              dtype: torch.dtype) -> Peaks | None:
-    """Peaks of `compute(entering)`, and of a backward to these inputs and leaves. None where it needs values."""
+    """Peaks of `compute(entering)`, and of a backward to these inputs and leaves. None if the backward needs values."""
     inputs = [*inputs, *(leaf for leaf in tensors_in(entering) if leaf.requires_grad)]
     live = LiveBytes(counting, dtype)
     with live, torch.enable_grad():
@@ -97,15 +97,15 @@ def peaks_of(compute: Callable[[State], object], entering: State, inputs: Sequen
             return Peaks(forward, live.peak_bytes() + first_bytes)
         try:
             root.backward(inputs=inputs)
-        except Exception:  # of torch or of the user's code: it has no values here
+        except Exception:  # of torch or of the user's code: there are no values here
             return None
     return Peaks(forward, live.peak_bytes())
 
 
 
 class _FirstGradients(Function):
-    """A number whose backward makes the gradients that a backward begins with. They belong to autograd, as between
-    blocks, and go when they are used."""
+    """A scalar whose backward makes the gradients with which a backward begins. They belong to autograd, as between
+    blocks, and are freed when they are used."""
 
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:

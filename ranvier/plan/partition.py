@@ -1,5 +1,5 @@
-"""Blocks to stages: the most equal cut of those whose slowest stage is as fast as any cut allows, or equal numbers of
-blocks."""
+"""Cuts of blocks into stages: the most equal of the cuts whose slowest stage is as fast as possible, or equal numbers
+of blocks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import StagePlacement
 
 _ROUNDING = 1e-9
-"""Part of a stage's cost by which sums of the same blocks may differ."""
+"""Relative difference that rounding may cause between sums of the same blocks' costs."""
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and
-    the stages are as equal as they can be beside it.
+    """First block of each stage after the first, such that the slowest stage costs as little as any cut allows, and the
+    other stages are as equal as possible.
 
-    As `ranvier.schedule.partition.cut` where a stage costs what its blocks do together, and not below 0: this takes
-    num_stages x num_blocks. ConfigError when there are more stages than blocks.
+    The same as `ranvier.schedule.partition.cut` if a stage's cost is the sum of its blocks' costs, none below 0, in
+    num_stages x num_blocks steps. Raises ConfigError if there are more stages than blocks.
     """
     num_blocks = len(costs)
     if num_stages > num_blocks:
@@ -33,8 +33,8 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     for behind in range(1, num_stages):
         longer, start, last = [inf] * num_blocks, 1, num_blocks - behind
         for first in range(last):
-            # This stage's cost rises with the next one's first block, and that of the slowest other one falls. Where
-            # they meet is no earlier for a later first block.
+            # This stage's cost rises with the next one's first block, and that of the slowest other one falls. The
+            # place where they meet is no earlier for a later first block.
             begun, start = sums[first], max(start, first + 1)
             while start <= last and sums[start] - begun < slowest[start]:
                 start += 1
@@ -45,14 +45,14 @@ def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[int, ...]:
-    """The cut with the least sum of squares of the stages' costs, of those whose stages cost at most `most`; of equal
-    ones that with more blocks in front. sums: costs of the blocks before each."""
+    """The cut with the least sum of squares of the stages' costs, among cuts whose stages cost at most `most`; among
+    equal ones, the cut with more blocks in earlier stages. sums: costs of the blocks before each."""
     num_blocks, latest = len(sums) - 1, [0]
     for stage in range(1, num_stages):  # the last place where each stage can begin
         reached = bisect_right(sums, most, latest[-1] + 1, key=lambda cost: cost - sums[latest[-1]]) - 1
         latest.append(min(reached, num_blocks - num_stages + stage))
     behind: dict[int, tuple[float, tuple[int, ...]]] = {num_blocks: (0.0, (num_blocks,))}
-    # where the stages behind begin -> their sum of squares, and where each of them begins and the last one ends
+    # where the later stages begin -> their sum of squares, and where each of them begins and the last one ends
     for stage in range(num_stages - 1, -1, -1):
         here: dict[int, tuple[float, tuple[int, ...]]] = {}
         first, end = latest[stage], max(behind)
@@ -60,7 +60,7 @@ def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[in
             stops = range(max(first + 1, min(behind)), end + 1)
             options = [((sums[stop] - sums[first]) ** 2 + behind[stop][0], -stop) for stop in stops
                        if sums[stop] - sums[first] <= most]
-            if not options and here:  # nor does any place before it
+            if not options and here:  # nor has any place before it
                 break
             if options:
                 squares, negative = min(options)
@@ -72,7 +72,7 @@ def _most_equal(sums: Sequence[float], num_stages: int, most: float) -> tuple[in
 
 
 def uniform(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """The cut into equal numbers of blocks, the first stages taking one more where it does not divide."""
+    """The cut into equal numbers of blocks, the first stages taking one more if it does not divide."""
     return partition([1.0] * num_blocks, num_stages) if num_stages > num_blocks else tuple(
         stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages) for stage in range(1, num_stages))
 
@@ -82,11 +82,11 @@ _LITTLE = 0.01
 
 
 def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[int, ...]:
-    """Boundaries as of `partition`, where a rank has several stages: the rank with most work has as little as can be
-    found.
+    """Boundaries as from `partition`, for ranks with several stages: the rank with most work has as little as a local
+    search finds.
 
-    A local search from the stages that are most equal: it moves one boundary, or two, by one block (or one by two)
-    while that makes the ranks' work more equal, by its largest value or the sum of its squares.
+    The search starts from the most equal stages: it moves one boundary, or two, by one block (or one by two) while that
+    makes the ranks' work more equal, by its largest value or the sum of its squares.
     """
     boundaries = partition(costs, placement.num_stages)
     if placement.per_rank == 1:
@@ -96,7 +96,7 @@ def partition_for(costs: Sequence[float], placement: StagePlacement) -> tuple[in
 
 def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placement: StagePlacement) -> tuple[int, ...]:
     """The local search. Boundaries between stages of different ranks change the ranks' work independently of each
-    other: of most pairs it is known from each move alone that they make nothing better."""
+    other: for most pairs, the single moves show that the pair improves nothing."""
     starts = [0, *boundaries, len(sums) - 1]
     stages = [sums[stop] - sums[start] for start, stop in pairwise(starts)]
     held = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
@@ -104,8 +104,8 @@ def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placemen
     ranks = [sum(map(stages.__getitem__, own)) for own in held]
 
     def moved(*shifts: tuple[int, int]) -> tuple[list[float], dict[int, float]] | None:
-        """All stages' work where boundaries have moved, and that of the ranks that it changes; None where a stage has
-        no block, or a rank more work than all have now."""
+        """All stages' work after boundaries have moved, and the work of the ranks that it changes; None if a stage has
+        no block, or a rank more work than any has now."""
         for place, by in shifts:
             starts[place] += by
         changed = {stage for place, _ in shifts for stage in (place - 1, place)}
@@ -122,7 +122,7 @@ def _with_equal_ranks(sums: Sequence[float], boundaries: Sequence[int], placemen
         return sum([work * work for work in ranks]) + _LITTLE * sum([work * work for work in stages])
 
     def effect(shift: tuple[int, int]) -> tuple[float, int] | None:
-        """What one move alone adds to the squares, and how many of the ranks with most work have less by it."""
+        """What one move alone adds to the squares, and how many of the ranks with most work it relieves."""
         if (made := moved(shift)) is None:
             return None
         works = [(ranks[rank], work) for rank, work in made[1].items()]

@@ -33,7 +33,7 @@ from ranvier.schedule.schedule import Policy
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The plan by which a model trains on a mesh: `ranvier.plan.plan.make` makes one, `Engine(model, world, plan=plan)`
-    builds it.
+    uses it.
 
     It has no model, loss, optimizer or policy. `str()` shows the decisions.
     """
@@ -49,7 +49,7 @@ class Plan:
     limits: Limits
     """The in-flight limit, and the weight gradients that may wait."""
     policy: str
-    """Its name, for which limits and recomputation are chosen."""
+    """Name of the policy for which limits and recomputation are chosen."""
     pipeline: Pipeline
     """With the plan's boundaries and limits."""
     tensor: TensorParallel
@@ -57,13 +57,13 @@ class Plan:
     optim: Optim
     """With a number for the bucket size."""
     own_optimizer: bool
-    """Whether Ranvier's optimizer updates, as `optim` says, and not one of the user's."""
+    """Whether Ranvier's optimizer updates, as `optim` says, and not a user's."""
     dtype: torch.dtype
     """Number format of parameters and activations."""
 
     def check(self, model: Model, num_ranks: int, dtype: torch.dtype, *, has_optimizer: bool) -> None:
-        """ConfigError where the plan is for another number of ranks, number format or kind of optimizer, or has been
-        edited so that its parts contradict each other; ModelError where it is for another model."""
+        """Raise ConfigError if the plan is for another number of ranks, number format or kind of optimizer, or has been
+        edited so that its parts contradict each other; ModelError if it is for another model."""
         for name, what in _contradictions(self, len(model.blocks)):
             raise ConfigError(what, code="plan-contradicts-itself", where=f"Engine(plan=...), plan.{name}",
                               remedy="Make the plan with other settings (ranvier.plan.plan.make), or change its limits "
@@ -81,7 +81,7 @@ class Plan:
             name = next(name for name in {**parts, **planned} if parts.get(name) != planned.get(name))
             raise ModelError("is for a model with other parameters", code="plan-of-other-model",
                              where="Engine(plan=...)", value=name,
-                             remedy="Make the plan from this model, with as many frozen layers.")
+                             remedy="Make the plan from this model, with the same number of frozen layers.")
 
     @property
     def chunking(self) -> Chunking:
@@ -90,8 +90,8 @@ class Plan:
         return self.layout.chunking
 
     def with_limits(self, limits: Limits) -> Plan:
-        """The same with other limits, which measured times have led to: the second decision, and the last. ConfigError
-        for what are none of this pipeline."""
+        """Return the same plan with other limits, chosen by measured times: the second and last decision. Raises
+        ConfigError for limits that do not fit this pipeline."""
         if not _are_limits(limits, self.mesh.pipeline_size):
             raise ConfigError(f"needs ranvier.Limits, of counts above 0, and of deferred microbatches {_ONE_EACH}",
                               code="limits-of-other-pipeline", where="Plan.with_limits", value=limits,
@@ -117,10 +117,11 @@ class Plan:
 
 
 def _contradictions(plan: Plan, num_blocks: int) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong with it) where parts of a plan do not fit each other, or the model's number of blocks."""
+    """Yield (field, what is wrong with it) if parts of a plan do not fit each other, or the model's number of
+    blocks."""
     for name, kind in _KINDS.items():
         if not isinstance(value := getattr(plan, name), kind):
-            yield name, f"is a {type(value).__name__}, and no {kind.__name__}"
+            yield name, f"is a {type(value).__name__}, not a {kind.__name__}"
             return
     layout, stages, pipeline = plan.layout, plan.stages, plan.pipeline
     if layout.mesh != plan.mesh:
@@ -132,10 +133,10 @@ def _contradictions(plan: Plan, num_blocks: int) -> Iterator[tuple[str, str]]:
             return
     placement = stage_placement(plan.mesh.pipeline_size, pipeline)
     if not placement == layout.stages == stages.placement:
-        yield "pipeline", "places stages in another way than the layout"
+        yield "pipeline", "places stages differently from the layout"
         return
     if stages.boundaries != layout.boundaries or pipeline.boundaries not in (None, layout.boundaries):
-        yield "stages", f"is cut otherwise than the layout, whose boundaries are {layout.boundaries}"
+        yield "stages", f"is cut differently from the layout, whose boundaries are {layout.boundaries}"
     if not _are_limits(plan.limits, placement.num_ranks):
         yield "limits", f"needs counts above 0, and of deferred microbatches {_ONE_EACH}"
     if len(plan.recomputed) != placement.num_stages or not all(
@@ -144,11 +145,11 @@ def _contradictions(plan: Plan, num_blocks: int) -> Iterator[tuple[str, str]]:
     elif (chunking := layout.chunking) is None or chunking.chunk_size < 1 or chunking != replace(
             _chunking(plan.optim, layout, plan.recomputed, "cpu", own=plan.own_optimizer),
             chunk_size=chunking.chunk_size):
-        yield "layout", "cuts gradients otherwise than plan.optim needs"
+        yield "layout", "cuts gradients differently from what plan.optim needs"
 
 
 def _are_limits(limits: object, num_ranks: int) -> bool:
-    """Whether these are limits of a pipeline of so many ranks."""
+    """Whether these are limits of a pipeline of `num_ranks` ranks."""
     return isinstance(limits, Limits) and isinstance(limits.deferred, (tuple, list)) and (
         len(limits.deferred) == num_ranks) and all(type(count) is int and count >= least for least, count in (
             (1, limits.in_flight), (1, 1 if limits.last is None else limits.last),
@@ -169,7 +170,8 @@ _KINDS = {"mesh": Mesh, "stages": StageTable, "layout": Layout, "recomputed": tu
 
 
 def refuse_settings_beside(**settings: object) -> None:
-    """ConfigError where an engine that is given a plan is given what a plan has, too. settings: None is not given."""
+    """Raise ConfigError if an engine is given a plan and also settings that the plan contains. settings: None means not
+    given."""
     given = [name for name, value in settings.items() if value is not None]
     if given:
         raise ConfigError("is part of the plan", code="setting-of-the-plan", where=f"Engine({given[0]}=...)",
@@ -182,7 +184,7 @@ def refuse_settings_beside(**settings: object) -> None:
 #
 #     checks of the settings -> the cut -> what is recomputed -> limits of the schedule -> how gradients are cut
 #
-# The engine, a run and its prediction of memory all make their plan here, so that they agree.
+# The engine, a run and its prediction of memory all make their plan here, so they agree.
 
 
 ConditionsOf = Callable[[Stages, Segments], Conditions]
@@ -194,17 +196,17 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
          own_optimizer: bool | None = None, policy: Policy | None = None, dtype: torch.dtype = torch.float32,
          device: str = "cpu", num_microbatches: int | None = None, counting: Counting = AS_WRITTEN,
          conditions: ConditionsOf = lambda stages, segments: UNKNOWN) -> Plan:
-    """The plan of `model`, of which layers may be frozen, on `mesh`. The same on every rank.
+    """Make the plan of `model`, whose layers may be frozen, on `mesh`. The same on every rank.
 
     Args:
-        sample: inputs and targets of a microbatch of the usual shape; on several rows a row's share of one. Their
-            values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
-        own_optimizer: whether Ranvier's optimizer updates; by default where `optim` is given.
-        policy: in place of the one that `pipeline.policy` names.
-        device: its type. num_microbatches: of a batch on one replica, where that is known. counting: what it fuses.
-        conditions: of the pipeline with these costs of blocks on each stage, of which these segments are recomputed.
+        sample: inputs and targets of a microbatch of the usual shape; with several rows, one row's share of it. Their
+        values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
+        own_optimizer: whether Ranvier's optimizer updates; by default if `optim` is given.
+        policy: used instead of `pipeline.policy`.
+        device: its type. num_microbatches: of a batch on one replica, if known. counting: what the device fuses.
+        conditions: function from the costs of blocks on each stage, and the recomputed segments, to conditions.
 
-    Raises ConfigError for settings that cannot be together, ModelError for a model that cannot be cut.
+    Raises ConfigError for settings that cannot be combined, ModelError for a model that cannot be cut.
     """
     check_arguments(make, locals(), but=("sample", "policy"))
     mesh.require_known_axes("the engine")
@@ -234,7 +236,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
 
 def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, conditions: ConditionsOf, mesh: Mesh | None = None,
                  device: str | None = None) -> Plan:
-    """The plan of a run for its model, of which layers may be frozen. conditions: as for `make`. mesh: another number
+    """Make the plan of a run for its model, whose layers may be frozen. conditions: as for `make`. mesh: another number
     of replicas, which changes neither cut nor limits. device: its type, by default the one that the run names."""
     device = device or run.device_type
     return make(model, mesh or run.mesh, sample=sample, pipeline=run.pipeline, tensor=run.tensor, memory=run.memory,
@@ -244,7 +246,7 @@ def make_for_run(run: ResolvedRun, model: Model, sample: Sample, *, conditions: 
 
 def _recomputed_segments(recompute: Recompute, stages: StageTable, layers: Sequence[Sequence[str]], policy: Policy,
                          rule: Limits) -> list[list[range]]:
-    """Segments of each stage that are recomputed, by the rule's limits: simulated limits follow from what is
+    """Segments of each stage that are recomputed, by the rule's limits: simulated limits depend on what is
     recomputed."""
     if recompute == "auto" and stages.costs is None:
         raise ConfigError("needs a sample to count activations with", code="recompute-needs-sample",
@@ -267,8 +269,8 @@ def _chunking(optim: Optim, layout: Layout, recomputed: Sequence[Sequence[range]
 
 
 def whole_parameters(optim: Optim, layout: Layout) -> frozenset[str]:
-    """The trainable parameters whose update needs whole tensors. ConfigError where a rank holds nothing of one, so that
-    it could not take part in its update."""
+    """The trainable parameters whose update needs full tensors. Raises ConfigError if a rank holds nothing of one, so
+    that it could not take part in its update."""
     rules, found = rules_of(optim), []
     for parameter in layout.parameters if rules.tensors is not None else ():
         if not (parameter.is_owner and parameter.trainable and rules.needs_whole(

@@ -1,13 +1,13 @@
-"""What the code of a block or of a loss reaches: where a forward may leave a value that other code finds.
+"""Objects that the code of a block or of a loss reaches, in which a forward may leave a value that other code finds.
 
-    class Aux(nn.Module):                             Head(blocks).blocks[0]        a module, by a list
+    class Aux(nn.Module):                             Head(blocks).blocks[0]        a module, in a list
         def forward(self, x):                         context                       an object, by a global variable
             self.aux = context.aux = x.mean()         lambda y, t: model[0].aux     a module, by a closure
 
-Followed are attributes, hooks, elements of lists, tuples, dicts and sets, classes, what functions and methods have in
-closures and defaults, and the global variables that they name. Not followed are Python's own objects, torch's and
+The search follows attributes, hooks, elements of lists, tuples, dicts and sets, classes, closures and defaults of
+functions and methods, and the global variables that they name. It does not follow Python's own objects, torch's and
 Ranvier's, those of installed packages that do not use torch (pandas, matplotlib), elements of containers that hold data
-(`object_contents`), and attributes of what is each stage's own by `ranvier_per_stage = True`.
+(`object_contents`), and attributes of objects with `ranvier_per_stage = True`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ranvier.plan.code_uses import ANY, Key, Uses, names_own, uses_of, with_valu
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, nn.Parameter})
 _KEYED = frozenset({list, dict, OrderedDict, defaultdict, Counter})
 _WRAPPERS = (UserDict, UserList, ChainMap, Queue, WeakKeyDictionary, WeakValueDictionary)
-"""Classes of Python that have their elements in a container of their own."""
+"""Classes of Python that keep their elements in an inner container."""
 _Cached = type(functools.lru_cache(len))
 _NOT_IN_A_FORWARD = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__",
                                "__eq__", "__hash__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__",
                                "__setstate__", "__copy__", "__deepcopy__", "extra_repr"})
-"""Methods that code of a block does not run on objects that there are already."""
+"""Methods that code of a block does not run on existing objects."""
 _CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context", "vjp", "jvp"})
 
 
 class Reached(NamedTuple):
-    """Something that code may change: an object of a class of the user's, a list, dict, set, tensor or array, a class,
-    a variable of a closure, the global variables of a module.
+    """Something that code may change: an object of a user's class, a list, dict, set, tensor or array, a class, a
+    variable of a closure, the global variables of a module.
 
     name: how it is reached, "block.path.attribute[0]". is_part: whether it is the root or a registered submodule of it.
     """
@@ -57,8 +57,8 @@ class Reached(NamedTuple):
 
 
 class PlaceName(NamedTuple):
-    """The path to an object, its class, and its number among those that have both alike: `block.log` may be an
-    attribute of the block and a global variable."""
+    """The path to an object, its class, and its number among objects with the same path and class: `block.log` may be
+    an attribute of the block and a global variable."""
 
     path: str
     kind: str
@@ -66,9 +66,9 @@ class PlaceName(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """A step of the walk. name: of the attribute or variable; None where the value is reached whenever what has it is.
-    method: its name in a class. bound: the class, where its first argument is the object. constructs: whether code that
-    reaches a class so may make objects of it."""
+    """A step of the walk. name: of the attribute or variable; None if the value is reached whenever its holder is.
+    method: its name in a class. bound: the class, if its first argument is the object. constructs: whether code that
+    reaches a class by this step may make objects of it."""
 
     path: str
     value: Any
@@ -79,28 +79,28 @@ class _Link(NamedTuple):
 
 
 class CodeReach:
-    """What the code of a stage reaches, and what it reads of that: `add` each block, then the loss. whole: of more
-    code, by whose names it may call methods."""
+    """What the code of a stage reaches, and what it reads of that: `add` each block, then the loss. whole: the reach of
+    more code, which may call methods by its names."""
 
     def __init__(self, whole: CodeReach | None = None) -> None:
         self.found: dict[int, Reached] = {}
-        """By identity, each once: first by attributes of the blocks' own submodules."""
+        """By identity, each once; attributes of the blocks' own submodules come first."""
         self.per_stage: set[int] = set()
-        """Identities of what its user has said to be each stage's own (`is_per_stage`)."""
+        """Identities of objects that the user has declared to be per stage (`is_per_stage`)."""
         self.uses = Uses()
         self._seen: dict[int, Any] = {}
         self._links: dict[int, set[tuple[int | None, str | None]]] = {}
-        """Identity of a value -> the holders of it, None for a function, and its name there."""
+        """Identity of a value -> its holders (None for a function) and its name there."""
         self._bound: set[int] = set()
-        """Objects of which there are bound methods."""
+        """Objects with bound methods."""
         self._functions: dict[int, tuple[Uses, type | None]] = {}
         """What each function reads and writes, and the class that it is a method of."""
         self._classes: dict[type, set[int]] = {}
-        """Class -> methods that have objects of it as their own."""
+        """Class -> methods whose own object is of this class."""
         self._names: set[str] = set() if whole is None else set(whole._names)
         """Names in code that may run."""
         self._unnamed: dict[str, list[_Link]] = {}
-        """Methods that nothing has named so far, by name."""
+        """Methods that no code has named so far, by name."""
         self._constructed: set[type] = set()
         """Classes of which code may make objects."""
 
@@ -113,7 +113,7 @@ class CodeReach:
         return reach
 
     def add(self, name: str, root: object) -> None:
-        """The code of `root`, a block or a loss, with its name."""
+        """Add the code of `root`, a block or a loss, with its name."""
         num_known = len(self._functions)
         waiting = deque(self._behind_parts(name, root) if isinstance(root, nn.Module) else [_Link(name, root)])
         while waiting:
@@ -133,7 +133,7 @@ class CodeReach:
             self.uses = Uses.union([self.uses, *(uses for uses, _ in new)])
 
     def _behind_parts(self, name: str, root: nn.Module) -> list[_Link]:
-        """All of a block's own modules are reached first."""
+        """Reach all of a block's own modules first; return the links from them."""
         parts = list(root.named_modules(prefix=name))
         new = [(path, part) for path, part in parts if id(part) not in self._seen]
         self._seen |= {id(part): part for _, part in new}
@@ -142,7 +142,7 @@ class CodeReach:
         return [link for path, part in new for link in self._find_links(path, part)]
 
     def _reach(self, link: _Link) -> Iterator[_Link]:
-        """A new value: what lies behind it, and methods that it names."""
+        """Reach a new value: yield links from it, and to methods that it names."""
         value = link.value
         self._seen[id(value)] = value
         if is_per_stage(value):
@@ -155,18 +155,18 @@ class CodeReach:
             self._functions[id(value)] = uses_of(code, own), link.bound
             names = _names(code)
             self._names.update(names)
-            yield from (one for name in names for one in self._unnamed.pop(name, ()))  # in one order on all ranks
+            yield from (one for name in names for one in self._unnamed.pop(name, ()))  # in the same order on all ranks
         elif isinstance(value, MethodType):
             self._bound.add(id(value.__self__))
             self._classes.setdefault(type(value.__self__), set()).add(id(value.__func__))
         yield from self._find_links(link.path, value)
 
     def contains(self, identity: int) -> bool:
-        """Whether code reaches this very object, a parameter, too."""
+        """Whether code reaches the object with this identity, including parameters."""
         return identity in self._seen or identity in self._links
 
     def places(self) -> dict[PlaceName, Any]:
-        """What is found, by names that each stand for one object only."""
+        """The objects that were found, by unique names."""
         places, namesakes = dict[PlaceName, Any](), Counter[tuple[str, str]]()
         for one in self.found.values():
             both = one.name, type(one.value).__name__
@@ -190,21 +190,22 @@ class CodeReach:
     def reads(self, value: Any) -> bool:
         """Whether code may read what is in a container, a tensor, an array or a variable of a closure, when another
         stage has left it there."""
-        # a container of the user's own class may read what there was where it is changed
+        # a container of the user's own class may read its contents when it is changed
         return any(name is None or (is_inside and name in self.uses.called) or (
             self.uses.reads(name) if holder is None else bool(self.names_read(self._seen[holder], frozenset({name}))))
             for holder, name, is_inside in self._holders(value)) or (
             not is_foreign(type(value)) and not self.uses.stores.isdisjoint(self.names_of(value)))
 
     def names_read(self, value: Any, names: frozenset[str]) -> frozenset[str]:
-        """Those of these attributes of an object, or variables of a module, that code may read, and not only call."""
+        """The attributes of an object, or variables of a module, among `names` that code may read, and not only
+        call."""
         if self.uses.reads_any:
             return names
         return names & (self.uses.others | self.own_names(value))
 
     def keys_read(self, value: Any) -> set[Key] | None:
-        """Keys of the elements that code may read of a container, with values for attributes of methods' own objects;
-        None where it may read any."""
+        """Keys of the elements of a container that code may read, with values for attributes of methods' own objects;
+        None if it may read any."""
         if type(value) not in _KEYED or self.uses.reads_any:
             return None
         found = set[Key]()
@@ -219,8 +220,8 @@ class CodeReach:
         return None if is_from_end and type(value) is list else found
 
     def _holders(self, value: Any) -> Iterator[tuple[int | None, str | None, bool]]:
-        """The attributes and variables by which code has a value: the object, None for a function; the name, None where
-        a function has it without one; and whether it is inside of something else there."""
+        """Yield the attributes and variables through which code has a value: the object, None for a function; the name,
+        None if a function has it without a name; and whether it is inside of something else there."""
         waiting, seen = deque([(id(value), False)]), {id(value)}
         while waiting:
             identity, is_inside = waiting.popleft()
@@ -241,7 +242,8 @@ class CodeReach:
                 for value in list(self._seen.values()) if issubclass(type(value), kind) and self.is_own(value)}
 
     def own_names(self, value: Any) -> frozenset[str]:
-        """Names that methods read of an object as their own: those of its classes. Of a class, objects of any read."""
+        """Names that methods of its classes read of an object as their own. For a class, names read by objects of any
+        class."""
         if isinstance(value, type):
             return self.uses.own
         return frozenset[str]().union(*(
@@ -250,12 +252,12 @@ class CodeReach:
         )) if self.is_own(value) else frozenset()
 
     def names_of(self, value: Any) -> set[str]:
-        """The names by which code has a container, a tensor, an array, or a variable of a closure."""
+        """The names by which code refers to a container, a tensor, an array, or a variable of a closure."""
         return {name for _, name, _ in self._holders(value) if name is not None}
 
     def is_own(self, value: Any) -> bool:
-        """Whether methods that code may call have the value as their own object. A module with parameters that train is
-        called nowhere but in its own block (`pipeline/trained_elsewhere`); others of its methods may be."""
+        """Whether methods that code may call have the value as their own object. A module with trainable parameters is
+        called only in its own block (`pipeline/trained_elsewhere`); its other methods may be called elsewhere."""
         if id(value) in self.found and self.found[id(value)].is_part:
             return True
         if not isinstance(value, nn.Module) or not any(parameter.requires_grad for parameter in value.parameters()):
@@ -287,7 +289,7 @@ def _may_change(value: object) -> bool:
 
 
 def _has_buffers(value: object) -> bool:
-    """Whether it is a module with values of its own that a forward may change, as torch's BatchNorm does."""
+    """Whether it is a module with buffers that a forward may change, as torch's BatchNorm does."""
     return isinstance(value, nn.Module) and any(buffer is not None for buffer in value._buffers.values())
 
 
@@ -297,11 +299,11 @@ _BEHIND: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (partial, lambda value: (value.func, *value.args, *value.keywords.values())),
     (MethodType, lambda value: (value.__self__, value.__func__)),
     (_Cached, lambda value: (value.__wrapped__,)))
-"""What has others without names."""
+"""Kinds of objects that contain others without names."""
 
 
 def _next(path: str, value: Any) -> Iterable[_Link]:
-    """The values that lie behind one."""
+    """Links to the values that a value contains."""
     if is_per_stage(value):
         return [_Link(path, type(value), constructs=False)]
     if isinstance(value, nn.Module):
@@ -378,7 +380,7 @@ def _function_links(path: str, function: FunctionType) -> Iterator[_Link]:
 
 @lru_cache(maxsize=1 << 14)
 def _variables(code: CodeType, *kinds: str) -> tuple[str, ...]:
-    """What operations of these kinds name in a function: global variables, or modules."""
+    """Names of global variables, or modules, in operations of these kinds in a function."""
     return tuple(instruction.argval for each in codes_in(code) for instruction in dis.get_instructions(each)
                  if instruction.opname.endswith(kinds))
 
@@ -412,7 +414,8 @@ def _class_links(path: str, kind: type) -> Iterator[_Link]:
 
 
 def _constructors_of(path: str, kind: type) -> Iterator[_Link]:
-    """What runs when code makes an object of a class. What Python has written, as of dataclasses, stores in that alone.
+    """Links to what runs when code makes an object of a class. Generated methods, as of dataclasses, store only in the
+    object.
     """
     of_kind: type = type(kind)
     of_objects = [(constructor, base) for base in kind.__mro__

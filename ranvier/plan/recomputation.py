@@ -1,13 +1,13 @@
-"""Activation recomputation: which blocks keep only what enters them, and compute the rest again in their backward.
+"""Activation recomputation: which blocks keep only their inputs, and recompute the rest in their backward.
 
     layers    | 0 | 1 | 2 | 3 | 4 | 5 |          of one stage
     segments  | s   -   - | s   -   - |          interval 3: s is stored, for every microbatch in flight
     backward                <-- recompute 3 4 5, keep their insides until their backward is through
 
 A stage of L layers that stores f microbatches keeps f ceil(L / ac) carried states and the insides of ac layers. The
-paper's rule (AxoNN, section V-A) weighs both alike; `auto` counts bytes. Recomputing costs one forward, whatever the
-interval; where every second layer keeps its inside (`alternate`), half of one. `selective` keeps what enters each block
-and the outputs of its expensive operations, and recomputes only what is between them.
+paper's rule (AxoNN, section V-A) gives both the same weight; `auto` counts bytes. Recomputing costs one forward,
+whatever the interval; if every second layer keeps its inside (`alternate`), half of one. `selective` keeps the inputs
+of each block and the outputs of its expensive operations, and recomputes only what is between them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ranvier.schedule.schedule import Policy
 
 Recompute = Literal["none", "auto", "selective", "alternate", "axonn"] | int
 _MANY = 64
-"""Microbatches of a batch: recomputation is decided before the first batch has come."""
+"""Assumed microbatches of a batch: recomputation is decided before the first batch."""
 
 
 def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, microbatches: int) -> int:
     """Peak activation bytes of a stage's layers.
 
     kept, stored: bytes inside each layer, and of the carried state that enters it, for one microbatch. interval:
-    layers per segment, 0 for no recomputation. microbatches: how many are stored at once.
+    layers per segment, 0 for no recomputation. microbatches: number that are stored at the same time.
     """
     if not interval:
         return microbatches * sum(kept)
@@ -38,9 +38,9 @@ def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, micr
     return microbatches * sum(stored[start] for start in starts) + insides
 
 
-@lru_cache(maxsize=4096)  # a search asks the same of very many candidates
+@lru_cache(maxsize=4096)  # a search repeats the same arguments for very many candidates
 def best_interval(kept: tuple[int, ...], stored: tuple[int, ...], microbatches: int) -> int:
-    """The interval that needs the fewest bytes, the longest of equal ones; 0 where recomputation saves nothing.
+    """The interval that needs the fewest bytes, the longest of equal ones; 0 if recomputation saves nothing.
 
     For equal layers this is near sqrt(f L C / I), with C and I the bytes of a carried state and of a layer's inside.
     """
@@ -58,8 +58,8 @@ def stage_segments(recompute: Recompute, blocks: Sequence[str], layers: Sequence
                    kept: Sequence[int], entered: Sequence[int], microbatches: int) -> list[range]:
     """The segments of one stage, as places in `blocks`.
 
-    recompute: the setting. kept, entered: bytes inside each block and of what enters it, for one microbatch; used by
-    auto alone. microbatches: how many the stage stores at once.
+    recompute: the setting. kept, entered: bytes inside each block and of what enters it, for one microbatch; used only
+    by auto. microbatches: number that the stage stores at the same time.
     """
     if recompute == "none":
         return []
@@ -120,7 +120,7 @@ def segments_of(layers: Sequence[range], interval: int) -> list[range]:
 
 
 def runs_of(num_blocks: int, segments: Sequence[range]) -> list[tuple[range, bool]]:
-    """Blocks in order, as recomputed segments and single blocks between them; True where recomputed."""
+    """Blocks in order, as recomputed segments and single blocks between them; True for recomputed ones."""
     inside = {place: segment for segment in segments for place in segment}
     runs: list[tuple[range, bool]] = []
     for place in range(num_blocks):

@@ -1,4 +1,4 @@
-"""Buffers that blocks of several stages share by identity; parameters over one memory."""
+"""Buffers that blocks of several stages share by identity; parameters that share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranvier.layout import Layout
 
 
 def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Buffer by full name -> a name of it on another stage, whose block has the same. ModelError where that is a
+    """Buffer by full name -> its name on another stage, whose block has the same buffer. Raises ModelError for a
     running statistic of a batch norm that trains.
 
     modules: all blocks of the model, in order.
@@ -36,8 +36,8 @@ def buffers_of_several_stages(layout: Layout, modules: Mapping[str, nn.Module]) 
 
 
 def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) -> None:
-    """ModelError where one trains and another parameter has elements of it: an update of one changes both, as long as
-    they are on one stage, and no gradient is that of both."""
+    """Raise ModelError if a trainable parameter shares elements with another parameter: an update of one changes both
+    while they are on the same stage, and neither gradient is that of both."""
     places: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
     for name, parameter in parameters.items():
         if (type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided
@@ -51,16 +51,16 @@ def refuse_parameters_over_one_memory(parameters: Mapping[str, nn.Parameter]) ->
         for other, two, first, last in group:
             if two is not parameter and start < last and first < stop and (
                     parameter.requires_grad or two.requires_grad):
-                raise ModelError(f"has its values in the memory of {other}, and is a parameter of its own",
+                raise ModelError(f"has its values in the memory of {other}, and is a separate parameter",
                                  code="parameters-over-one-memory", where=f"parameter {name}",
                                  value=tuple(parameter.shape),
-                                 remedy="Tie them as one parameter (one.weight = other.weight), or give each a memory "
-                                        "of its own: nn.Parameter(other.weight.detach().clone()).")
+                                 remedy="Tie them as one parameter (one.weight = other.weight), or give each its "
+                                        "own memory: nn.Parameter(other.weight.detach().clone()).")
         group.append((name, parameter, start, stop))
 
 
 def shared_buffer_error(name: str, other: str, module: str | None) -> ModelError:
     return ModelError(f"is also {other}, of a block on another stage, and training changes it: stages would not agree "
                       "on its value", code="shared-buffer-changes", where=f"buffer {name}", value=module,
-                      remedy="Give each block a buffer of its own, put the blocks on one stage, or freeze the buffer "
+                      remedy="Give each block its own buffer, put the blocks on one stage, or freeze the buffer "
                              "(a batch norm: module.eval()).")

@@ -1,7 +1,7 @@
-"""Places where code of one stage may leave a value that code of another stage reads, past the carried state.
+"""Places where code of one stage may leave a value that code of another stage reads, outside the carried state.
 
     class Block(nn.Module):                  as one process:  block 3 reads what block 0 has computed for the microbatch
-        def forward(self, x):                on two stages:   block 3 reads its own rank's, which is None, or old
+        def forward(self, x):                on two stages:   block 3 reads its own rank's value, which is None, or old
             if self.first:
                 context.mask = mask_of(x)
             return f(x, context.mask)
@@ -9,10 +9,10 @@
     reached_objects           which objects the code of a stage reaches, and by which names
     code_uses                 which of these names its functions read, and which they write
     here                      an object that two stages reach, a name that one writes and the other one reads
-    pipeline/left_values      whether a forward does write it: then it is refused
+    pipeline/left_values      whether a forward does write it, which is refused
 
-What every reader also makes by itself, such as a table that each stage builds where it misses it, is taken as long as
-all have the same.
+A value that every reader also computes itself, such as a table that each stage builds if it is missing, is accepted as
+long as all have the same.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Element(NamedTuple):
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 Entry = str | Element | None
-"""An attribute or variable; None for what is in a container, a tensor, an array, or a variable of a closure."""
+"""An attribute or variable; None for the contents of a container, a tensor, an array, or a variable of a closure."""
 ANY_NAME = "*"
 """An entry whose name is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPlace:
-    """What a stage may write, and another one read.
+    """A place that a stage may write, and another stage may read.
 
     stage, at: where it is reached. other: a name of it on a stage that reads it. number: the same on all stages that
-    reach it, which are `stages`. read: entries that another stage reads. agreed: those of them that each reader writes,
-    too, and never makes of their old value. keys: of the elements of a container that other stages read; None where
-    they may read any.
+    reach it, which are `stages`. read: entries that another stage reads. agreed: those that each reader also writes,
+    and never computes from their old value. keys: of the elements of a container that other stages read; None if they
+    may read any.
     """
 
     stage: int
@@ -68,7 +68,7 @@ class SharedPlace:
 
 
 def code_of_stages(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: object) -> dict[int, CodeReach]:
-    """What the code of each stage reaches; nothing of one stage alone. stages: block -> its stage. modules: blocks, in
+    """What the code of each stage reaches; empty for a single stage. stages: block -> its stage. modules: blocks, in
     order."""
     roots, several = _roots(stages, modules, loss), dict.fromkeys(stages.values())
     return {stage: CodeReach.from_roots((name, root) for at, name, root in roots if at == stage)
@@ -82,8 +82,8 @@ def _roots(stages: Mapping[str, int], modules: Mapping[str, nn.Module], loss: ob
 
 def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mapping[str, int],
                                 modules: Mapping[str, nn.Module], loss: object) -> frozenset[str]:
-    """The blocks, and "loss", whose code reaches parameters that blocks of other stages have, and those of its own do
-    not, their layers, or tensors over their memory. The others are as in `code_of_stages`."""
+    """The blocks, and "loss", whose code reaches parameters that blocks of other stages have and those of its own stage
+    do not, their layers, or tensors in their memory. Other arguments as for `code_of_stages`."""
     holders: dict[object, set[int]] = {}
     for name, module in modules.items():
         for part in module.modules():
@@ -103,7 +103,7 @@ def code_with_others_parameters(reaches: Mapping[int, CodeReach], stages: Mappin
 
 
 def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
-    """All of a model, by `code_of_stages`."""
+    """All shared places of a model. reaches: of `code_of_stages`."""
     stages: dict[int, list[int]] = {}
     for stage, reach in reaches.items():
         for identity in reach.found:
@@ -116,7 +116,7 @@ def shared_places(reaches: Mapping[int, CodeReach]) -> tuple[SharedPlace, ...]:
 
 def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],
                names_of: Mapping[int, Mapping[int, PlaceName]]) -> Iterator[SharedPlace]:
-    """Those of the stages that may write there. names_of: of each stage, the name of each of its places."""
+    """Yield the places of stages that may write there. names_of: for each stage, the name of each of its places."""
     found = {stage: reach.found[identity] for stage, reach in reaches.items()}
     value = next(iter(found.values())).value
     names = frozenset[str]().union(*(reach.uses.stores for reach in reaches.values()))
@@ -141,20 +141,20 @@ def _places_of(identity: int, number: int, reaches: Mapping[int, CodeReach],
 
 
 def _read(reach: CodeReach, reached: Reached, names: frozenset[str]) -> Iterable[Entry]:
-    """Those of `names`, or None for a whole value, that a stage may read of a place. Buffers of its own modules are
-    its own."""
+    """Those of `names`, or None for the contents of a container, that a stage may read of a place. Buffers of the
+    stage's own modules belong to it."""
     if is_whole(reached.value):
         return (None,) if reach.reads(reached.value) else ()
     own = _buffers(reached.value)
     read = reach.names_read(reached.value, names - own if reached.is_part else names | own)
     if not reached.is_part and not read.isdisjoint(_RUNNING):
-        read |= own & {"num_batches_tracked"}  # kernels that change these leave no trace, but for the count beside them
+        read |= own & {"num_batches_tracked"}  # kernels that change these leave no trace except in the count
     read |= _callable(reached.value, names & reach.uses.called)
     return read | {ANY_NAME} if reach.uses.reads_any else read
 
 
 def _callable(value: object, names: frozenset[str]) -> frozenset[str]:
-    """Those of these attributes that may be called: of a number that has a method's name, a call reads nothing."""
+    """The attributes among `names` that may be called: a call does not read a number that has a method's name."""
     return frozenset(name for name, one in entries_of(value, names) if name and callable(one)) if names else names
 
 
@@ -163,6 +163,6 @@ def _buffers(value: object) -> frozenset[str]:
 
 
 def _entries_written(reach: CodeReach, value: object, *, any_name: bool) -> frozenset[Entry]:
-    """The entries that a stage writes by itself, and not by changing what it finds there."""
+    """The entries that a stage writes itself, without computing them from what it finds there."""
     made = reach.uses.only_written
     return made.union([None] if made.issuperset(reach.names_of(value)) else (), [ANY_NAME] if any_name else ())
