@@ -1,1 +1,1 @@
-"""Services of the operating system: whole files, leases on folders, cores, memory, processes."""
+"""Services of the operating system: atomic files, leases on folders, cores, memory, processes."""

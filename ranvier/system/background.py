@@ -1,4 +1,4 @@
-"""Calls on threads of their own, for what may wait where nothing wakes it: the caller stops waiting for it, and leaves
+"""Calls on separate threads, for calls that may block and cannot be interrupted: the caller stops waiting, and leaves
 the thread behind."""
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ def fulfil(future: Future[_Result], function: Callable[[], _Result]) -> None:
     """Give `future` what `function()` returns or raises."""
     try:
         future.set_result(function())
-    except BaseException as error:  # raised again where it is awaited
+    except BaseException as error:  # raised again when it is awaited
         future.set_exception(error)
     finally:
         del future, function  # the error has this frame: no cycle that keeps what it refers to
 
 
 def in_background(function: Callable[[], _Result], name: str) -> Future[_Result]:
-    """Call `function` on a daemon thread of this name. RuntimeError while the interpreter shuts down."""
+    """Call `function` on a daemon thread of this name. Raises RuntimeError while the interpreter shuts down."""
     future: Future[_Result] = Future()
     threading.Thread(target=fulfil, args=(future, function), name=name, daemon=True).start()
     return future

@@ -1,4 +1,4 @@
-"""When this process compiles with torch.compile, which no time limit counts; and `without_compiler`, which avoids the
+"""Records when this process compiles with torch.compile, which time limits do not count; `without_compiler` avoids the
 import of torch's compiler and of sympy."""
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch.fx.experimental  # noqa: F401  (of which a stand-in is an attribute)
+import torch.fx.experimental  # noqa: F401  (a stand-in becomes an attribute of it)
 
 _LONGEST_SECONDS = 3600.0
 """A compilation that lasts longer counts as ended: it may never end."""
 
 
 class Compilations:
-    """The compilations of a process. torch tells of their begin and end, on whichever thread (`watch`)."""
+    """The compilations of a process. torch reports their begin and end, on any thread (`watch`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state: tuple[float, float | None, float | None] = 0.0, None, None
-        """Seconds of compilations that have ended; when that under way began; when the last one ended. Replaced as a
+        """Seconds of compilations that have ended; when the current one began; when the last one ended. Replaced as a
         whole, so that readers need no lock."""
 
     def begin(self, *_: object) -> None:
-        """One begins; others that run at the same time are part of it."""
+        """Note that a compilation begins; others that run at the same time are part of it."""
         with self._lock:
             seconds, _began, ended = self._state
             self._state = seconds, time.monotonic(), ended
 
     def end(self, *_: object) -> None:
-        """All have ended."""
+        """Note that all compilations have ended."""
         with self._lock:
             seconds, began, _ended = self._state
             now = time.monotonic()
             self._state = seconds if began is None else seconds + now - began, None, now
 
     def seconds(self) -> float:
-        """Seconds of this process in compilations so far."""
+        """Seconds that this process has spent in compilations so far."""
         seconds, began, _ = self._state
         return seconds if began is None else seconds + time.monotonic() - began
 
     def idle_seconds(self) -> float | None:
-        """Seconds since the last compilation ended, 0 during one; None where nothing was compiled."""
+        """Seconds since the last compilation ended, 0 during one; None if nothing was compiled."""
         _, began, ended = self._state
         if began is not None:
             return max(0.0, time.monotonic() - began - _LONGEST_SECONDS)
@@ -58,7 +58,7 @@ COMPILATIONS = Compilations()
 
 
 def watch() -> None:
-    """Have torch tell `COMPILATIONS` of its compilations. Idempotent; imports torch's compiler."""
+    """Have torch report its compilations to `COMPILATIONS`. Idempotent; imports torch's compiler."""
     from torch._dynamo.callback import callback_handler
 
     if COMPILATIONS.begin not in callback_handler.start_callbacks:  # `torch._dynamo.reset` forgets them
@@ -67,24 +67,24 @@ def watch() -> None:
 
 
 class _ImportedOnUse(ModuleType):
-    """Stands for a module, which whoever asks for more than `known` imports. load: imports it."""
+    """Stands in for a module, and imports it when anything other than `known` is accessed. load: imports it."""
 
     def __init__(self, name: str, load: Callable[[], ModuleType], is_package: bool, known: Mapping[str, object]
                  ) -> None:
         super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)  # which tells whether a package is installed
+        self.__spec__ = ModuleSpec(name, None)  # which shows whether a package is installed
         self._load, self._is_package, self._known = load, is_package, known
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known and sys.modules.get(self.__name__) is self:
             return self._known[name]
-        if name == "__path__" and not self._is_package:  # which each import of a name asks for
+        if name == "__path__" and not self._is_package:  # which each import of a name accesses
             raise AttributeError(name)
         self.remove()
         return getattr(self._load(), name)
 
     def install(self) -> None:
-        """Unless the module is there already."""
+        """Install it unless the module is already imported."""
         parent, _, name = self.__name__.rpartition(".")
         if self.__name__ not in sys.modules:
             sys.modules[self.__name__] = self
@@ -114,7 +114,7 @@ def _sympy() -> ModuleType:
 
 
 def _symbolic_shapes() -> ModuleType:
-    """Also for functions of its stand-in, which are asked about what is no plain number."""
+    """Import the module; also for functions of its stand-in that are called with more than plain numbers."""
     if isinstance(present := sys.modules.get("torch.fx.experimental.symbolic_shapes"), _ImportedOnUse):
         present.remove()
     from torch.fx.experimental import symbolic_shapes
@@ -123,7 +123,7 @@ def _symbolic_shapes() -> ModuleType:
 
 
 def _of_numbers(name: str, kinds: Collection[type], compute: Callable[..., object]) -> Callable[..., object]:
-    """torch's function of symbolic sizes, computed here where all arguments, or what is in them, are of these types."""
+    """torch's function of symbolic sizes, computed here if all arguments, or their elements, are of these types."""
     def are_known(values: Iterable[object]) -> bool:
         return all(are_known(one) if isinstance(one, (tuple, list)) else type(one) in kinds for one in values)
 
@@ -155,13 +155,13 @@ _STAND_INS: tuple[tuple[str, Callable[[], ModuleType], bool, Mapping[str, object
     ("torch.fx.experimental.symbolic_shapes", _symbolic_shapes, False,
      {name: _of_numbers(name, kinds, compute) for name, kinds, compute in _COMPUTED}),
     ("sympy", _sympy, True, {"Basic": type("Basic", (), {})}))
-"""What operations on the meta device import, to ask whether a size or a number is symbolic: none is."""
+"""Modules that operations on the meta device import to check whether a size or a number is symbolic; none is."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, operations on the meta device do not import torch's compiler, which takes more than a second, nor sympy,
-    which takes more than half of one.
+    """Context in which operations on the meta device import neither torch's compiler, which takes more than a second,
+    nor sympy, which takes more than half a second.
 
     Torch computes shapes with Python functions that it hides from the compiler (`torch._disable_dynamo`), and imports
     it for the first of them. Nothing is compiled here, so there is nothing to hide them from. They also work for sizes

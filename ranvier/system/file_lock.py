@@ -3,9 +3,9 @@
     .x.lock    000000000012                                a heartbeat, which a thread of the holder counts
                {"host": "node3", "pid": 4711, ...}         the holder, as in a lease
 
-The kernel's lock (flock) decides who holds it, and ends with its process. A process that waits polls for it, so that
-signals are obeyed. The work of a holder may take hours, so a wait has no limit of its own: it ends when the heartbeat
-stands still, as that of a process does which is stopped, or whose machine is cut off.
+The kernel's lock (flock) decides which process holds it, and ends with the process. A waiting process polls for it, so
+that signals are handled. The work of a holder may take hours, so a wait has no time limit: it ends when the heartbeat
+stops, as it does if the holder is stopped, or its machine is cut off.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ranvier.system.lease import HEARTBEAT_SECONDS, Owner, heartbeat_content, ow
 from ranvier.system.untrusted_file import open_lock
 
 EXPIRY_SECONDS = 120.0
-"""A heartbeat that stands still for so long ends a wait: file servers show a change after up to 60 seconds, and a
-library may keep the interpreter for a while."""
+"""A wait ends when the heartbeat has not changed for this time: file servers show a change after up to 60 seconds, and
+a library may block the interpreter for a while."""
 _SOON_SECONDS = 0.5
 """A shorter wait is not reported."""
 _POLL_SECONDS = 0.02
@@ -33,7 +33,7 @@ _MOST_BYTES = 4096
 
 
 class StillLockError(Exception):
-    """The holder of a lock shows no life. holder: None where the file does not name it."""
+    """The holder of a lock has no heartbeat. holder: None if the file does not name it."""
 
     def __init__(self, holder: Owner | None, seconds: float) -> None:
         super().__init__(f"{holder or 'an unknown process'}, silent for {seconds:.0f} s")
@@ -43,13 +43,13 @@ class StillLockError(Exception):
 @contextmanager
 def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]
               ) -> Iterator[bool]:
-    """Hold the lock of `path`, whose file is made where it is missing; False where there are no locks.
+    """Hold the lock of `path`, whose file is created if it is missing; yields False if there are no locks.
 
     Args:
-        on_wait: called once with the holder, if the lock is not there soon.
-        on_no_locks: called where the file system has no locks; then several processes may hold it.
+        on_wait: called once with the holder, if the lock is not available soon.
+        on_no_locks: called if the file system has no locks; then several processes may hold it.
 
-    OSError where the file cannot be opened; StillLockError when the holder shows no life.
+    Raises OSError if the file cannot be opened; StillLockError if the holder's heartbeat stops.
     """
     handle = open_lock(path)
     ended = threading.Event()
@@ -69,13 +69,13 @@ def file_lock(path: Path, *, on_wait: Callable[[Owner | None], None], on_no_lock
 
 
 def open_folder(folder: Path) -> int:
-    """A handle of a folder, to be locked. OSError."""
+    """Open a handle of a folder, to be locked. Raises OSError."""
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def lock_now(handle: int, *, shared: bool) -> bool:
-    """Lock an open file or folder without waiting; False if others keep theirs. True as well if the file system has no
-    locks."""
+    """Lock an open file or folder without waiting; False if others hold a conflicting lock. Also True if the file
+    system has no locks."""
     try:
         fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -86,7 +86,7 @@ def lock_now(handle: int, *, shared: bool) -> bool:
 
 
 def remove_unlocked(folder: Path) -> None:
-    """Remove a folder, unless a process holds its lock. OSError."""
+    """Remove a folder, unless a process holds its lock. Raises OSError."""
     handle = open_folder(folder)
     try:
         if lock_now(handle, shared=False):
@@ -96,7 +96,7 @@ def remove_unlocked(folder: Path) -> None:
 
 
 def _acquire(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: Callable[[], None]) -> bool:
-    """Wait for the lock. False where there are none."""
+    """Wait for the lock. Returns False if there are no locks."""
     began = seen_at = time.monotonic()
     seen, is_told = b"", False
     while True:
@@ -120,7 +120,7 @@ def _acquire(handle: int, on_wait: Callable[[Owner | None], None], on_no_locks: 
 
 
 def _beat(handle: int, owner: Owner, ended: threading.Event) -> None:
-    """Count until the lock is released."""
+    """Increment the heartbeat until the lock is released."""
     count = 0
     while not ended.wait(HEARTBEAT_SECONDS):
         count += 1
@@ -129,5 +129,5 @@ def _beat(handle: int, owner: Owner, ended: threading.Event) -> None:
 
 def _write(handle: int, count: int, owner: Owner) -> None:
     content = heartbeat_content(count, owner)
-    with suppress(OSError):  # a full disk, which keeps no work from its end
+    with suppress(OSError):  # a full disk, which must not stop the work
         os.ftruncate(handle, os.pwrite(handle, content, 0))

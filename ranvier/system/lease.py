@@ -39,7 +39,7 @@ from ranvier.system.untrusted_file import new_file, open_regular_file
 HEARTBEAT_SECONDS = 2.0
 """Time between two heartbeats of an owner."""
 EXPIRY_SECONDS = 30.0
-"""An owner on another machine without a heartbeat for so long is gone."""
+"""An owner on another machine without a heartbeat for this time is gone."""
 WAIT_SECONDS = 5.0
 """Seconds that a start waits for an owner that may be about to exit."""
 _POLL_SECONDS = 0.1
@@ -112,7 +112,7 @@ def _path(folder: Path, generation: int) -> Path:
 
 
 def _generations(folder: Path) -> list[int]:
-    """Generations of the leases in `folder`, rising."""
+    """Generations of the leases in `folder`, in ascending order."""
     return sorted(int(match[1]) for name in os.listdir(folder) if (match := _LEASE.fullmatch(name)))
 
 
@@ -135,7 +135,7 @@ def owner_in(content: bytes) -> Owner | None:
 
 
 def _newest_owner(folder: Path) -> Owner | None:
-    """The owner named in the newest lease of `folder`; None where none can be read."""
+    """The owner named in the newest lease of `folder`; None if none can be read."""
     with suppress(OSError, IndexError):
         return owner_in(_read(_path(folder, _generations(folder)[-1])))
     return None
@@ -143,7 +143,7 @@ def _newest_owner(folder: Path) -> Owner | None:
 
 def is_abandoned(folder: Path) -> bool:
     """Whether the newest owner of `folder` is known to be gone: it has released it, or was a process of this machine.
-    False where nothing is known: no lease, an owner elsewhere."""
+    False if nothing is known: no lease, an owner elsewhere."""
     owner = _newest_owner(folder)
     if owner is None or owner.released:
         return owner is not None
@@ -161,11 +161,11 @@ class _Watch:
         self._beats = False
 
     def is_gone(self, generation: int) -> bool:
-        """Whether the owner of this generation is gone; False if unknown yet. OwnershipError if it is alive."""
+        """Whether the owner of this generation is gone; False if unknown yet. Raises OwnershipError if it is alive."""
         try:
             content = _read(_path(self._folder, generation))
         except FileNotFoundError:
-            return False  # another start has acquired the folder meanwhile: list the generations again
+            return False  # another start has acquired the folder since: list the generations again
         except OSError:
             content = b""  # not a regular file, or not readable: counts as a lease without heartbeat
         owner, now = owner_in(content), time.monotonic()
@@ -222,7 +222,7 @@ class _Held:
         return _path(self.folder, self.generation)
 
     def verify(self) -> None:
-        """OwnershipError unless this owner still owns the folder; OSError if the lease cannot be read."""
+        """Raise OwnershipError unless this owner still owns the folder; OSError if the lease cannot be read."""
         try:
             found = owner_in(_read(self.path))
         except FileNotFoundError:
@@ -292,8 +292,8 @@ def _claim(folder: Path, watch: _Watch, owner: Owner, on_wait: Callable[[str], N
 def check_usable(folders: Sequence[Path], *, tell: Callable[[str], None] = lambda text: None,
                  wait_seconds: float = WAIT_SECONDS) -> None:
     """Refuse early what `Lease.acquire` would refuse: a folder that cannot be written, or that another process of this
-    machine owns. Leaves nothing behind, and waits for an owner that may be about to exit, of which it tells once.
-    Errors as of `acquire`."""
+    machine owns. Leaves nothing behind, and waits for an owner that may be about to exit, which it reports once. Raises
+    the errors of `acquire`."""
     this, reported = Owner.this_process(), False
     for folder in dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders):
         with _writable(folder):
@@ -322,7 +322,7 @@ def _is_owned_here(folder: Path, this: Owner) -> bool:
 
 
 class Lease:
-    """Ownership of several folders at once; a thread sends heartbeats until `release`, or until a folder is lost."""
+    """Ownership of several folders; a thread sends heartbeats until `release`, or until a folder is lost."""
 
     def __init__(self, held: Sequence[_Held], heartbeat_seconds: float) -> None:
         self._held = tuple(held)
@@ -343,7 +343,7 @@ class Lease:
             on_wait: called ten times a second while waiting, with one line about what is waited for.
             heartbeat_seconds, expiry_seconds, wait_seconds: see the constants of this module.
 
-        OwnershipError if one belongs to another run, CheckpointError if one cannot be written.
+        Raises OwnershipError if one belongs to another run, CheckpointError if one cannot be written.
         """
         owner, held = owner or Owner.this_process(), []
         try:
@@ -358,12 +358,12 @@ class Lease:
         return cls(held, heartbeat_seconds)
 
     def check(self) -> None:
-        """OwnershipError if a folder is known to be lost. Reads no file, so it is cheap enough for every step."""
+        """Raise OwnershipError if a folder is known to be lost. Reads no file, so it is cheap enough for every step."""
         if self._lost is not None:
             raise self._lost
 
     def verify(self) -> None:
-        """`check` that reads the lease files; to be called before anything in the folders is renamed or removed.
+        """Check the lease files themselves; to be called before anything in the folders is renamed or removed.
 
         OSError if they cannot be read.
         """

@@ -22,8 +22,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can make kernels for a GPU. torch's builds for CUDA bring it along; to launch kernels it compiles
-    C that includes Python's own headers, and many containers have neither a compiler nor those."""
+    """Whether Triton can make kernels for a GPU. torch's builds for CUDA include it; to launch kernels it compiles C
+    that includes Python's headers, and many containers have neither a compiler nor the headers."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks, for Debian's own
     headers = Path(sysconfig.get_path("include", scheme)) / "Python.h"

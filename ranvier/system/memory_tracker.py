@@ -45,12 +45,12 @@ class MemoryTracker(TorchDispatchMode):
     Not counted: what an operation allocates and frees before it returns; allocators' rounding;
     `untyped_storage().resize_` until an operation next takes or returns the storage, or it is tagged; tensors on the
     meta device, unless with `on_meta` those alone. Tensor subclasses that wrap others count as those. Sparse tensors
-    have no storage of their own: ConfigError.
+    have no storage of their own, and raise ConfigError.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by torch's wrapper, whose first call imports the compiler."""
+        """Avoid torch's wrapper, whose first call imports the compiler."""
         return False
 
     def __init__(self, *, on_meta: bool = False) -> None:
@@ -68,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
     def tag(self, tensors: Iterable[Tensor], category: str, *, place: MemoryPlace = "device") -> None:
         """Count the storages of `tensors` under `category` from now on, whatever their category was before.
 
-        ConfigError for anything other than a tensor with a storage, and for an unknown place.
+        Raises ConfigError for anything other than a tensor with a storage, and for an unknown place.
         """
         _check(place, "MemoryTracker.tag(place=...)")
         for tensor in tensors:
@@ -128,7 +128,7 @@ class MemoryTracker(TorchDispatchMode):
         known, known_bytes = self._counted.get(weakref.ref(storage), (kind, None))
         nbytes = storage.nbytes()
         if (known, known_bytes) == (kind, nbytes):
-            return  # as most that operations take
+            return  # as for most arguments of operations
         self._live[known] -= known_bytes or 0
         self._live[kind] += nbytes
         # Assignment keeps the dict's existing key: of equal weak references, only the first one's callback will run.
@@ -165,7 +165,8 @@ def _storages(tree: object) -> Iterator[torch.UntypedStorage]:
 
 
 def _leaves(tree: object) -> Iterator[object]:
-    """Of what operations take and return, in a fraction of the time of torch's pytrees, which know more kinds."""
+    """Yield the leaves of what operations take and return, in a fraction of the time of torch's pytrees, which support
+    more kinds."""
     if isinstance(tree, (tuple, list)):
         for each in tree:
             yield from _leaves(each)
@@ -176,28 +177,29 @@ def _leaves(tree: object) -> Iterator[object]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device that new tensors may take: what is free, and what torch's allocator keeps of tensors that
-    are gone, such as those of an engine that has been closed."""
+    """Bytes of a CUDA device that new tensors may use: free memory, and memory that torch's allocator keeps of freed
+    tensors, such as those of a closed engine."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def give_back(device: torch.device) -> None:
-    """What torch's allocator keeps of tensors that are gone goes back to the driver of a CUDA device, where
-    communicators and other libraries take theirs."""
+    """Return memory that torch's allocator keeps of freed tensors to the driver of a CUDA device, from which
+    communicators and other libraries allocate."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def forget_trials(device: torch.device) -> None:
-    """What was only measured on a device does not belong to the run: it is given back, and peaks count from here."""
+    """Release memory that was used only for measurements on a device, and reset peaks, so that neither counts for the
+    run."""
     give_back(device)
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory: on CUDA of tensors on the device, elsewhere the process's largest resident size."""
+    """Peak memory in bytes: on CUDA of tensors on the device, elsewhere the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts kilobytes except on macOS

@@ -1,7 +1,7 @@
 """Operations on the meta device, each computed once for every form of its arguments.
 
-torch finds the form of many results in Python there, which takes up to a millisecond where a product takes 25 us; what
-is counted on that device repeats a few forms thousands of times.
+torch computes the form of many results in Python there, which takes up to a millisecond, compared to 25 us for a
+product; counts on that device repeat a few forms thousands of times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Form(NamedTuple):
-    """Of a plain tensor on the meta device."""
+    """Form of a plain tensor on the meta device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -29,14 +29,14 @@ class _Form(NamedTuple):
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOST = 4096
 _known: dict[Hashable, Hashable] = {}
-"""Forms of results, the last `_MOST` of them; None where a result is not new memory throughout."""
+"""Forms of results, the last `_MOST` of them; None if a result is not entirely new memory."""
 
 
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`func(*args, **kwargs)` for an operation that a dispatch mode is given: new tensors of the same form where one
-    with such arguments has run before. Operations that write or return their arguments or are not torch's own, and
-    arguments that are neither plain values nor plain tensors on the meta device, are left to torch, as all is under
-    another mode."""
+    """Return `func(*args, **kwargs)` for an operation that a dispatch mode is given: new tensors of the same form if it
+    has run with such arguments before. Operations that write or return their arguments or are not torch's own, and
+    arguments that are neither plain values nor plain tensors on the meta device, are left to torch, as is everything
+    under another mode."""
     if not _is_functional(func) or torch._C._len_torch_dispatch_stack():
         return func(*args, **kwargs)
     try:
@@ -61,7 +61,8 @@ def _is_functional(func: Any) -> bool:
 
 
 def _form_of(value: Any) -> Hashable:
-    """Equal for values of which an operation makes results of the same form. TypeError where that is not known."""
+    """A key that is equal for values for which an operation makes results of the same form. Raises TypeError if that is
+    not known."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or not value.is_meta or value.layout is not torch.strided:
             raise TypeError
@@ -76,7 +77,7 @@ def _form_of(value: Any) -> Hashable:
 
 
 def _made(form: Any) -> Any:
-    """New tensors of such a form."""
+    """Make new tensors of such a form."""
     if isinstance(form, _Form):
         return form.new()
     kind, *values = form
@@ -84,7 +85,7 @@ def _made(form: Any) -> Any:
 
 
 def _form_of_new(result: Any, given: Any) -> Hashable:
-    """The form of what an operation returns; None if that is not new memory throughout, whatever its schema says."""
+    """The form of what an operation returns; None if that is not entirely new memory, whatever its schema says."""
     made = _tensors(result)
     if not made or type(result) not in (Tensor, tuple, list):
         return None

@@ -1,8 +1,8 @@
 """Pinned (page-locked) host memory, from which a CUDA device copies without waiting for the host.
 
 torch's allocator of pinned memory rounds a request up to a power of two: 20.1 GiB take 32. Large tensors are therefore
-ordinary memory that is registered with the driver, in one call, at their own size. What is at most GRANULE is left to
-torch, which uses it again without asking the driver.
+ordinary memory that is registered with the driver, in one call, at their own size. Requests of at most GRANULE are left
+to torch, which reuses memory without calling the driver.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from ranvier.errors import OutOfMemory
 
 _ALIGNMENT = 64
 GRANULE = 1 << 30
-"""Bytes up to which torch's allocator is used; it wastes at most as much again."""
+"""Bytes up to which torch's allocator is used; it wastes at most the same amount."""
 
 
 def pinned_together(like: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor of the shape and dtype of each of these, all in one piece of pinned host memory; as `pinned_zeros`."""
+    """A tensor of the shape and dtype of each of these, all in one piece of pinned host memory. Raises as
+    `pinned_zeros`."""
     if not like:
         return []
     stops = list(accumulate((-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in like),
@@ -35,8 +36,8 @@ def pinned_together(like: Sequence[Tensor]) -> list[Tensor]:
 
 def pinned_zeros(size: int, dtype: torch.dtype, where: str = "optimizer states in host memory",
                  instead: str = "`--optim.offload none`") -> Tensor:
-    """A tensor of `size` zeros in pinned host memory. OutOfMemory if the driver refuses to register it. where, instead:
-    for that error, what it holds, and the setting that needs none of it."""
+    """A tensor of `size` zeros in pinned host memory. Raises OutOfMemory if the driver refuses to register it. where,
+    instead: for that error, what the memory holds, and the setting that does not need it."""
     if size * dtype.itemsize <= GRANULE:
         return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
     tensor = torch.zeros(size, dtype=dtype, device="cpu")

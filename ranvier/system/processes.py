@@ -43,7 +43,8 @@ class Process:
 
     @property
     def _status(self) -> str | None:
-        """None: it has ended. One that cannot be seen now, such as for want of file handles, has not."""
+        """Status of the process; None if it has ended. A process that cannot be inspected now, for example for lack of
+        file handles, has not."""
         try:
             return str(self.handle.status()) if self.handle.is_running() else None
         except psutil.NoSuchProcess:

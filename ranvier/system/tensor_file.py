@@ -38,7 +38,7 @@ class Slot:
 
 
 def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
-    """`slots` in their order, split into files of at most `most_bytes`; a larger tensor has a file of its own."""
+    """`slots` in their order, split into files of at most `most_bytes`; a larger tensor gets its own file."""
     found: list[list[Slot]] = [[]]
     room = most_bytes
     for slot in slots:
@@ -51,8 +51,8 @@ def shards(slots: Sequence[Slot], most_bytes: int) -> list[list[Slot]]:
 
 
 def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], most_bytes: int) -> list[str]:
-    """Write model.safetensors, or numbered files as of `shards` and their index. Returns the names of the files.
-    tensors: in the order of `slots`, taken one by one. Errors as of `write_tensors`."""
+    """Write model.safetensors, or numbered files as split by `shards` and their index. Returns the names of the files.
+    tensors: in the order of `slots`, taken one by one. Raises the errors of `write_tensors`."""
     parts, left = shards(slots, most_bytes), iter(tensors)
     names = ["model.safetensors"] if len(parts) == 1 else [
         f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
@@ -67,7 +67,8 @@ def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], 
 
 def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Write `tensors`, which are taken one by one, to the places of `slots`. Returns the size of the file and its
-    CRC-32. OSError if they cannot be written; ValueError for a tensor of another dtype or shape than its slot."""
+    CRC-32. Raises OSError if they cannot be written; ValueError for a tensor of another dtype or shape than its
+    slot."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place = 0
     for slot in slots:
@@ -85,7 +86,7 @@ def write_tensors(path: Path, slots: Sequence[Slot], tensors: Iterable[Tensor]) 
 
 
 def _bytes(first: list[bytes], slots: Sequence[Slot], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    """All bytes of a file, in pieces."""
+    """Yield all bytes of a file, in pieces."""
     yield from first
     for slot, tensor in zip(slots, tensors, strict=True):
         if tensor.dtype is not slot.dtype or tuple(tensor.shape) != slot.shape:

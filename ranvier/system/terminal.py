@@ -24,21 +24,22 @@ DEFAULT_WIDTH = 80
 _LEAST_WIDTH = 40
 """Narrower terminals break lines themselves."""
 _TEXT_WIDTH = 16
-"""A column of words is made narrower than its words need, but not than this, before columns move below."""
+"""A column of words is made narrower than its text, but not narrower than this, before columns move to a further
+table."""
 _GAP = 2
 
 
 def print_stderr(text: str) -> None:
-    """Print `text` to standard error with one write, so that lines of several processes do not mix. Where it cannot be
-    printed, nothing else changes: Ctrl-C ends `| tee log`, too, and a terminal may be gone."""
+    """Print `text` to standard error with one write, so that lines of several processes do not mix. If it cannot be
+    printed, nothing else changes: Ctrl-C also ends `| tee log`, and a terminal may be gone."""
     with suppress(OSError, ValueError):  # ValueError: it is closed
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
 
 def open_closed_streams() -> None:
-    """Have standard input, output and error be /dev/null where the caller closed them (`>&-`): the next file that is
-    opened would take the number of one, and get what this process or a child of it prints."""
+    """Redirect standard input, output and error to /dev/null if the caller closed them (`>&-`): otherwise the next file
+    that is opened would get the number of one, and what this process or a child prints."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -48,10 +49,10 @@ def open_closed_streams() -> None:
 
 
 class _OutputFile(io.FileIO):
-    """Output that is discarded where nobody reads its pipe any more."""
+    """Output that is discarded when its pipe has no reader any more."""
 
     def write(self, data: Any, /) -> int:
-        """As of FileIO, without BrokenPipeError."""
+        """Write as FileIO does, without BrokenPipeError."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -59,8 +60,8 @@ class _OutputFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Have this process's standard output and error discard what nobody reads any more (`| head -1`): what a command
-    does, and its exit code, do not depend on it."""
+    """Have this process's standard output and error discard what is no longer read (`| head -1`), so that a command's
+    actions and exit code do not depend on it."""
     if sys.stdout is sys.__stdout__:
         sys.stdout = _outliving(sys.stdout)
     if sys.stderr is sys.__stderr__:
@@ -79,12 +80,13 @@ def _outliving(stream: Any) -> Any:
 
 
 def terminal_width() -> int:
-    """Characters in a line: those that COLUMNS says, else those of the terminal, else 80; never under 40."""
+    """Characters in a line: the value of COLUMNS, else the width of the terminal, else 80; never under 40."""
     return max(_LEAST_WIDTH, shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns)
 
 
 def three_digits(number: float) -> str:
-    """With at least three significant digits, so that no small number reads as zero: 12,345, 12.3, 0.0461, 0."""
+    """Format a number with at least three significant digits, so that no small number reads as zero: 12,345, 12.3,
+    0.0461, 0."""
     return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}" if number > 0 else f"{number:,.0f}"
 
 
@@ -100,9 +102,9 @@ def memory_text(size_bytes: int) -> str:
 
 
 def wrap_text(text: str, width: int, indent: int | None = None) -> str:
-    """`text` with its lines broken between words where they are longer than `width`. Words are never broken.
+    """Return `text` with lines that are longer than `width` broken between words. Words are never broken.
 
-    indent: spaces before the rest of a line; by default two more than before its beginning.
+    indent: spaces before continuation lines; by default two more than before the first.
     """
     def broken(line: str) -> str:
         if len(line) <= width:
@@ -115,12 +117,13 @@ def wrap_text(text: str, width: int, indent: int | None = None) -> str:
 
 
 def prose(text: str, stream: TextIO, indent: int | None = None) -> str:
-    """Sentences for `stream`: `wrap_text` to the width of a terminal, or to COLUMNS; unchanged for files and pipes."""
+    """Wrap sentences for `stream` by `wrap_text` to the width of a terminal, or to COLUMNS; unchanged for files and
+    pipes."""
     return wrap_text(text, terminal_width(), indent) if stream.isatty() or os.environ.get("COLUMNS") else text
 
 
 def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:
-    """`parts` with two spaces between them, on as many lines as they need; the second and further are indented."""
+    """Join `parts` with two spaces, on as many lines as they need; all lines but the first are indented."""
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + _GAP + len(part) <= width:
@@ -132,13 +135,13 @@ def fields(parts: Sequence[str], width: int, indent: int = 2) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """A table of which no number is broken or cut off, whatever the width: columns of words get narrower first; then
-    columns that do not fit move to a further table below, beside the first ones again. A word is never broken, so that
-    a long path makes its line longer than the width.
+    """A table that never breaks or cuts off a number, whatever the width: columns of words get narrower first; then
+    columns that do not fit move to a further table below, which repeats the first columns. A word is never broken, so a
+    long path makes its line longer than the width.
 
     header, rows: the cells; a name may have several lines. words: numbers of the columns that hold words, not numbers.
-    keys: first columns, which say what a row is about, and are never broken. styles: one for each row, as rich has
-    them, or none at all.
+    keys: number of first columns, which identify a row, and are never broken. styles: one for each row, in rich's
+    notation, or none at all.
     """
 
     header: Sequence[str]
@@ -170,7 +173,7 @@ class TextTable:
                     yield line, self.styles[place] if self.styles else None
 
     def _row(self, columns: Sequence[int], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-        """The lines of one row."""
+        """Yield the lines of one row."""
         broken = [[part for line in cell.split("\n") for part in textwrap.wrap(
             line, width, break_long_words=False, break_on_hyphens=False) or [""]]
             for cell, width in zip(cells, widths, strict=True)]
@@ -193,7 +196,7 @@ class TextTable:
         return parts
 
     def _widths(self, columns: Sequence[int], width: int) -> list[int]:
-        """The width of each column: the widest ones of words get narrower until all fit."""
+        """The width of each column: the widest columns of words get narrower until all fit."""
         widths = {column: self._natural(column) for column in columns}
         while sum(widths.values()) + _GAP * (len(columns) - 1) > width:
             narrower = [column for column in columns if self._may_narrow(column) and widths[column] > _TEXT_WIDTH]
@@ -211,7 +214,8 @@ class TextTable:
 
 
 class Screen:
-    """Prints sentences and tables on a stream as they fit there; colours on terminals only, and obeying NO_COLOR."""
+    """Prints sentences and tables on a stream, fitted to its width; colours only on terminals, and respecting
+    NO_COLOR."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -220,7 +224,7 @@ class Screen:
         self._console = Console(file=stream, highlight=False, markup=False, emoji=False)
 
     def print(self, what: str | TextTable = "", style: str | None = None) -> None:
-        """Print a sentence, or lines of them, or a table. style: as rich has it, of a sentence."""
+        """Print a sentence, or lines of them, or a table. style: of a sentence, in rich's notation."""
         lines = what.lines(terminal_width()) if isinstance(what, TextTable) else [(prose(what, self._stream), style)]
         for line, its_style in lines:
             self._console.print(line, style=its_style, soft_wrap=True)

@@ -1,13 +1,13 @@
-"""Files that somebody else may have left: how they are opened, for reading, writing and locking.
+"""Files that another user may have left: how they are opened, for reading, writing and locking.
 
     open_regular_file, read_bytes               a regular file, of limited size; neither a FIFO nor a device blocks
-    read_json, read_toml                        a document in one
-    parse_json, parse_toml                      a document of limited depth, or a ValueError and nothing else
-    is_unicode                                  a text that files and tokenizers take
-    member                                      a file of a folder, and no link that leads out of it
+    read_json, read_toml                        the document in such a file
+    parse_json, parse_toml                      a document of limited depth; they raise only ValueError
+    is_unicode                                  a text that files and tokenizers accept
+    member                                      a file of a folder, but no link that leads out of it
     new_file, append_file, open_lock            never through a symbolic link
 
-Files of data that the user names himself need none of this.
+Data files that the user names explicitly need none of this.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from typing import Any, BinaryIO, TextIO
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_DEPTH = 200
-"""Objects and lists in one another: far below what the interpreter can print, copy and write."""
+"""Nesting of objects and lists: far below what the interpreter can print, copy and write."""
 _MOST_KEYS = 32
 _PART = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _DOTTED = re.compile(rf"(?<![\w\-\\])(?:{_PART}\.[ \t]*+){{{_MOST_KEYS}}}")
-"""A name of more parts than `_MOST_KEYS`. For one of n parts tomllib stores n * n / 2 names: gigabytes for 64 KiB."""
+"""A name of more parts than `_MOST_KEYS`. For a name of n parts tomllib stores n * n / 2 names: gigabytes for 64
+KiB."""
 
 
 def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unshared: bool = False) -> BinaryIO:
-    """Open a regular file for reading, without ever blocking. OSError if `path` is anything else.
+    """Open a regular file for reading, without ever blocking. Raises OSError if `path` is anything else.
 
-    links: accept symbolic links. own: refuse symbolic links, and files of other users than that of this process.
-    unshared: refuse files that belong to another user than this one and root, and those that everybody may write.
+    links: accept symbolic links. own: refuse symbolic links, and files of users other than this process's. unshared:
+    refuse files of users other than this one and root, and those that everybody may write.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own or not links else 0))
@@ -59,17 +60,18 @@ def open_regular_file(path: Path, *, links: bool = True, own: bool = False, unsh
 
 
 def _writers(status: os.stat_result) -> str | None:
-    """Description of others who may write a file; None if nobody may. Its group may: the user chooses that."""
+    """Description of others who may write a file; None if no others may. Its group may: that is the user's choice."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (uid {status.st_uid})"
     return "may be written by everybody" if status.st_mode & stat.S_IWOTH else None
 
 
 def read_bytes(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> bytes:
-    """All of a file; the arguments are those of `open_regular_file`. OSError, and ValueError if it is larger."""
+    """Read all of a file; other arguments as for `open_regular_file`. Raises OSError, and ValueError if it is
+    larger."""
     with open_regular_file(path, own=own, unshared=unshared) as file:
         parts, left = list[bytes](), most_bytes + 1
-        while left and (part := file.read(min(left, 1 << 20))):  # which takes memory for as much as it may return
+        while left and (part := file.read(min(left, 1 << 20))):  # read allocates as much memory as it may return
             parts.append(part)
             left -= len(part)
     if not left:
@@ -78,8 +80,8 @@ def read_bytes(path: Path, most_bytes: int, *, own: bool = False, unshared: bool
 
 
 def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool = False) -> object:
-    """The JSON document in a file. As `read_bytes`, and as `parse_json`; ValueError also for half of a surrogate pair,
-    which no library takes for a character."""
+    """Read the JSON document in a file. Raises as `read_bytes` and `parse_json`, and ValueError for half of a surrogate
+    pair, which no library accepts as a character."""
     content = read_bytes(path, most_bytes, own=own, unshared=unshared)
     found = parse_json(content)
     may_have_half = b"\\ud" in content.lower() or b"\0" in content  # an escape, or UTF-16
@@ -89,7 +91,7 @@ def read_json(path: Path, most_bytes: int, *, own: bool = False, unshared: bool 
 
 
 def json_object(path: Path, most_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file that a reader can do without; empty where none can be read."""
+    """Read the JSON object in an optional file; empty if none can be read."""
     with suppress(OSError, ValueError):
         if isinstance(found := read_json(path, most_bytes), dict):
             return found
@@ -97,12 +99,12 @@ def json_object(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def read_toml(path: Path, most_bytes: int, *, own: bool = False) -> dict[str, Any]:
-    """The TOML document in a file. As `read_bytes`, and as `parse_toml`."""
+    """Read the TOML document in a file. Raises as `read_bytes` and `parse_toml`."""
     return parse_toml(read_bytes(path, most_bytes, own=own).decode())
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which no file of text can hold and no tokenizer takes."""
+    """Whether a text has no half of a surrogate pair, which no text file can hold and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -111,12 +113,12 @@ def is_unicode(text: str) -> bool:
 
 
 def parse_json(content: bytes | str) -> object:
-    """The JSON document in a text. ValueError for what is not JSON, or is nested too deeply."""
+    """Parse the JSON document in a text. Raises ValueError for text that is not JSON, or is nested too deeply."""
     return _parse(json.loads, content)
 
 
 def parse_toml(content: str) -> dict[str, Any]:
-    """The TOML document in a text. ValueError for what is no TOML, or is nested too deeply."""
+    """Parse the TOML document in a text. Raises ValueError for text that is not TOML, or is nested too deeply."""
     if _DOTTED.search(content):
         raise ValueError(f"has a name of more than {_MOST_KEYS} parts")
     found: dict[str, Any] = _parse(tomllib.loads, content)
@@ -138,8 +140,8 @@ def _parse(parser: Callable[[Any], Any], content: bytes | str) -> Any:
 
 
 def member(folder: Path, name: str) -> Path:
-    """The path of the regular file `name` of `folder`. OSError when it is missing, is not a regular file, or is a link
-    to elsewhere: links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    """The path of the regular file `name` of `folder`. Raises OSError if it is missing, is not a regular file, or is a
+    link to elsewhere: links may lead only to the blobs of Hugging Face's cache, to which its snapshots link."""
     path = folder / name
     try:
         if path.is_symlink():
@@ -155,18 +157,18 @@ def member(folder: Path, name: str) -> Path:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """A file that did not exist, for writing. OSError, also where a link has its name."""
+    """Create a file for writing. Raises OSError, also if the name exists, even as a link."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666), "wb")
 
 
 def append_file(path: Path) -> TextIO:
-    """A regular file for UTF-8 text at its end. OSError, also for a link."""
+    """Open a regular file to append UTF-8 text. Raises OSError, also for a link."""
     return os.fdopen(_open_for_writing(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
 
 def open_lock(path: Path) -> int:
-    """A handle of the lock file `path`, which is made where it is missing. OSError for a link, of either kind, and for
-    anything but a regular file: what holds the lock writes its name there."""
+    """Open the lock file `path`, which is created if it is missing. Raises OSError for a symbolic or hard link, and for
+    anything but a regular file: the holder of the lock writes its name there."""
     return _open_for_writing(path, os.O_RDWR)
 
 
