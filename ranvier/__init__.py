@@ -82,7 +82,7 @@ _HOMES = {
     "ranvier.train": ("train",),
     "ranvier.world": ("World",),
 }
-"""Module -> the public names that it has: what type checkers read above."""
+"""Module -> its public names; type checkers read the imports above."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = ("tensor", "testing")
 """Packages that programs use by their full names: ranvier.testing.check_blocks."""
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     home = importlib.import_module(_HOME_OF[name])
-    found = globals()[name] = globals().get(name) or getattr(home, name)  # a package of this name is one by now
+    found = globals()[name] = globals().get(name) or getattr(home, name)  # a package of this name is set by now
     return found
 
 

@@ -1,4 +1,4 @@
-"""The command `ranvier`, also as `python -m ranvier`, where no script of that name is on the path."""
+"""The command `ranvier`, also as `python -m ranvier`, if no script of that name is on the path."""
 
 import os
 import sys
@@ -19,5 +19,5 @@ def main() -> NoReturn:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
-        del sys.path[0]  # which -m puts there: no file of the current folder takes the place of a package
+        del sys.path[0]  # which -m adds: no file of the current folder may shadow a package
     main()

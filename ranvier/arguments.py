@@ -1,11 +1,11 @@
-"""Arguments of public functions, checked by their annotations, and the words for what they may be.
+"""Checks arguments of public functions by their annotations, and describes valid values.
 
     def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto") -> dict[str, nn.Module]:
         check_arguments(blocks_of, locals())
 
     blocks_of(module, cut=3)        ConfigError: blocks_of(cut=...): must be a list, each text, or auto (got 3)
 
-The words are also those of settings, in flags and recipes (`ranvier.config.read`).
+Settings in flags and recipes have the same descriptions (`ranvier.config.read`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from ranvier.errors import ConfigError
 
 
 def check_arguments(function: Callable[..., object], given: Mapping[str, object], *, but: Collection[str] = ()) -> None:
-    """ConfigError for the first argument that does not fit its annotation.
+    """Raise ConfigError for the first argument that does not fit its annotation.
 
-    function: a function, or a dataclass. given: its `locals()`, or its fields. but: arguments that it checks itself.
+    function: a function, or a dataclass. given: its `locals()`, or its fields. but: arguments that the function checks
+    itself.
     """
     for name, annotation in _annotations(function).items():
         if name not in but and not fits(given[name], annotation):
@@ -38,7 +39,7 @@ def check_arguments(function: Callable[..., object], given: Mapping[str, object]
 
 
 def malformed_argument_error(where: str, annotation: Any, value: object, default: object) -> ConfigError:
-    """The error for a value that does not fit. default: `inspect.Parameter.empty` where there is none."""
+    """The error for a value that does not fit. default: `inspect.Parameter.empty` if there is none."""
     left_out = "" if default is inspect.Parameter.empty else f", or leave it out for {default!r}"
     text = repr(value)
     return ConfigError(f"must be {describe(annotation)}", code="malformed-argument", where=where,
@@ -48,7 +49,7 @@ def malformed_argument_error(where: str, annotation: Any, value: object, default
 
 @cache
 def _annotations(function: Callable[..., object]) -> Mapping[str, Any]:
-    """Of the arguments whose types are there when the program runs, and not for type checkers alone."""
+    """Annotations of the arguments whose types exist at run time, and not only for type checkers."""
     plain, found = inspect.unwrap(function), dict[str, Any]()
     for name, annotation in inspect.get_annotations(plain).items():
         with suppress(NameError):
@@ -62,13 +63,13 @@ def _annotations(function: Callable[..., object]) -> Mapping[str, Any]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether `value` is one of the annotation's, or counts as one: NumPy's numbers, and tensors of one number."""
+    """Whether `value` fits the annotation, or counts as fitting: NumPy's numbers, and tensors of one number."""
     return any([_fits_one(value, *alternative) for alternative in _read(annotation)])
 
 
 @cache
 def _read(annotation: Any) -> list[tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]]:
-    """Of each type of a union: itself without its bounds, its origin, its arguments, and the bounds."""
+    """For each type of a union: the type without its bounds, its origin, its arguments, and the bounds."""
     return [(kind, get_origin(kind), get_args(kind), getattr(alternative, "__metadata__", ()))
             for alternative in alternatives(annotation) for kind in [bare(alternative)]]
 
@@ -114,7 +115,7 @@ def _number(value: Any, kind: type) -> int | float | None:
 
 _LIMITS = ((annotated_types.Ge, "ge", operator.ge, "of at least"), (annotated_types.Gt, "gt", operator.gt, "above"),
            (annotated_types.Le, "le", operator.le, "of at most"), (annotated_types.Lt, "lt", operator.lt, "below"))
-"""Bounds of a number: the attribute, the comparison and the words of each."""
+"""Bounds of a number: the attribute, the comparison and the description of each."""
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def bare(annotation: Any) -> Any:
 
 
 def words(annotation: Any) -> list[str]:
-    """The words that a field, or an item of its list, may have, of those that are listed: "fp32", "bf16", "fp16"."""
+    """The literal values that a field, or an item of its list, may have: "fp32", "bf16", "fp16"."""
     kinds = [kind for alternative in map(bare, alternatives(annotation))
              for kind in (map(bare, get_args(alternative)) if get_origin(alternative) is tuple else [alternative])]
     return [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]

@@ -3,8 +3,7 @@
 A block is an `nn.Module` whose forward takes and returns the *carried state*: one tensor, a dict of named tensors
 (hidden states, a mask, positions), or a tuple or list. A block is never split over stages; a stage is a run of
 consecutive blocks. The loss takes what the last block returns and the targets and gives (sum, weight): the sum of the
-losses of the valid targets, and how many those are. Blocks are built lazily, so that a rank builds only the blocks it
-holds.
+losses of the valid targets, and their number. Blocks are built lazily, so that a rank builds only the blocks it holds.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from ranvier.layout import frozen_blocks
 from ranvier.sent_values import SENT, NotSent, dataclass_hint, pack, unpack
 
 INITIAL_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements that are initialised at once. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; a GPU
-is busy with this many, and its temporaries take some 200 MB."""
+"""Elements that are initialised together. On a CPU the fp64 and int64 temporaries of this many fit a core's cache; on a
+GPU this many occupy the device, and their temporaries take some 200 MB."""
 
 KEPT_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
-"""Attributes of a model of transformers: names of what stays in fp32 beside half precision, and beside fp16 alone."""
+"""Attributes of a model of transformers: names of what stays in fp32 with half precision, and with fp16 only."""
 
 State = Tensor | dict[str, Tensor]
-"""The carried state, which blocks hand on: one tensor, or a dict of named tensors. A block may also hand on a tuple,
-NamedTuple, list or dict, nested too, with a tensor, and beside tensors None, sizes, whole numbers, devices and dtypes
-(`sent_values`); anything else is refused."""
+"""The carried state, which blocks pass on: one tensor, or a dict of named tensors. A block may also pass on a tuple,
+NamedTuple, list or dict, also nested, with at least one tensor, and besides tensors None, sizes, whole numbers, devices
+and dtypes (`sent_values`); anything else is refused."""
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float | int]]
 """(what the last block returns, targets) -> (sum of losses, weight). Both arguments are the user's own."""
 
 Modules = nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[nn.Module] | Mapping[str, nn.Module]
-"""Blocks that exist already, in order."""
+"""Existing blocks, in order."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,14 @@ class Model:
     loss: (what the last block returns, targets) -> (sum of losses, weight).
     tied: groups of full parameter names ("block.parameter") that are one parameter; the first is its owner.
     initial: full parameter name -> its initial values, drawn from the seed; None keeps the builders' values.
-    layers: block names grouped into the layers that checkpoint intervals and freezing count; () where unknown.
-    alike: block -> an earlier one with the same computation and parameters of the same shapes, both trainable or both
+    layers: block names grouped into the layers that checkpoint intervals and freezing count; () if unknown.
+    alike: block -> an earlier block with the same computation and parameters of the same shapes, both trainable or both
         frozen, so that counting one of them is enough.
     untied: parameter -> its former owner, if a tie has ended because one of the two is frozen (see `freeze`). It starts
         with the owner's values and optimizer states, and settings that name the owner apply to it.
     quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
-    keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 beside half
-        precision.
+    keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 with half
+    precision.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]
@@ -90,9 +89,9 @@ class Model:
     def __post_init__(self) -> None:
         check_arguments(Model, vars(self))
         if isinstance(self.loss, type):
-            raise ModelError("is a class, and no loss", code="loss-is-class", where="loss", value=self.loss.__name__,
+            raise ModelError("is a class, not a loss", code="loss-is-class", where="loss", value=self.loss.__name__,
                              remedy="Pass f with f(output, targets) -> (sum of losses, number of valid targets), or "
-                                    "an object of the class that is called so.")
+                                    "a callable object of the class.")
         if not self.blocks:
             raise ModelError("has no blocks", code="model-without-blocks", where="model",
                              remedy="Give at least one named block.")
@@ -107,19 +106,19 @@ class Model:
 
 
 def all_like_first(layers: Sequence[Sequence[str]]) -> dict[str, str]:
-    """`Model.alike` where all layers are like the first."""
+    """`Model.alike` if all layers are like the first."""
     return {block: first for layer in layers[1:] for block, first in zip(layer, layers[0], strict=True)}
 
 
 def alike_by_kind(kinds: Mapping[str, Hashable]) -> dict[str, str]:
-    """`Model.alike` where blocks of one kind are alike. kinds: of each block, in order."""
+    """`Model.alike` if blocks of one kind are alike. kinds: of each block, in order."""
     first: dict[Hashable, str] = {}
     return {name: earlier for name, kind in kinds.items() if (earlier := first.setdefault(kind, name)) != name}
 
 
 def frozen_prefix(model: Model, num_layers: int) -> int:
     """Number of blocks that are frozen with the first `num_layers` layers (see `ranvier.layout.frozen_blocks`).
-    ModelError where the model does not say what its layers are, or has fewer."""
+    Raises ModelError if the model does not declare its layers, or has fewer."""
     if not 0 <= num_layers <= len(model.layers):
         raise ModelError(f"is not a number of layers that the model has ({len(model.layers)})",
                          code="frozen-layers-count", where="frozen layers", value=num_layers,
@@ -140,15 +139,15 @@ def untrained_layers(model: Model) -> int:
 
 
 def still_frozen(model: Model, num_layers: int) -> int:
-    """Of the first `num_layers` layers, which are frozen, the number that must stay frozen, because with fewer a tie
-    that has ended would come back."""
+    """Number of layers, of the first `num_layers`, which are frozen, that must stay frozen, because with fewer a tie
+    that has ended would be restored."""
     ended = _ties_with_frozen(model, num_layers)[:2]
     return min(depth for depth in range(num_layers + 1) if _ties_with_frozen(model, depth)[:2] == ended)
 
 
 def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
-    """The same model with its first layers (see `frozen_prefix`) frozen, and the weights of the layers in `above`.
-    ModelError if one of these shares a weight with a trainable block.
+    """Return the model with its first layers (see `frozen_prefix`) frozen, and the weights of the layers in `above`.
+    Raises ModelError if one of these shares a weight with a trainable block.
 
     A tie between parameters that freeze at different depths, or never, ends when the first of them freezes. That one
     keeps its values, and the others continue with separate weights (`Model.untied`), which start from the tied values;
@@ -165,13 +164,13 @@ def freeze(model: Model, num_layers: int, above: Sequence[int] = ()) -> Model:
 
 
 def without_gradients(model: Model) -> Model:
-    """The same model for forwards alone: none of its parameters trains, so that no rank has memory for gradients."""
+    """Return the model for forwards only: none of its parameters trains, so no rank allocates gradients."""
     return replace(model, blocks={name: partial(_build_frozen, build, ()) for name, build in model.blocks.items()})
 
 
 def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
-    """The blocks of a layer above the first trainable one, `num_layers`. ModelError if it is not such a layer, or
-    shares a weight with other blocks."""
+    """The blocks of a layer above the first trainable one, `num_layers`. Raises ModelError if it is not such a layer,
+    or shares a weight with other blocks."""
     if not num_layers < layer < len(model.layers):
         raise ModelError(f"is not a layer above the first one that trains, {num_layers}, of {len(model.layers)} layers",
                          code="frozen-above-layer", where="frozen_above", value=layer,
@@ -186,7 +185,7 @@ def _blocks_above(model: Model, num_layers: int, layer: int) -> set[str]:
 
 
 def _build_frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.Module:
-    """A frozen block. copied: its parameters that it shares with another block, which may be trainable."""
+    """Build a frozen block. copied: parameters that it shares with another block, which may be trainable."""
     module = build()
     for name in copied:
         path, _, leaf = name.rpartition(".")
@@ -196,8 +195,8 @@ def _build_frozen(build: Callable[[], nn.Module], copied: Sequence[str]) -> nn.M
 
 def _ties_with_frozen(model: Model, num_layers: int) -> tuple[
         tuple[tuple[str, ...], ...], dict[str, str], dict[str, list[str]]]:
-    """`Model.tied` and `Model.untied` with the first layers frozen, and block -> its frozen parameters that are one
-    object with one of another group. Which ends stay together depends on depths alone, not on when layers froze."""
+    """`Model.tied` and `Model.untied` with the first layers frozen, and block -> its frozen parameters that are the
+    same object as one of another group. Which ends stay together depends only on depths, not on when layers froze."""
     blocks = list(model.blocks)
     counts = [frozen_blocks(model.layers, blocks, depth) for depth in range(len(model.layers) + 1)]
     tied: list[tuple[str, ...]] = []
@@ -237,10 +236,10 @@ def _parameters_of(model: Model, names: Sequence[str]) -> dict[str, nn.Parameter
 
 
 def as_model(model: Model | Modules, loss: Loss | None) -> Model:
-    """Any list of blocks as a `Model`. Parameters that two blocks share are declared as tied. A loss with
+    """Convert any list of blocks to a `Model`. Parameters that two blocks share are declared as tied. A loss with
     parameters or buffers becomes an additional last block.
 
-    ModelError for anything else, and if the loss is missing or given twice.
+    Raises ModelError for anything else, and if the loss is missing or given twice.
     """
     if isinstance(model, Model):
         if loss is not None:
@@ -271,13 +270,13 @@ def as_model(model: Model | Modules, loss: Loss | None) -> Model:
 
 
 def _modules_of(model: nn.Module) -> Mapping[str, Any]:
-    """The modules of a container that is used as a list of blocks. ModelError for any other module."""
+    """The modules of a container that is used as a list of blocks. Raises ModelError for any other module."""
     if not isinstance(model, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         raise ModelError("is not a list of blocks", code="module-not-blocks", where="model", value=type(model).__name__,
                          remedy="Pass ranvier.blocks_of(model), or a list of modules that are called one after the "
                                 "other.")
     if lost := beside_modules(model):
-        remedy = "Pass ranvier.blocks_of(model), which takes a module with a forward of its own."
+        remedy = "Pass ranvier.blocks_of(model), which takes a module with its own forward."
         if type(model) in CONTAINERS:
             remedy = "Give these to its modules, or to a module around it that ranvier.blocks_of takes."
         raise ModelError(f"has more than modules, which blocks would lose: {', '.join(lost)}",
@@ -286,7 +285,7 @@ def _modules_of(model: nn.Module) -> Mapping[str, Any]:
 
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Exactly these are taken apart: a subclass may do anything."""
+"""Only exactly these classes are split into their modules: a subclass may do anything."""
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with hooks that run when it is called, which do not run for its parts."""
@@ -314,7 +313,7 @@ def ready_made(model: Model) -> dict[str, nn.Module]:
 
 
 def keep_names(whole: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Note in each of the blocks of `whole` what its parameters and buffers are called there, for `names_in_whole`."""
+    """Record in each block of `whole` the names of its parameters and buffers there, for `names_in_whole`."""
     names: dict[int, list[str]] = {}
     for name, tensor in named_tensors(whole):
         names.setdefault(id(tensor), []).append(name)
@@ -325,7 +324,7 @@ def keep_names(whole: nn.Module, blocks: Iterable[nn.Module]) -> None:
 
 def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
     """"block.parameter", and "block.buffer" -> its names in the module that the blocks were made of (`keep_names`), or
-    in its block where it has several."""
+    in its block if it has several."""
     found: dict[str, tuple[str, ...]] = {}
     for block, module in ready_made(model).items():
         found |= {names[0]: names for names in several_names(
@@ -335,7 +334,8 @@ def names_in_whole(model: Model) -> dict[str, tuple[str, ...]]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and all buffers, also those that are not saved: what a module computes depends on them as well."""
+    """Yield parameters and all buffers, including those that are not saved: what a module computes also depends on
+    them."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -349,7 +349,7 @@ class LossBlock(nn.Module):
         self.loss = loss
 
     def forward(self, state: State) -> State:
-        """`state`."""
+        """Return `state`."""
         return state
 
 
@@ -359,7 +359,7 @@ def _has_state(loss: Loss) -> TypeGuard[nn.Module]:
 
 
 def _free_name(blocks: Collection[str]) -> str:
-    """The name of a loss's block."""
+    """An unused name for the block of a loss."""
     name = "loss"
     while name in blocks:
         name += "_"
@@ -367,7 +367,7 @@ def _free_name(blocks: Collection[str]) -> str:
 
 
 def _with_loss_block(model: Model) -> Model:
-    """The model with a block for its loss, where that has parameters or buffers, and no block yet."""
+    """Return the model with a block for its loss, if that has parameters or buffers, and no block yet."""
     if not _has_state(model.loss):
         return model
     with meta_device():
@@ -383,7 +383,7 @@ def _with_loss_block(model: Model) -> Model:
 
 
 def _ready_made(module: nn.Module) -> nn.Module:
-    """The builder of a block that exists already."""
+    """The builder of an existing block."""
     return module
 
 
@@ -412,7 +412,7 @@ def initialise(parameter: Tensor, name: str, initial: Initial, seed: int,
     if not shape:
         parameter.copy_(draw(key, torch.zeros((), dtype=torch.int64, device=parameter.device)) * initial.scale)
         return
-    if box[1:] == [(0, size) for size in shape[1:]] and parameter.is_contiguous():  # whole rows: one range of numbers
+    if box[1:] == [(0, size) for size in shape[1:]] and parameter.is_contiguous():  # full rows: one range of numbers
         width = prod(shape[1:])
         shape, box, parameter = (shape[0] * width,), [(box[0][0] * width, box[0][1] * width)], parameter.view(-1)
     first, last = box[0]
@@ -443,7 +443,7 @@ _FILLS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Blocks that are built inside have no storage, as under `torch.device("meta")`, and no initial values.
+    """Context in which built blocks have no storage, as under `torch.device("meta")`, and no initial values.
 
     Torch draws numbers on the meta device in Python, which takes longer than the rest of building a block, and loads
     its compiler for the first ones, which takes a second.
@@ -456,9 +456,9 @@ def meta_device() -> Iterator[None]:
 
 
 def as_named_tensors(state: object, where: str, *, is_input: bool = False) -> dict[str, Tensor]:
-    """A carried state as named tensors. A single tensor has the name "", and anything but a tensor or a dict of
-    named tensors is packed (`sent_values`). ModelError if that is not possible, or if there is no tensor. is_input:
-    whether a program gives it, and not a block."""
+    """Convert a carried state to named tensors. A single tensor has the name "", and anything but a tensor or a dict of
+    named tensors is packed (`sent_values`). Raises ModelError if that is not possible, or if there is no tensor.
+    is_input: whether the program gives it, and not a block."""
     if isinstance(state, Tensor):
         return {"": state}
     if type(state) is dict and state and all(
@@ -495,10 +495,10 @@ _PACKED = "|"
 
 
 def wrapping_hint(state: object) -> str | None:
-    """The line by which a wrapping module takes a tensor out of a module's output; None if the output is a tensor
-    already, or holds none."""
+    """The line by which a wrapping module takes a tensor out of a module's output; None if the output is already a
+    tensor, or holds none."""
     taken = _tensor_in(state)
-    return None if taken is None else ("Put a module around it with the line: def forward(self, state): return "
+    return None if taken is None else ("Wrap it in a module with the line: def forward(self, state): return "
                                        f"self.module(state){taken}")
 
 

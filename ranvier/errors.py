@@ -1,6 +1,6 @@
 """Errors for users: each states what is wrong, where, the value found, and what to do next, and has a code.
 
-A text names a setting between backticks, as the command takes it. So the setting stays data: what to change is
+A text names a setting between backticks, as the command accepts it. So the setting remains data: what to change is in
 `RanvierError.settings`, and each audience reads its own names.
 
     raise ConfigError("cannot clip by the norm of all gradients", code="clip-in-backward",
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSetting:
-    """A setting as a text names it.
+    """A setting that a text names.
 
-    name: with hyphens, "optim.clip-norm". text: its value as a flag takes it; empty where the text has none. is_flag:
-    it is something to set or to leave out, and not only mentioned.
+    name: with hyphens, "optim.clip-norm". text: its value as a flag accepts it; empty if the text has none. is_flag:
+    whether it is to be set or left out, and not only mentioned.
     """
 
     name: str
@@ -38,7 +38,7 @@ class NamedSetting:
 
     @property
     def value(self) -> object:
-        """The value to set; `...` where any other will do, and for a placeholder such as PATH."""
+        """The value to set; `...` if any other value is valid, and for a placeholder such as PATH."""
         if not self.text or self.text.isupper():
             return ...
         try:
@@ -48,7 +48,7 @@ class NamedSetting:
 
 
 Names = Callable[[Sequence[str | NamedSetting]], str]
-"""Makes the text for one audience of plain text and settings."""
+"""Makes the text for one audience from plain text and settings."""
 
 
 def command_names(parts: Sequence[str | NamedSetting]) -> str:
@@ -82,7 +82,7 @@ class RanvierError(Exception):
         where: the setting, file, block, rank or edge concerned.
         value: what was found there; None leaves it out of the message.
         remedy: what to do next, as a sentence, with settings between backticks.
-        code: names this kind of error for programs: a few words with hyphens. None for that of the class.
+        code: name of this kind of error for programs, a few words with hyphens; None for the class's code.
     """
 
     code = "error"
@@ -111,12 +111,13 @@ class RanvierError(Exception):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that the remedy names, each with the value to set, or `...` for any other than now."""
+        """The settings that the remedy names, each with the value to set, or `...` for any value other than the present
+        one."""
         return {part.name: part.value for part in parse(self._remedy) if isinstance(part, NamedSetting)}
 
     @property
     def texts(self) -> dict[str, str]:
-        """The arguments of the error but for its value, as text that another rank makes it from again."""
+        """The arguments of the error except its value, as texts from which another rank can recreate it."""
         return {"what": self._what, "where": self._where, "remedy": self._remedy, "code": self.code}
 
     def __str__(self) -> str:
@@ -124,11 +125,11 @@ class RanvierError(Exception):
         return f"{self.where}: {self.what}{shown}. {self.remedy}"
 
     def extend(self, text: str) -> None:
-        """Add `text` to what is wrong, such as a report of what other ranks do."""
+        """Append `text` to `what`, such as a report of what other ranks do."""
         self._what += text
 
     def __reduce__(self) -> tuple[Callable[..., RanvierError], tuple[object, ...]]:
-        # Exception's own pickles positional arguments only, and these are keywords.
+        # Exception's __reduce__ pickles only positional arguments, and these are keywords.
         return _rebuild, (type(self), self._what, self._where, self.value, self._remedy, self.code, self.names)
 
 

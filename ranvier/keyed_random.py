@@ -5,7 +5,7 @@ block and call site); the index is the element's position in the unsharded tenso
 execution has the same initial weights and the same dropout masks, and they may be drawn on any device.
 
 Hashes and uniform numbers are bit-identical on every device: integers, and exact fp64 arithmetic. Normal numbers differ
-between CPU and CUDA in the last digits of fp64 (of the inverse distribution), which rounding to fp32 removes but for
+between CPU and CUDA in the last digits of fp64 (of the inverse distribution), which rounding to fp32 removes except in
 about one element in ten million.
 
 The hash is the SplitMix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) on
@@ -74,7 +74,7 @@ def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = N
                  device: torch.device | None = None) -> Tensor:
     """Row-major indices, in a tensor of `shape`, of the elements in `box`: int64, of the shape of the box.
 
-    box: (start, stop) for each dim; None for the whole tensor. device: of the result; None for the default one.
+    box: (start, stop) for each dim; None for the full tensor. device: of the result; None for the default device.
     """
     box = [(0, size) for size in shape] if box is None else box
     index: Tensor | None = None
@@ -86,11 +86,11 @@ def global_index(shape: Sequence[int], box: Sequence[tuple[int, int]] | None = N
 
 @dataclass
 class Scope:
-    """The key of dropout inside the forward pass of one block; as a context manager, that of dropout inside.
+    """The key of dropout in the forward pass of one block; as a context manager, it applies to dropout inside.
 
     samples: [b] int64, each sample's number in the data set, which is the same on every mesh.
-    keys: [call sites, b] int64, `site_keys` of the calls to come where they are known, as in compiled blocks.
-    calls: number of dropout calls so far, which tells call sites apart.
+    keys: [call sites, b] int64, `site_keys` of future calls if they are known, as in compiled blocks.
+    calls: number of dropout calls so far, which distinguishes call sites.
     """
 
     seed: int
@@ -114,8 +114,8 @@ class Scope:
 
 
 class _Current(threading.local):
-    """The scope of each thread. torch.compile traces attributes of thread-local objects, and no ContextVar; torch 2.11
-    would take an attribute of the class before that of the thread."""
+    """The scope of each thread. torch.compile traces attributes of thread-local objects, but no ContextVar; torch 2.11
+    would prefer an attribute of the class to the thread's."""
 
     def __init__(self) -> None:
         self.scope: Scope | None = None
@@ -131,7 +131,7 @@ def scope(seed: int, step: int, samples: Tensor, block: str = "") -> Scope:
 
 
 def current_samples() -> tuple[int, ...]:
-    """The sample numbers of the microbatch whose block runs now. RuntimeError outside a `scope`."""
+    """The sample numbers of the microbatch whose block runs now. Raises RuntimeError outside a `scope`."""
     current = _current.scope
     if current is None:
         raise RuntimeError("needs keyed_random.scope(seed, step, samples) around the forward pass")
@@ -141,7 +141,8 @@ def current_samples() -> tuple[int, ...]:
 def next_sample_keys(batch: int, device: torch.device) -> Tensor:
     """[batch] int64: the keys of the samples at the next dropout call of the current scope.
 
-    RuntimeError outside a `scope` (the engine opens one around every block); ModelError for another number of samples.
+    Raises RuntimeError outside a `scope` (the engine opens one around every block); ModelError for another number of
+    samples.
     """
     current = _current.scope
     if current is None:
@@ -162,8 +163,8 @@ def dropout(x: Tensor, probability: float, training: bool, *, start: Sequence[in
     """Dropout whose mask is keyed by (seed, step, sample, block, call site, index in the sample).
 
     x: [b, ...]. For a sharded x, `start` and `full_shape` are the offset and the unsharded shape of its trailing dims.
-    Errors as of `next_sample_keys`, except on the meta device, which has shapes only: there it is one pass that
-    keeps a byte of each element, as compiled code does.
+    Raises as `next_sample_keys`, except on the meta device, which has only shapes: there it is one pass that keeps a
+    byte for each element, as compiled code does.
     """
     if not training or probability == 0.0:
         return x

@@ -1,4 +1,4 @@
-"""Meshes: ranks on named axes. The roles of an axis say what its ranks split, and what they have copies of.
+"""Meshes: ranks on named axes. The roles of an axis say what its ranks split, and what they hold copies of.
 
     rank = ((data * P + pipe) * R + row) * C + col
 
@@ -12,7 +12,7 @@ those of one node form a tile (Xu et al., 2021 (Optimus), Figure 8):
                   12 13 14 15                     8  9 | 12 13
                                                  10 11 | 14 15
 
-Along any one axis ranks rise with the index, whatever the tile. Roles divide the axes into three:
+Along any one axis ranks increase with the index, whatever the tile. Roles divide the axes into three:
 
     replicates_parameters                     the replica        data
     orders_stages                             the stages         pipe
@@ -76,11 +76,11 @@ STANDARD_AXES = (
 """The axes that the engine runs on; ranks along any other one are refused (`Mesh.require_known_axes`)."""
 AXES = tuple(axis.name for axis in STANDARD_AXES)
 REQUIRED_AXES = tuple(axis.name for axis in STANDARD_AXES if not axis.divides_stages)
-"""Axes that a run's files and requests always name; others are named only where they are used."""
+"""Axes that a run's files and requests always name; others are named only if they are used."""
 
 
 class _NumberPerAxis(Mapping[str, int]):
-    """An immutable mapping from axis to number, which can be read as attributes, too."""
+    """An immutable mapping from axis to number, whose entries are also attributes."""
 
     axes: tuple[Axis, ...]
     data: int
@@ -145,7 +145,7 @@ class Coordinates(_NumberPerAxis):
         return Coordinates(self.mesh, {**self, axis: index})
 
     def index(self, axes: Sequence[str]) -> int:
-        """The place among the ranks that differ along `axes` only, the last varying fastest."""
+        """The index among the ranks that differ only along `axes`, the last varying fastest."""
         found = 0
         for axis in axes:
             found = found * self.mesh[axis] + self[axis]
@@ -153,27 +153,27 @@ class Coordinates(_NumberPerAxis):
 
     @property
     def replica(self) -> int:
-        """Index of the replica, the copy of the model that the rank has a part of."""
+        """Index of the replica, the copy of the model of which the rank has a part."""
         return self.index(self.mesh.replica_axes)
 
     @property
     def pipeline_rank(self) -> int:
-        """Index of this rank in the pipeline, of `Mesh.pipeline_size`; it decides the stages."""
+        """Index of this rank in the pipeline, below `Mesh.pipeline_size`; it determines the stages."""
         return self.index(self.mesh.pipeline_axes)
 
     @property
     def position(self) -> Position:
-        """Place in the stage."""
+        """Position in the stage."""
         return tuple(self[axis] for axis in self.mesh.stage_axes)
 
     @property
     def batch_share(self) -> int:
-        """Index of its share of each global batch, of `Mesh.batch_shares`."""
+        """Index of its share of each global batch, below `Mesh.batch_shares`."""
         return self.index(self.mesh.over(splits_samples=True, replicates_parameters=True))
 
     @property
     def microbatch_part(self) -> int:
-        """Index of its part of each microbatch, of `Mesh.microbatch_parts`."""
+        """Index of its part of each microbatch, below `Mesh.microbatch_parts`."""
         return self.index(self.mesh.over(splits_samples=True, shards_parameters=True))
 
     @property
@@ -263,7 +263,7 @@ class Mesh(_NumberPerAxis):
 
     @cached_property
     def _tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile; without one, and on stages of one rank, the whole stage is a tile."""
+        """Rows and columns of a tile; without one, and on stages of one rank, the entire stage is a tile."""
         return (self.row, self.col) if self.tile is None or self.stage_size == 1 else self.tile
 
     @cached_property
@@ -277,7 +277,7 @@ class Mesh(_NumberPerAxis):
         return prod(self.values())
 
     def count(self, axes: Sequence[str]) -> int:
-        """Number of ranks that differ along `axes` only."""
+        """Number of ranks that differ only along `axes`."""
         return prod(self[axis] for axis in axes)
 
     # ------------------------------------------------------------------ questions about roles
@@ -304,7 +304,7 @@ class Mesh(_NumberPerAxis):
 
     @cached_property
     def pipeline_size(self) -> int:
-        """Ranks in turn that the blocks of a model are divided over."""
+        """Ranks over which the blocks of a model are divided."""
         return self.count(self.pipeline_axes)
 
     @cached_property
@@ -314,7 +314,7 @@ class Mesh(_NumberPerAxis):
 
     @cached_property
     def batch_shares(self) -> int:
-        """Parts of a global batch, each of which is cut into microbatches of its own."""
+        """Parts of a global batch, each of which is cut into its own microbatches."""
         return self.count(self.over(splits_samples=True, replicates_parameters=True))
 
     @cached_property
@@ -333,8 +333,8 @@ class Mesh(_NumberPerAxis):
         return tuple(product(*(range(self[axis]) for axis in self.stage_axes)))
 
     def require_known_axes(self, who: str) -> None:
-        """ConfigError where several ranks lie along an axis that is none of `STANDARD_AXES`. who: what does not handle
-        it."""
+        """Raise ConfigError if there are several ranks along an axis that is not in `STANDARD_AXES`. who: what does not
+        handle it."""
         for axis in self.axes:
             if self[axis.name] > 1 and axis not in STANDARD_AXES:
                 raise ConfigError(f"is an axis that {who} does not handle", code="mesh-axis-unknown",
@@ -343,13 +343,13 @@ class Mesh(_NumberPerAxis):
     # ------------------------------------------------------------------ other meshes
 
     def resized(self, **sizes: int) -> Mesh:
-        """The mesh with other sizes along these axes. A tile is for the rows and columns that it was made for."""
+        """The mesh with other sizes along these axes. The tile is kept only if rows and columns stay the same."""
         same = all(sizes.get(axis, self[axis]) == self[axis] for axis in self.stage_axes)
         return Mesh(axes=self.axes, tile=self.tile if same else None, **{**self, **sizes})
 
     def shaped(self, *, num_replicas: int, pipeline_size: int | None = None) -> Mesh:
-        """The mesh with other numbers of replicas and, where given, of ranks of a pipeline. Of several axes with one
-        role the first is resized, and the others have one rank."""
+        """The mesh with other numbers of replicas and, if given, of ranks of a pipeline. If several axes have the role,
+        the first is resized, and the others get one rank."""
         sizes = dict[str, int]()
         for axes, size in ((self.replica_axes, num_replicas), (self.pipeline_axes, pipeline_size)):
             if size is not None:
@@ -367,7 +367,7 @@ class Mesh(_NumberPerAxis):
     # ------------------------------------------------------------------ ranks
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Coordinates of `rank`; IndexError when it is not on the mesh."""
+        """Coordinates of `rank`; raises IndexError if it is not on the mesh."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not on a mesh of {self.size} ranks")
         rest, inside = divmod(rank, self.stage_size)
@@ -391,7 +391,7 @@ class Mesh(_NumberPerAxis):
         return {position: number for number, position in enumerate(self._stage_positions)}
 
     def rank(self, at: Coordinates) -> int:
-        """The rank at these coordinates; IndexError when they are not on the mesh."""
+        """The rank at these coordinates; raises IndexError if they are not on the mesh."""
         for axis, index in at.items():
             if not 0 <= index < self[axis]:
                 raise IndexError(f"{axis} {index} is not on a mesh of {self}")
@@ -402,7 +402,7 @@ class Mesh(_NumberPerAxis):
         return Coordinates(self, indices)
 
     def place(self, *, replica: int = 0, pipeline_rank: int = 0, position: Position | None = None) -> Coordinates:
-        """The coordinates of a place by role; `position` is the stage's leader when left out."""
+        """The coordinates of a place by role; `position` is by default the stage's leader."""
         found = dict(zip(self.stage_axes, position, strict=True)) if position is not None else {}
         for axes, number in ((self.replica_axes, replica), (self.pipeline_axes, pipeline_rank)):
             for axis in reversed(axes[1:]):
@@ -411,17 +411,17 @@ class Mesh(_NumberPerAxis):
         return Coordinates(self, found)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, itself among them; along one axis by index, so they
-        rise."""
+        """The ranks that differ from `rank` only along `axes`, including itself, in ascending order, which along one
+        axis is that of the index."""
         at = self.coordinates(rank)
         indices = product(*(range(self[axis]) for axis in axes))
         return tuple(sorted(self.rank(Coordinates(self, {**at, **dict(zip(axes, each, strict=True))}))
                             for each in indices))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All sets of ranks that differ along `axes` only, each rising: a partition of the ranks.
+        """All sets of ranks that differ only along `axes`, each in ascending order: a partition of the ranks.
 
-        Along `row` and `col` together, rising is row by row without a tile, and tile by tile with one.
+        Along `row` and `col` together, ascending order is row by row without a tile, and tile by tile with one.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         others = [axis for axis in self if axis not in axes]
@@ -431,13 +431,13 @@ class Mesh(_NumberPerAxis):
         return tuple(sorted(map(tuple, found.values())))
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
-        """The row x col ranks of the stage that `rank` belongs to, rising; the first, its leader, is row 0, col 0."""
+        """The row x col ranks of the stage of `rank`, in ascending order; the first, its leader, is row 0, col 0."""
         first = rank - rank % self.stage_size
         return tuple(range(first, first + self.stage_size))
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """The mesh in words: axes of a stage only where they are used."""
+    """The mesh in words: axes of a stage only if they are used."""
     left_out = mesh.stage_axes if mesh.stage_size == 1 else ()
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if axis not in left_out)
 
@@ -457,8 +457,9 @@ class StagePlacement:
     v-shape           rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4       (Qi et al., 2024, ZB-V)
     interleaved       rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7       (Narayanan et al., 2021)
 
-    With more than two stages a rank, the v-shape goes on as a zigzag. Its messages stay between neighbours, and every
-    turn needs none; of an even number of stages the first rank also has the last, and so embedding and head.
+    With more than two stages per rank, the v-shape continues as a zigzag. Its messages stay between neighbours, and
+    turns need none; with an even number of stages per rank the first rank also has the last stage, and so embedding and
+    head.
     """
 
     num_ranks: int
@@ -467,7 +468,7 @@ class StagePlacement:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole pipeline."""
+        """Number of stages of the full pipeline."""
         return self.num_ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
@@ -476,7 +477,7 @@ class StagePlacement:
         return self.num_ranks - 1 - place if self.how == "v-shape" and turn % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of `rank`, rising."""
+        """The stages of `rank`, in ascending order."""
         back = self.num_ranks - 1 - rank
         return tuple(turn * self.num_ranks + (back if self.how == "v-shape" and turn % 2 else rank)
                      for turn in range(self.per_rank))
@@ -487,15 +488,15 @@ class StagePlacement:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """All divisors of `number`, in ascending order."""
     small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
 def mesh_of(mesh: Mesh | None, where: str, **sizes: Any) -> Mesh:
-    """`mesh`, or that of `sizes`, by axis. ConfigError where both are given to the function `where`."""
+    """Return `mesh`, or a mesh of `sizes`, by axis. Raises ConfigError if both are given to the function `where`."""
     if mesh is not None and (axis := next((axis for axis, size in sizes.items() if size != 1), None)):
-        raise ConfigError("is given beside a mesh, which has sizes of its own", code="size-beside-mesh",
+        raise ConfigError("is given together with a mesh, which has its own sizes", code="size-beside-mesh",
                           where=f"{where}({axis}=...)", value=sizes[axis], remedy=f"Give either mesh= or {axis}=.")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError("is not a mesh", code="mesh-of-other-type", where=f"{where}(mesh=...)",

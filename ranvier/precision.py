@@ -1,4 +1,4 @@
-"""Number formats by their names in a run, and the wider ones in which half precision adds up."""
+"""Number formats by their names in a run, and the wider formats in which half precision is summed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduce_dtype(optim: Optim, dtype: torch.dtype) -> torch.dtype:
-    """The number format in which gradients of `dtype` are summed over replicas alone."""
+    """The number format in which gradients of `dtype` are summed over replicas only."""
     return torch.float32 if is_half(dtype) and optim.reduce_dtype == "fp32" else dtype
 
 
@@ -31,7 +31,7 @@ def sum_dtype(tensor: TensorParallel, dtype: torch.dtype, device: str) -> torch.
     """The number format in which activations of `dtype` are summed over columns on such devices, "cpu" or "cuda".
 
     Partial sums in half precision add a rounding error as large as that of the product itself. GPUs would wait for
-    twice the bytes, which their products no longer hide, so that they do it on request only.
+    twice the bytes, which their products no longer hide, so they do it only on request.
     """
     half = tensor.reduce_dtype == "half" or (tensor.reduce_dtype == "auto" and device == "cuda")
     return dtype if half else wide(dtype)

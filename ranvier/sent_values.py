@@ -26,11 +26,11 @@ from ranvier.errors import ModelError
 
 SENT = ("tensors, sizes, devices, dtypes, None, whole numbers, and tuples, lists, dicts and NamedTuples (of a module's "
         "top level) of them")
-"""Types that can be packed, and whatever else has a serialised name in torch's pytree, as a ModelOutput has."""
+"""Types that can be packed, besides all others with a serialised name in torch's pytree, such as ModelOutput."""
 _CLASS = "\0class "
-"""Prefix of the one key of the dict that a NamedTuple travels as: {"\0class module:name": its fields}."""
+"""Prefix of the only key of the dict as which a NamedTuple is sent: {"\0class module:name": its fields}."""
 _IN_JSON = "u0000class "
-"""What is seen of it in the text of a structure."""
+"""Its form in the text of a structure."""
 
 
 class NotSent(ModelError):
@@ -38,8 +38,9 @@ class NotSent(ModelError):
 
 
 def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
-    """A value as named tensors: a tensor by its name, others by "name|number and kind|structure", where `_as_tensor`
-    gives the kind, and the structure of a leaf is empty. others: values, of which a tensor gives the device."""
+    """Convert a value to named tensors: a tensor by its name, others by "name|number and kind|structure", where
+    `_as_tensor` gives the kind, and the structure of a leaf is empty. others: values of which a tensor may give the
+    device."""
     if isinstance(value, Tensor):
         return {name: value}
     like = next((leaf for leaf in tree_leaves([value, list(others)]) if isinstance(leaf, Tensor) and leaf.dim()), None)
@@ -55,7 +56,7 @@ def pack(name: str, value: Any, others: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def dataclass_hint(value: object) -> str:
-    """What sends a dataclass."""
+    """Advice on how to send a dataclass; empty if the value has none."""
     found = next((type(leaf) for leaf in tree_leaves(value) if is_dataclass(leaf)), None)
     return "" if found is None else (f', or register the dataclass on all ranks: torch.export.register_dataclass('
                                      f'{found.__name__}, serialized_type_name="{found.__name__}")')
@@ -68,7 +69,7 @@ def _flatten(value: Any) -> tuple[list[Any], str]:
         return leaves, ""
     try:
         structure = treespec_dumps(spec)
-    except NotImplementedError:  # a NamedTuple, of which torch writes no structure
+    except NotImplementedError:  # a NamedTuple, whose structure torch does not write
         leaves, spec = tree_flatten(_without_classes(value), is_leaf=_is_size)
         structure = treespec_dumps(spec)
     if _structure(structure) != spec:  # such as a dict whose keys are tuples
@@ -84,12 +85,12 @@ def _is_size(value: object) -> bool:
 
 
 def _is_named_tuple(value: object) -> bool:
-    """As torch's pytree has it, which takes those of derived classes for leaves."""
+    """Whether a value is a NamedTuple for torch's pytree, which treats derived classes as leaves."""
     return type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
 
 
 def _without_classes(value: Any) -> Any:
-    """A value with a dict, by the name of the class, in the place of each NamedTuple. TypeError for a class that is not
+    """Replace each NamedTuple in a value by a dict with the name of its class. Raises TypeError for a class that is not
     found by its name."""
     def without(value: Any) -> Any:
         if not _is_named_tuple(value):
@@ -103,8 +104,8 @@ def _without_classes(value: Any) -> Any:
 
 
 def _with_classes(value: Any) -> Any:
-    """The inverse of `_without_classes`. Of the text that has arrived only a NamedTuple is made, whose module this
-    program has imported."""
+    """The inverse of `_without_classes`. From the received text only NamedTuples whose modules this program has
+    imported are made."""
     def path(value: object) -> str | None:
         return next(iter(value)).removeprefix(_CLASS) if type(value) is dict and len(value) == 1 and str(
             next(iter(value))).startswith(_CLASS) else None
@@ -124,7 +125,7 @@ def _with_classes(value: Any) -> Any:
 
 
 def _class_at(path: str) -> Any:
-    """The class of NamedTuples of this name in a module that has been imported; None where there is none."""
+    """The class of NamedTuples of this name in an imported module; None if there is none."""
     module, _, names = path.partition(":")
     found: Any = sys.modules.get(module)
     for name in names.split("."):
@@ -136,7 +137,8 @@ def _class_at(path: str) -> Any:
 
 
 def _as_tensor(leaf: Any, like: Tensor | None) -> tuple[str, Tensor]:
-    """A leaf as its kind and a tensor: other values than tensors are the shape, device or dtype of an empty one."""
+    """Convert a leaf to its kind and a tensor: values other than tensors are the shape, device or dtype of an empty
+    tensor."""
     if isinstance(leaf, Tensor):
         return "t", leaf
     if like is None:
@@ -190,7 +192,7 @@ def _structure(text: str) -> Any:
 
 
 def name_of(key: str) -> str:
-    """The value that a tensor of the carried state is, or is a part of."""
+    """The name of the value that a tensor of the carried state is, or of which it is a part."""
     return key.partition("|")[0]
 
 

@@ -38,7 +38,7 @@ class World:
     store: key-value store shared by all ranks (current actions, the first failure); never used on a hot path.
     launcher: "local", "torchrun", "mpiexec" or "srun"; another word if it was not made by `start`.
     device: the device that it computes on.
-    local_rank, local_size: its number among the ranks of its machine, and their count, as the launcher says.
+    local_rank, local_size: its number among the ranks of its machine, and their count, from the launcher.
     local_ranks: the ranks on its machine in order, including itself. An empty tuple means consecutive numbers on each
         machine, which Slurm's cyclic distribution and Open MPI's local ranks do not have.
     launched: whether our own supervisor or another launcher started this process, and reports how it ended.
@@ -102,12 +102,12 @@ class World:
 
     @property
     def is_whole_run(self) -> bool:
-        """Whether this process is the whole run: the only rank, in the process of the user's command."""
+        """Whether this process is the entire run: the only rank, in the process of the user's command."""
         return self.is_alone and not self.launched
 
     def change(self, backend: Backend, members: Sequence[str]) -> None:
-        """Replace the backend by one of `members`. Collective over the remaining ranks. Objects made from the first
-        backend stay usable; later backends are closed."""
+        """Replace the backend by one that connects `members`. Collective over the remaining ranks. Objects made from
+        the first backend stay usable; later backends are closed."""
         local = {self.members[rank] for rank in self.local_ranks}
         before, self.backend, self.members = self.backend, backend, tuple(members)
         self.local_ranks = tuple(rank for rank, name in enumerate(self.members) if name in local)
@@ -119,7 +119,7 @@ class World:
     # ------------------------------------------------------------------ for users' metrics
 
     def _all_ranks(self) -> Group:
-        """A group of all ranks for the calls below, opened at the first one."""
+        """A group of all ranks for the calls below, opened by the first call."""
         self.num_calls += 1
         if self._users is None or self._users[0] is not self.backend:
             self._users = self.backend, self.backend.group("user", [range(self.size)])
@@ -133,7 +133,7 @@ class World:
 
     def all_reduce(self, value: Tensor | float, op: Literal["sum", "mean", "min", "max"] = "sum") -> Tensor | float:
         """The sum, mean, minimum or maximum of all ranks' `value`: numbers, or tensors of the same shape, which are
-        not modified. Sums of whole numbers and truth values are int64, and their means fp64. Collective."""
+        not modified. Sums of integers and booleans are int64, and their means fp64. Collective."""
         check_arguments(World.all_reduce, locals(), but=("value",))  # which may be NaN, and true
         if not isinstance(value, (Tensor, Real)):
             raise ConfigError("is neither a tensor nor a number", code="reduce-value", where="World.all_reduce(value)",
@@ -147,13 +147,13 @@ class World:
         return reduced.reshape(value.shape) if isinstance(value, Tensor) else float(reduced)
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Every rank's `value`, in the order of ranks: numbers, texts, lists and dicts, as JSON has them. Collective;
-        not for every step."""
+        """Gather every rank's `value`, in the order of ranks: numbers, texts, lists and dicts, as JSON supports them.
+        Collective; not for every step."""
         return self._all_ranks().gather_objects(_as_plain_values(value, "World.gather_objects"))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The `value` of rank `source`, on all ranks: a tensor, for which all ranks pass one of the same shape, or a
-        value as in `gather_objects`. Collective."""
+        """Return the `value` of rank `source` on all ranks: a tensor, for which all ranks pass one of the same shape,
+        or a value as in `gather_objects`. Collective."""
         check_arguments(World.broadcast, locals())
         if not 0 <= source < self.size:
             raise ConfigError(f"is not a rank; there are {self.size}", code="broadcast-source",
@@ -173,7 +173,8 @@ class World:
 
 
 def _as_plain_values(value: object, where: str) -> object:
-    """`value`. ConfigError for one that JSON does not have; a dict's keys would come back as texts."""
+    """Return `value`. Raises ConfigError for values that JSON does not support; other keys of dicts would come back as
+    texts."""
     try:
         json.dumps(value)
         if (key := next(filter(lambda key: not isinstance(key, str), _keys(value)), None)) is not None:
@@ -197,5 +198,5 @@ def _keys(value: object) -> Iterator[object]:
 
 
 def _flat_copy(tensor: Tensor) -> Tensor:
-    """A flat copy that collectives may write."""
+    """A flat copy that collectives may overwrite."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)

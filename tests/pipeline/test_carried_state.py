@@ -228,7 +228,7 @@ class Output(OrderedDict):
 @pytest.mark.parametrize(("returned", "says"), [
     ({"a": torch.ones(1), "mask": "b"}, r"; \['mask'\] is a str \(got 'dict'\)\. Return the carried state"),
     ((torch.ones(1), [0.5]), r"; \[1\]\[0\] is a float \(got 'tuple'\)\. Return the carried state"),
-    (Output(past=None, logits=torch.ones(1)), r" \(got 'Output'\)\. Put a module around it with the line: "
+    (Output(past=None, logits=torch.ones(1)), r" \(got 'Output'\)\. Wrap it in a module with the line: "
      r"def forward\(self, state\): return self\.module\(state\)\[\"logits\"\]\.")], ids=repr)
 def test_a_refused_state_says_which_key_and_what_to_do(returned, says):
     with pytest.raises(ModelError, match=r"block b0: must return a tensor, or .*, with at least one tensor" + says):
@@ -268,7 +268,7 @@ def test_the_line_that_is_told_makes_a_block_of_an_lstm():
                   Mesh(pipe=2))
     with pytest.raises(TypeError) as caught:
         run(partial(chain, lambda: nn.Linear(4, 4), lambda: nn.LSTM(4, 4)), points([[2]]), Mesh())
-    assert any("block b1 returned a tuple. Put a module around it" in note for note in caught.value.__notes__)
+    assert any("block b1 returned a tuple. Wrap it in a module" in note for note in caught.value.__notes__)
 
 
 def test_a_module_that_is_given_a_dict_is_told_of_it():
