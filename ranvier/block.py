@@ -73,7 +73,7 @@ class Model:
         with the owner's values and optimizer states, and settings that name the owner apply to it.
     quantized: full name of a frozen weight [out, in] -> the number format, int8 or nf4, in which ranks store it.
     keep_fp32: names or patterns of modules, parameters and buffers, "block.name", that stay in fp32 with half
-    precision.
+        precision.
     """
 
     blocks: Mapping[str, Callable[[], nn.Module]]

@@ -32,11 +32,11 @@ class FlatGradient:
     sent_to_owner: the gradient goes to the stage that owns the parameter, and is not reduced here.
     group: the key (hashable) of the group over which it is summed; None for the group of most gradients.
     copied: whether ranks of the stage hold copies with the same gradient. They are cut separately from the others, and
-    so in the same way on every rank: an update's last bit may depend on where pieces begin.
+        so in the same way on every rank: an update's last bit may depend on where pieces begin.
     counts: whether this rank's copy is the one that enters the norm; the same on all members of the group.
     whole: whether its update needs the full tensor, so that no chunk, share or bucket may cut it.
     weight: approximate number of elements, the same on all ranks of its stage: `numel` may differ slightly. It decides
-    which rank updates a whole gradient. 0 stands for `numel`.
+        which rank updates a whole gradient. 0 stands for `numel`.
     shape: of the full parameter; None if it is not known. in_layer: as in `Parameter`.
     settings_name: the name by which settings refer to the parameter; "" for its own.
     """
@@ -69,7 +69,7 @@ class ChunkCut:
         is in the last chunk of its run.
     share: the part that this member of the group sums; all chunks of a group of one are their own share.
     shares: what each member updates, if whole gradients have owners; `share` is this member's. None: members have equal
-    parts.
+        parts.
     group: as in its gradients.
     run: the blocks whose chunks use the same memory in turn; None if it keeps its own memory.
     offset: added to a place in the order to find it in the buffer's memory.

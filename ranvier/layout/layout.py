@@ -71,7 +71,7 @@ class Chunking:
     chunk_size: elements that are reduced in one piece.
     runs: stage -> blocks (their numbers) whose gradients use the same memory in turn.
     shard: each member of a group updates its share of every chunk, and has only the optimizer states of that share.
-    Otherwise each updates all that it holds of the parameters that its stage owns.
+        Otherwise each updates all that it holds of the parameters that its stage owns.
     whole: names of the parameters (for tied ones the owner's) whose update needs full tensors.
     """
 

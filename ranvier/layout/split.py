@@ -18,7 +18,7 @@ class Split:
 
     dims: for each dim the axes that cut it, the outer first; () does not cut it.
     summed: axes along which ranks hold the same elements, and each only a part of their gradient, such as that from its
-    sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
+        sequences. Along axes that are in neither, ranks hold the same elements with the same gradient.
     units: pieces of the first dim, such as heads, that columns divide evenly or do not cut at all: see `for_cols`.
     """
 

@@ -112,7 +112,7 @@ def refuse_outside(state: Mapping[str, Tensor], names: Sequence[str], in_pass: C
 
 
 def refuse_between_blocks(state: object, in_pass: Callable[[], bool]) -> None:
-    """Do the same for tensors with hooks in what the next block is given."""
+    """Refuse such gradients of tensors with hooks in the state that the next block is given."""
     tensors = {"": state} if isinstance(state, Tensor) else state if isinstance(state, dict) else dict(enumerate(
         tree_leaves(state)))
     found = {str(name): tensor

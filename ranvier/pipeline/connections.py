@@ -32,7 +32,7 @@ from ranvier.world import World
 
 
 class Connections:
-    """Opened in two steps, since the blocks that are built in between determine the peers."""
+    """The connections of one rank, opened in two steps: the blocks that are built in between determine the peers."""
 
     data: Group
     """The ranks that hold the same part of the same stage."""

@@ -109,7 +109,7 @@ class Engine:
             have the same effect here, and none applies every step. Without a guard, a NaN or infinite loss
             (in fp16: a NaN loss) is an error that names the block and microbatch of its origin, and nothing is updated.
         sample: a microbatch of the usual shape, or its (inputs, targets); with several rows, one row's share of it. Its
-        values do not matter.
+            values do not matter.
         seed: of initial weights and dropout. Dropout of plain modules draws from torch's generator: the first replica
             from the user's, other replicas and rows from one forked within each batch, so that masks differ.
         dtype: of parameters, buffers and activations; by default fp64 for modules whose parameters all are in fp64,

@@ -5,9 +5,9 @@ block look at what comes out of it, and at the gradient that leaves it backward.
 that each rank keeps its own. What the ranks have seen is gathered, and all of them draw the same conclusion.
 
     1. parameters that were not finite before the step
-    2. the first microbatch with a value that is not finite in its forward: its inputs, the first block, its targets,
-    the loss 3. the first microbatch with one in its backward, and the last of its blocks, which the backward reached
-    first 4. the microbatch with the largest loss
+    2. the first microbatch with a value that is not finite in its forward: inputs, first block, targets, loss
+    3. the first microbatch with one in its backward, and the last of its blocks, which the backward reached first
+    4. the microbatch with the largest loss
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Cause:
     """Origin of a bad step; `str()` is one line for people.
 
     kind: where it was seen. block: its block, for output and gradient. parameter: for kind parameter, and for gradient
-    if it was a parameter's. microbatch: of `replica`, from 0. rank: the first that saw it.
+        if it was a parameter's. microbatch: of `replica`, from 0. rank: the first that saw it.
     """
 
     kind: FindingKind

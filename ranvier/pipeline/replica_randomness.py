@@ -26,7 +26,7 @@ _POSITIVE = (1 << 63) - 1
 class ReplicaRandomness:
     """Args:
         replica: index among the groups of ranks that compute the same blocks for other samples; ranks that compute the
-        same samples have the same index, and draw the same numbers. seed: the engine's. device: this rank's.
+            same samples have the same index, and draw the same numbers. seed: the engine's. device: this rank's.
     """
 
     def __init__(self, replica: int, seed: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """One recomputed segment: its blocks run again in the backward, from what has entered them the first time.
 
-    forward     state, buffers -> outputs     keeps the state, and the earlier values of buffers that the blocks have
-    changed backward    state, those buffers -> outputs, and from there the gradients
+    forward     state, buffers -> outputs     keeps the state, and the old values of buffers that the blocks change
+    backward    state, those buffers -> outputs, and from there the gradients
 
 Blocks may put other tensors into their state, change buffers as BatchNorm and spectral norm do, change attributes and
 draw random numbers: the second run gets a copy of the state, and buffers (in their own memory), attributes and

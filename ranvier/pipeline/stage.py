@@ -93,7 +93,7 @@ class _Enter(Function):
 _enter = apply_outside_transforms(_Enter)
 _AS_THEY_ARE = nullcontext()
 _IN_CACHE = "state"
-"""Prefix of names of a state in a cache: the name of a single tensor or of a packed value is not a valid dict key."""
+"""Prefix of names of a state in a cache: the name of a single tensor or of a packed value is not allowed in a dict."""
 _WATCHED_BATCHES = 2
 """Number of training batches in which each forward is checked."""
 _NO_SAMPLES = torch.zeros(0, dtype=torch.int64, device="cpu")
@@ -109,9 +109,9 @@ class Stage:
         blocks: (number in the model, name, module) of each block.
         loss: the model's loss on the last stage, None elsewhere.
         progress: called at the boundaries between blocks, forward and backward, so that messages and reductions
-        progress; None if they progress on their own.
+            progress; None if they progress on their own.
         block_passed: called with a block's number when the last backward of the batch has passed it and all blocks
-        after it; with the number after the last block's when that backward begins. None if it is not needed.
+            after it; with the number after the last block's when that backward begins. None if it is not needed.
         mesh: the tensor mesh, whose columns share activations.
         compile: whether blocks are compiled for training, or on a tensor mesh their chains of elementwise operations:
             False, True, or "auto" with a warning for those that cannot be compiled.
@@ -120,12 +120,12 @@ class Stage:
         autocast: the format to which torch casts the operands of products in forwards and the loss; None for no casts.
         tables: lookup tables whose gradients are added to row by row.
         segments: runs of blocks (indices into `blocks`) that keep only their inputs, and are recomputed in their
-        backward. Their weight gradients are never deferred: their operands have only just been recomputed.
+            backward. Their weight gradients are never deferred: their operands have only just been recomputed.
         selective: whether outputs of their expensive operations are kept. Then no block is compiled, since a compiled
         block is a single operation.
-        left: checks for values that a forward leaves outside of the carried state; None for a model of one stage.
+        left: checks for values that a forward leaves outside of the carried state; None if there are no such places.
         others: checks for parameters of other stages; None if the stage's code reaches none. A block whose code does is
-        not compiled.
+            not compiled.
     """
 
     def __init__(self, blocks: Sequence[tuple[int, str, nn.Module]], *, loss: Loss | None, seed: int,
@@ -302,8 +302,9 @@ class Stage:
                     type(one).__torch_function__ != Tensor.__torch_function__):
                 raise _subclass_error(type(one), name, self.blocks[-1][1])
             if self._loss is None and (one.layout is not torch.strided or one.is_nested):
-                raise ModelError("is sparse or nested, and messages carry dense ones", code="sparse-tensor-sent",
-                                 where=_describe_returned(name, self.blocks[-1][1]), value=one.layout,
+                raise ModelError("is sparse or nested, and messages carry only dense tensors",
+                                 code="sparse-tensor-sent", where=_describe_returned(name, self.blocks[-1][1]),
+                                 value=one.layout,
                                  remedy="Return its to_dense() or its parts, or cut elsewhere "
                                         "(Pipeline(boundaries=...)).")
             if self._loss is None and type(tensor) is Tensor and vars(tensor) and (values := _own_attributes(tensor)):

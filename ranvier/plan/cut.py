@@ -217,7 +217,7 @@ class Parts:
     """A model on a tensor mesh, for any number of stages: its parameters, and which ranks hold what of them.
 
     model: with one rank's part of each block, as it runs on such a device. modules: the full blocks, of which lazily
-    built ones have no storage; they are the same for every tensor mesh.
+        built ones have no storage; they are the same for every tensor mesh.
     """
 
     def __init__(self, model: Model, mesh: Mesh, tensor: TensorParallel, device: str,

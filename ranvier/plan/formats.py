@@ -148,7 +148,7 @@ def check_formats(model: Model, modules: Mapping[str, nn.Module], dtype: torch.d
             if parameter.requires_grad and name in formats[block].kept:
                 remedy = "Pass optimizer= instead of optim=, which updates both, or freeze it." if own else \
                     "Set accumulate='fp32'."
-                raise ConfigError(f"trains in fp32, and other parameters in {dtype}, "
+                raise ConfigError(f"trains in fp32, together with parameters in {dtype}, "
                                   f"{'whose buffer' if own else 'in which gradients add up, and it'} has one format",
                                   code="trains-in-two-formats", where=f"parameter {block}.{name}", value=torch.float32,
                                   remedy=remedy)

@@ -154,8 +154,8 @@ def measured_factors(run: ResolvedRun, stages: Stages, seconds: Sequence[tuple[f
     Args:
         stages, segments: as for `run_limits`.
         seconds: for each rank of the pipeline, the time of forwards and of backwards (with all weight gradients), in
-        any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times get the
-        mean factor of all ranks.
+            any unit. A rank's blocks share them in proportion to the counted times; blocks of a rank without times get
+            the mean factor of all ranks.
         cached: number of blocks whose outputs came from the cache, so that they were not computed.
     """
     counted = expected_seconds(run, stages, None, segments, cached)

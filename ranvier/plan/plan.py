@@ -200,7 +200,7 @@ def make(model: Model, mesh: Mesh, *, sample: Sample | None = None, pipeline: Pi
 
     Args:
         sample: inputs and targets of a microbatch of the usual shape; with several rows, one row's share of it. Their
-        values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
+            values do not matter. Without it blocks cost their numbers of parameters, and the limits follow a rule.
         own_optimizer: whether Ranvier's optimizer updates; by default if `optim` is given.
         policy: used instead of `pipeline.policy`.
         device: its type. num_microbatches: of a batch on one replica, if known. counting: what the device fuses.

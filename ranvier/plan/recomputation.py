@@ -29,7 +29,7 @@ def stored_bytes(kept: Sequence[int], stored: Sequence[int], interval: int, micr
     """Peak activation bytes of a stage's layers.
 
     kept, stored: bytes inside each layer, and of the carried state that enters it, for one microbatch. interval:
-    layers per segment, 0 for no recomputation. microbatches: number that are stored at the same time.
+    layers per segment, 0 for no recomputation. microbatches: number stored at the same time.
     """
     if not interval:
         return microbatches * sum(kept)

@@ -141,7 +141,7 @@ def _parse(parser: Callable[[Any], Any], content: bytes | str) -> Any:
 
 def member(folder: Path, name: str) -> Path:
     """The path of the regular file `name` of `folder`. Raises OSError if it is missing, is not a regular file, or is a
-    link to elsewhere: links may lead only to the blobs of Hugging Face's cache, to which its snapshots link."""
+    link out of the folder; a snapshot in Hugging Face's cache may link to the cache's blobs."""
     path = folder / name
     try:
         if path.is_symlink():
