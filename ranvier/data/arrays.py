@@ -1,4 +1,4 @@
-"""A task's samples in the cache, memory-mapped: named arrays and what they are, and the tokens of a corpus.
+"""A task's samples in the cache, memory-mapped: named arrays with their descriptions, and the tokens of a corpus.
 
     FOLDER/NAME.npy      one array; its first dim is the samples
     FOLDER/about.json    shapes, number formats, digests, and facts such as the names of classes; written last
@@ -28,8 +28,8 @@ from ranvier.system.untrusted_file import open_regular_file, read_json
 _ABOUT = "about.json"
 _MOST_ABOUT_BYTES = 1 << 30
 MOST_READ_BYTES = 256 << 20
-"""Largest file whose content is checked when it is opened; of a larger one only the size is, since reading terabytes
-would delay every start."""
+"""Largest file whose content is checked when it is opened. For a larger file only the size is checked, since reading
+terabytes would delay every start."""
 _PIECE_BYTES = 16 << 20
 _TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float64")
 
@@ -45,8 +45,8 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and facts. folder, forms:
-    where and in which forms the arrays are, if they are in the cache."""
+    """Named arrays and facts. arrays: read-only, for any thread. facts: as they were given. digest: of all arrays and
+    facts. folder, forms: the location and the forms of the arrays, if they are in the cache."""
 
     arrays: Mapping[str, np.ndarray]
     facts: Mapping[str, object]
@@ -55,14 +55,14 @@ class Arrays:
     forms: Mapping[str, Form] = field(default_factory=dict)
 
     def names(self, fact: str) -> list[str]:
-        """A fact that is a list of texts."""
+        """The fact of this name, which is a list of texts."""
         found = self.facts[fact]
         assert isinstance(found, list), fact
         return [str(name) for name in found]
 
 
 def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tuple[Arrays, Arrays]:
-    """The arrays in folder/train and folder/eval, which `make` writes unless both are there."""
+    """Return the arrays in folder/train and folder/eval, which `make` writes unless both exist."""
     folders = (folder / "train", folder / "eval")
     make_once(folder / "arrays", lambda: all((each / _ABOUT).exists() for each in folders), make, progress, folders)
     train, held = map(open_arrays, folders)
@@ -70,7 +70,7 @@ def made_once(folder: Path, make: Callable[[], None], progress: Progress) -> tup
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, object]) -> None:
-    """Write all of them at once. DataError when that cannot be."""
+    """Write complete arrays. DataError when the files cannot be written."""
     kinds = {name: (array.dtype.name, array.shape[1:]) for name, array in arrays.items()}
     with array_writer(folder, kinds, facts) as append:
         append(arrays)
@@ -79,15 +79,16 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[
 @contextmanager
 def array_writer(folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]],
                  facts: Mapping[str, object]) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
-    """A context with a function that appends further samples of each array; the files appear when it ends without an
-    exception. kinds: name -> number format, and shape of a sample. facts: as they are at the end. DataError when the
-    files cannot be written."""
+    """A context with a function that appends samples to each array; the files appear when it ends without an exception.
+    kinds: name -> number format, and shape of a sample. facts: read at the end. DataError when the files cannot be
+    written."""
     counts, digests = dict.fromkeys(kinds, 0), {name: hashlib.blake2b(digest_size=16) for name in kinds}
     with ExitStack() as stack:
         files = {name: stack.enter_context(publish_file(folder / f"{name}.npy")) for name in kinds}
 
         def write_headers() -> None:
-            """NumPy leaves room in them for any number of samples, so that their length does not change."""
+            """Write the headers. NumPy leaves space in them for any number of samples, so that their length does not
+            change."""
             for name, (dtype, shape) in kinds.items():
                 files[name].seek(0)
                 np.lib.format.write_array_header_1_0(files[name], {
@@ -113,8 +114,8 @@ def array_writer(folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]],
 
 
 def open_arrays(folder: Path) -> Arrays:
-    """Arrays that `write_arrays` has left. DataError when missing, contradictory, or changed since; arrays of more than
-    256 MiB, which are images, are looked at by their size alone."""
+    """Open arrays that `write_arrays` has written. DataError when they are missing, contradictory, or changed since;
+    only the size is checked of arrays of more than 256 MiB, which are images."""
     path = folder / _ABOUT
     try:
         about: Any = read_json(path, _MOST_ABOUT_BYTES, unshared=True)
@@ -176,8 +177,8 @@ Ids = Sequence[int] | npt.NDArray[Any]
 class Tokens:
     """A corpus as one long sequence of token numbers: the array `tokens`, uint16 (vocabularies up to 65,536) or uint32.
 
-    Sequence i of length s covers the tokens [i s, i s + s], the last one only as a target. Up to MOST_READ_BYTES all
-    numbers are looked at here. DataError if one is outside the vocabulary.
+    Sequence i of length s covers the tokens [i s, i s + s], the last one only as a target. Up to MOST_READ_BYTES, all
+    numbers are checked here. DataError if a number is outside the vocabulary.
     """
 
     def __init__(self, found: Arrays) -> None:
@@ -195,7 +196,7 @@ class Tokens:
         return len(self._numbers)
 
     def num_sequences(self, length: int) -> int:
-        """The number of whole sequences of `length` tokens, each with a target for its last token."""
+        """The number of full sequences of `length` tokens, each with a target for its last token."""
         return max(0, (len(self) - 1) // length)
 
     def sequences(self, which: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
@@ -212,7 +213,7 @@ class Tokens:
         return found
 
     def check_numbers(self) -> Iterator[npt.NDArray[Any]]:
-        """All tokens, part by part. DataError as `tokens[place]`."""
+        """Check and yield all tokens, part by part. DataError as `tokens[place]`."""
         for start in range(0, len(self), _SCAN):
             self._require_whole()
             part = self._numbers[start:start + _SCAN]
@@ -220,7 +221,7 @@ class Tokens:
             yield part
 
     def _require_whole(self) -> None:
-        """A read beyond the end of a mapped file ends the process by SIGBUS."""
+        """Check the file's size: a read beyond the end of a mapped file ends the process with SIGBUS."""
         if isinstance(self._array, np.memmap) and isinstance(mapped := self._array.base, mmap.mmap):
             whole = self._array.offset + self._array.nbytes
             if mapped.size() < whole:
@@ -236,8 +237,8 @@ class Tokens:
                          remedy="Delete its folder; it is then made again.")
 
     def documents(self, end: int, start: Sequence[int] = ()) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First token of each document, and the one after its last, which is the separator `end`. start: tokens with
-        which each document starts, of which the last may be the separator, too."""
+        """The start of each document, and its stop, the place after its last token, the separator `end`. start: tokens
+        with which each document starts; the last of them may also be the separator."""
         found = [number * _SCAN + np.flatnonzero(part == end) for number, part in enumerate(self.check_numbers())]
         stops = np.concatenate([*found, [len(self) - 1]]).astype(np.int64) + 1
         stops = np.unique(stops[stops > 0])
@@ -248,7 +249,7 @@ class Tokens:
         equal = short[(self[starts[short, None] + np.arange(len(start))] == np.array(start)).all(1)]
         beginnings: list[int] = []
         for place in equal[equal < len(starts) - 1].tolist():
-            if place - 1 not in beginnings[-1:]:  # behind a beginning there may be a document without tokens
+            if place - 1 not in beginnings[-1:]:  # a document without tokens may follow a beginning
                 beginnings.append(place)
         return np.delete(starts, np.array(beginnings, dtype=int) + 1), np.delete(stops, beginnings)
 

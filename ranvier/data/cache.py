@@ -1,4 +1,4 @@
-"""The cache of fetched files, tokenizers and prepared samples, which runs of one user share: where it is, names of
+"""The cache of fetched files, tokenizers and prepared samples, which runs of one user share: its location, names of
 content, and files that appear only when they are complete, written by one process while others wait for it."""
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def fingerprint(*parts: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationProgress:
-    """The `Progress` of whoever prepares data. processes: that may work on it. advance: takes (what is being done,
-    bytes or samples that are done). is_own: whether a process, by its `process_name`, is a rank of the same run, where
-    several ranks prepare the same file."""
+    """The `Progress` of data preparation. processes: how many may work on it. advance: takes (what is being done, bytes
+    or samples done). is_own: whether a process, by its `process_name`, is a rank of the same run, if several ranks
+    prepare the same file."""
 
     tell: Progress
     processes: int = 1
@@ -55,12 +55,12 @@ class PreparationProgress:
 
 
 class NotInCache(Exception):
-    """A file of the cache would have to be made, and whoever asked wants only what is there."""
+    """A file is not in the cache, and the caller wants only existing files."""
 
 
 @dataclass(frozen=True)
 class CacheOnly:
-    """The `Progress` of those who read what is prepared and make nothing: `NotInCache` is raised instead."""
+    """The `Progress` of readers that make nothing: `NotInCache` is raised if a file would have to be made."""
 
     def __call__(self, line: str) -> None:
         """Lines are dropped."""
@@ -72,7 +72,7 @@ def processes_of(progress: Progress) -> int:
 
 
 def advance(progress: Progress, what: str, done: int) -> None:
-    """Report how much of `what` is done, where somebody shows it."""
+    """Report how much of `what` is done, if `progress` shows it."""
     if isinstance(progress, PreparationProgress):
         progress.advance(what, done)
 
@@ -83,17 +83,18 @@ def process_name() -> str:
 
 
 def name_of(process: Owner) -> str:
-    """Likewise, of any process."""
+    """The same for any process."""
     return f"{process.host} {process.pid}"
 
 
 @contextmanager
 def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
-    """A context in which one process (and one thread) is at a time for this `path`; check for the file again inside.
+    """A context that only one process (and one thread) at a time can be in for this `path`; check for the file again
+    inside.
 
     The lock ends with its process. On a file system without locks (False) several processes may be inside: they write
     the same, and `publish_file` keeps their files complete. A wait for a process of another run is reported to
-    `progress`, with that process. DataError where it shows no life.
+    `progress`, with that process. DataError if that process shows no sign of life.
     """
     if isinstance(progress, CacheOnly):
         raise NotInCache(str(path))
@@ -122,7 +123,7 @@ def one_writer(path: Path, progress: Progress) -> Iterator[bool]:
 
 def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None], progress: Progress,
               folders: Sequence[Path] = ()) -> None:
-    """Have one process (`one_writer`) make what is not there yet, in `folders` that nobody else writes."""
+    """Have one process (`one_writer`) make what does not exist yet, in `folders` that no other program writes to."""
     if not is_there():
         with one_writer(path, progress) as is_alone:
             if not is_there():
@@ -132,7 +133,7 @@ def make_once(path: Path, is_there: Callable[[], bool], make: Callable[[], None]
 
 
 def _describe_holder(holder: Owner | None) -> str:
-    """Description of the holder of a lock, and of the time since when."""
+    """Description of the holder of a lock, and since when it holds it."""
     if holder is None:
         return "another process"
     return f"{holder} (since {holder.since})" if holder.since else str(holder)

@@ -1,8 +1,8 @@
-"""The task chat: what the assistant says in a conversation. Conversations through the tokenizer's own chat template.
+"""The task chat: what the assistant says in a conversation, formatted with the tokenizer's own chat template.
 
     data set --rows--> messages --ChatTokenizer--> tokens, is_target --> TokenSamples or PackedSamples
 
-The loss is that of the tokens that the assistant wrote; the others are read and not learnt.
+The loss is computed on the tokens that the assistant wrote; the others are only context.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chat(Task):
         """Problems of the settings, the tokenizer's folder and the columns; one row of each file is read."""
         found: list[RanvierError] = [*text_only(run.data)]
         if run.data.mixture and run.data.eval is not None:
-            found.append(DataError("is not used with `data.mixture`, of which each part holds out a tenth",
+            found.append(DataError("is not used with `data.mixture`: a tenth of each part is held out",
                                    code="eval-with-mixture", where="data.eval", value=run.data.eval,
                                    remedy="Leave `--data.eval` out."))
         try:
@@ -60,7 +60,7 @@ class Chat(Task):
         return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
-        """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when nothing
+        """Tokenised conversations of this run (see ranvier.data.prepare), cut to the sequence. DataError when no text
         of the assistant is left."""
         tokenizer = open_tokenizer(run, progress)
         sources = sources_of(run.data, run.data.train or "")
@@ -96,8 +96,8 @@ CHAT = Chat()
 
 
 def tokenizer_folder(run: Run, progress: Progress | None = None) -> Path | None:
-    """The folder of the run's chat tokenizer: data.tokenizer, or that of the pretrained model. None where it would have
-    to be fetched, and there is no `progress`. DataError where the run names none."""
+    """The folder of the run's chat tokenizer: data.tokenizer, or that of the pretrained model. None if it would have to
+    be fetched and `progress` is None. DataError if the run names no such tokenizer."""
     if run.data.tokenizer not in BUILT_IN:
         path = Path(os.path.expanduser(run.data.tokenizer))
         return path.parent if path.is_file() else path
@@ -128,7 +128,7 @@ def tokenizer_problems(run: Run, *, elsewhere: bool) -> list[RanvierError]:
 
 
 def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
-    """The run's chat tokenizer, fetched where that is needed. DataError where its tokens are not the model's."""
+    """The run's chat tokenizer, fetched if necessary. DataError if its tokens are not the model's."""
     folder = tokenizer_folder(run, progress)
     assert folder is not None, "asked with a progress"
     tokenizer = ChatTokenizer(folder, run.data.chat_template)
@@ -141,13 +141,13 @@ def open_tokenizer(run: Run, progress: Progress) -> ChatTokenizer:
 
 
 def open_conversations(name: str, setting: str) -> Table:
-    """The table of this name: the shipped one, or what `open_source` opens. setting: train or eval."""
+    """The table of this name: the shipped quiz, or a table that `open_source` opens. setting: train or eval."""
     return quiz.open_quiz() if name == quiz.NAME else open_source(name, setting, FORM)
 
 
 def conversations(name: str, setting: str, data: Data) -> Iterator[Conversation | None]:
     """The conversations of a data set; None for a row without an answer. DataError, with the place, for a row that is
-    none, and where the table has no form of conversations."""
+    not a conversation, and for a table in no known form of conversations."""
     table = open_conversations(name, setting)
     form = form_of_table(table, data)
     wanted = [*form.columns, *(other for other in form.more if other in table.columns)]
@@ -160,7 +160,7 @@ def conversations(name: str, setting: str, data: Data) -> Iterator[Conversation 
 
 
 def _dataset(run: Run, part: Arrays) -> tuple[TokenSamples, Dataset]:
-    """Samples, and the dataset that a run reads of them."""
+    """Return the samples, and the dataset of them that a run reads."""
     offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
     samples = TokenSamples(part.arrays["tokens"], offsets[:-1], offsets[1:], run.model.sequence,
                            part.arrays["is_target"])
@@ -189,7 +189,7 @@ def _load_source(run: Run, source: Source, tokenizer: ChatTokenizer, progress: P
 
 
 def _encode(tokenizer: ChatTokenizer, sequence: int, conversation: Conversation) -> list[encoded_rows.Encoded]:
-    """The samples of a conversation, which have one key."""
+    """The samples of a conversation, all with the same key."""
     key = json.dumps([list(conversation.messages), conversation.tools, dict(conversation.variables)], sort_keys=True,
                      default=str)
     found = []

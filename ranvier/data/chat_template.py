@@ -4,10 +4,10 @@
                              |-- characters of the assistant's turns --> is_target, by token
 
 The template (Jinja) is rendered by transformers, in a process with limits (`template_renderer`). A template with
-{% generation %} says itself what the assistant wrote. Of any other one, a turn of the assistant is what the template
-adds to the conversation before it with the prompt for an answer. A template that writes earlier turns otherwise once
-others follow, as Qwen 3 does without their thoughts, gives one sample for each turn of the assistant: the conversation
-up to this turn, as the model sees it when it writes.
+{% generation %} marks what the assistant wrote. With any other template, a turn of the assistant is the text that the
+template adds to the earlier conversation with the generation prompt. A template that writes earlier turns differently
+once others follow, as Qwen 3 leaves out their thoughts, gives one sample for each turn of the assistant: the
+conversation up to this turn, as the model sees it when it generates the turn.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _MOST_BYTES = 1 << 24
 _MOST_OBJECTS = 50_000
 """Most objects in tokenizer_config.json, of which transformers makes copies; Gemma's has 6,500."""
 Message = Mapping[str, Any]
-"""A turn: `role` (system, user, assistant, ...) and `content`, and what else the template reads."""
+"""A turn: `role` (system, user, assistant, ...) and `content`, and any other keys that the template reads."""
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatbot": "assistant", "model": "assistant"}
-"""Roles of other formats -> ours. A template would write them as they stand, or leave them out."""
+"""Roles of other formats -> ours. A template would write them unchanged, or leave them out."""
 _KEYS = frozenset({"role", "content", "name", "tool_call_id"})
-"""Keys that a template need not read: of all others it would leave out in silence what the turn says."""
+"""Keys that a template need not read. Without a check, it would silently drop the content of any other key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages, at least one, and what else the template is given.
+    """Messages, at least one, and the other inputs of the template.
 
-    unlearnt: numbers of the assistant's turns that are read and not learnt. tools: JSON schemas of functions.
-    variables: further variables of the template. place: in the data set, for errors.
+    unlearnt: numbers of the assistant's turns that are not learnt. tools: JSON schemas of functions. variables: further
+    variables of the template. place: in the data set, for errors.
     """
 
     messages: Sequence[Message]
@@ -67,8 +67,8 @@ Sample = tuple[list[int], np.ndarray]
 class ChatTokenizer:
     """A tokenizer with a chat template; immutable.
 
-    folder: as transformers saves a tokenizer. template: a file that replaces its chat template. DataError where files
-    are missing or damaged, where there is no template, and without the package transformers.
+    folder: as transformers saves a tokenizer. template: a file that replaces its chat template. DataError if files are
+    missing or damaged, if there is no template, and without the package transformers.
     """
 
     def __init__(self, folder: Path, template: Path | None = None) -> None:
@@ -105,14 +105,15 @@ class ChatTokenizer:
             self._beside[_TEMPLATE] = self._inner.chat_template
         self.fingerprint: str = fingerprint(self._document, self._inner.chat_template)
         self.content: str = fingerprint(self.fingerprint, self._beside)
-        """Hash of all that decides the tokens of a conversation, including special tokens that the template names."""
+        """Hash of everything that decides the tokens of a conversation, including special tokens that the template
+        names."""
 
     def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[object, ...]]:
         return _rebuild, (*self._place, self.content)
 
     @property
     def padding(self) -> int | None:
-        """The token that fills up texts, where the tokenizer has one."""
+        """The padding token, or None if the tokenizer has none."""
         found: int | None = self._inner.pad_token_id
         return found
 
@@ -126,7 +127,7 @@ class ChatTokenizer:
         return self._document
 
     def files_beside(self) -> Mapping[str, str]:
-        """Name -> text of the files that belong beside its tokenizer.json, the chat template among them."""
+        """Name -> text of the files that belong next to its tokenizer.json, including the chat template."""
         return self._beside
 
     def prompt(self, conversation: Conversation) -> list[int]:
@@ -140,7 +141,7 @@ class ChatTokenizer:
         return found
 
     def ends_of_turns(self) -> frozenset[int]:
-        """The special token that the template writes behind a turn of the assistant, if it does so."""
+        """The special token that the template writes after a turn of the assistant, if it writes one."""
         content = "Hello"
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         try:
@@ -153,13 +154,13 @@ class ChatTokenizer:
                          if token in special) if behind else frozenset()
 
     def render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None) -> str:
-        """The text of a conversation. prompt: with the beginning of an answer behind it. turns: of its first messages;
-        None for all. DataError where the template refuses the conversation."""
+        """The text of a conversation. prompt: whether the beginning of an answer follows it. turns: only this many of
+        its first messages; None for all. DataError if the template refuses the conversation."""
         return self._render_or_refuse(conversation, prompt=prompt, turns=turns).text
 
     def _render_or_refuse(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
                           marks: bool = False) -> Rendered:
-        """`_render`. DataError where the template refuses the conversation."""
+        """`_render`, with a DataError if the template refuses the conversation."""
         try:
             return self._render(conversation, prompt=prompt, turns=turns, marks=marks)
         except TemplateError as error:
@@ -167,8 +168,8 @@ class ChatTokenizer:
 
     def _render(self, conversation: Conversation, *, prompt: bool = False, turns: int | None = None,
                 marks: bool = False) -> Rendered:
-        """A conversation in the template. TemplateError where the template refuses it; DataError, which names the
-        template's file, where that exceeds a limit."""
+        """Render a conversation with the template. TemplateError if the template refuses it; DataError, which names the
+        template's file, if rendering exceeds a limit."""
         messages = [{key: part for key, part in message.items() if part is not None}
                     for message in conversation.messages[:turns]]
         try:
@@ -183,8 +184,8 @@ class ChatTokenizer:
                                    "long.") from error
 
     def _template(self, conversation: Conversation) -> str:
-        """The template of a conversation: a tokenizer may have another one for those with tools. TemplateError where it
-        has none."""
+        """The template of a conversation: a tokenizer may have another one for conversations with tools. TemplateError
+        if it has none."""
         try:
             found: str = self._inner.get_chat_template(None, conversation.tools)
         except ValueError as error:
@@ -192,8 +193,8 @@ class ChatTokenizer:
         return found
 
     def encode(self, conversation: Conversation) -> list[Sample]:
-        """The samples of a conversation: one, or one for each turn of the assistant that is learnt, where the template
-        writes earlier turns otherwise once others follow. What is learnt includes the end-of-turn token. DataError for
+        """The samples of a conversation: one, or, if the template writes earlier turns differently once others follow,
+        one for each turn of the assistant that is learnt. What is learnt includes the end-of-turn token. DataError for
         keys and roles that the template does not read."""
         self._check(conversation)
         if _has_marks(self._template(conversation)):
@@ -207,7 +208,7 @@ class ChatTokenizer:
         return [self._sample(after, [(start, len(after))]) for start, after in spans]
 
     def _check(self, conversation: Conversation) -> None:
-        """Refuse what the template would leave out in silence."""
+        """DataError for what the template would silently drop."""
         try:
             words = _words_of(self._template(conversation))
         except TemplateError as error:
@@ -235,10 +236,10 @@ class ChatTokenizer:
                             remedy="Leave it out of the data set, or name a `--data.chat-template` that reads it.")
 
     def _span(self, conversation: Conversation, number: int) -> tuple[int, str]:
-        """First character of a turn of the assistant, and the text of the conversation that ends with it.
+        """The first character of a turn of the assistant, and the text of the conversation up to the end of the turn.
 
-        A template whose prompt has more than the turn itself, such as the beginning of a thought, has the turn begin
-        at the first token that is not the prompt's.
+        If the template's prompt has more than the turn itself, such as the beginning of a thought, the turn begins at
+        the first token that is not the prompt's.
         """
         before = self.render(conversation, prompt=True, turns=number)
         after = self.render(conversation, turns=number + 1)
@@ -257,7 +258,7 @@ class ChatTokenizer:
         return start, after
 
     def _sample(self, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
-        """Tokens of a text. spans: first character, and the one after the last, of what is learnt."""
+        """Tokens of a text. spans: (start, stop) characters of the learnt parts."""
         ids: list[int] = []
         is_target: list[bool] = []
         place = 0
@@ -271,7 +272,8 @@ class ChatTokenizer:
         whole = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
         if ids == whole["input_ids"] or self.decode(ids) == self.decode(whole["input_ids"]):
             return ids, np.array(is_target, dtype=bool)
-        # This tokenizer puts a space before each text: of its tokens of the whole those count that begin in a turn.
+        # This tokenizer puts a space before each text: tokenize the full text, and learn the tokens that begin in a
+        # turn.
         return list(whole["input_ids"]), _begin_in(whole["offset_mapping"], spans)
 
     def _sample_by_markers(self, conversation: Conversation) -> Sample:
@@ -281,7 +283,7 @@ class ChatTokenizer:
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         is_target = _overlap(offsets, found.spans)
         if conversation.unlearnt:
-            # A turn lies between what the text has in common with the conversations before and behind it.
+            # A turn lies between the common beginnings of the text with the conversations before and after the turn.
             ends = [_common_length(text, self.render(conversation, turns=turns)) if turns else 0
                     for turns in range(len(conversation.messages) + 1)]
             is_target &= ~_begin_in(offsets, [(ends[number], ends[number + 1]) for number in conversation.unlearnt])
@@ -307,13 +309,13 @@ def _has_marks(template: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _rebuild(folder: Path, template: Path | None, content: str) -> ChatTokenizer:
-    """Rebuild the tokenizer in another process, which encodes piece after piece. content: a tokenizer with another one
-    is read again."""
+    """Rebuild the tokenizer in another process, which encodes piece after piece. content: a part of the cache's key, so
+    that a changed tokenizer is read again."""
     return ChatTokenizer(folder, template)
 
 
 def _common_length(text: str, other: str) -> int:
-    """Characters with which both texts begin."""
+    """The number of characters in the common beginning of both texts."""
     return next((place for place, (here, there) in enumerate(zip(text, other, strict=False)) if here != there),
                 min(len(text), len(other)))
 
@@ -339,7 +341,7 @@ def _begin_in(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
 
 
 def check_folder(folder: Path, template: Path | None) -> None:
-    """DataError for what a chat tokenizer's folder lacks, without loading it. Arguments as of `ChatTokenizer`."""
+    """DataError if a chat tokenizer's folder lacks something; nothing is loaded. Arguments as of `ChatTokenizer`."""
     if not (folder / _TOKENIZER).is_file():
         raise DataError("has no tokenizer.json", code="chat-tokenizer-missing", where="data.tokenizer",
                         value=str(folder), remedy=f"Give {_FORM}.")
@@ -367,13 +369,13 @@ def _check_size(files: Mapping[str, Path]) -> None:
 
 
 def check_packages() -> None:
-    """DataError where nothing can render chat templates."""
+    """DataError if the packages that render chat templates are not installed."""
     if not (has_package("transformers") and has_package("jinja2")):
         raise missing_transformers()
 
 
 def missing_transformers() -> DataError:
-    """The error for chat templates where nothing can render them."""
+    """The error for chat templates without the packages that render them."""
     return DataError("needs the packages transformers and jinja2 for chat templates, which are not installed",
                      code="chat-packages-missing", where="data.task", value="chat",
                      remedy="Run pip install transformers jinja2.")

@@ -27,7 +27,7 @@ _CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
 
 
 def labels_in(folder: Path) -> tuple[str, ...]:
-    """The names of classes, by number, of a classifier in Hugging Face's format (id2label); none without them."""
+    """The names of classes, by number, of a classifier in Hugging Face's format (id2label); empty if it has none."""
     try:
         document: Any = read_json(member(folder, "config.json"), _CONFIG_BYTES)
         names = document["id2label"]
@@ -38,14 +38,14 @@ def labels_in(folder: Path) -> tuple[str, ...]:
 
 
 def named_labels_in(folder: Path) -> tuple[str, ...]:
-    """Likewise; none where it has only the names that transformers makes up."""
+    """`labels_in`, but empty if the folder has only the names that transformers makes up."""
     found = labels_in(folder)
     return () if any(name == f"LABEL_{number}" for number, name in enumerate(found)) else found
 
 
 def numbers_of(classes: Sequence[str], labels: Sequence[str], *, all_there: bool = True) -> list[int] | None:
-    """The number of each of the data's classes among a model's labels: by its name, or where the classes are the
-    numbers of all labels (all_there), or of some, that number. None where they are others."""
+    """The number of each of the data's classes among a model's labels: by its name, or, if the classes are the numbers
+    of all labels (all_there) or of some of them, that number. None if the classes differ."""
     if set(classes) <= set(labels):
         return [labels.index(name) for name in classes]
     numbers = {str(number): number for number in range(len(labels))}
@@ -54,7 +54,7 @@ def numbers_of(classes: Sequence[str], labels: Sequence[str], *, all_there: bool
 
 
 def with_labels(data: Prepared, labels: tuple[str, ...], *, all_there: bool = True) -> Prepared | None:
-    """The data with the model's labels as its classes; None where its classes are others. all_there: as of
+    """The data with the model's labels as its classes; None if its classes differ. all_there: see
     `numbers_of`."""
     numbers = numbers_of(data.class_names, labels, all_there=all_there)
     if numbers is None or data.class_names == labels:
@@ -65,8 +65,8 @@ def with_labels(data: Prepared, labels: tuple[str, ...], *, all_there: bool = Tr
 
 
 def with_labels_of_model(data: Prepared, run: Run, progress: Progress) -> Prepared:
-    """`with_labels` of the model that training starts from, where it has the data's classes. `progress` is told where
-    it has as many others, whose head is taken all the same."""
+    """`with_labels` of the model that training starts from, if it has the data's classes. If it has the same
+    number of other classes, its head is used, and `progress` gets a note."""
     if run.model.pretrained is None:
         return data
     folder = folder_of(run.model.pretrained, cache_folder(run), progress)
@@ -78,7 +78,7 @@ def with_labels_of_model(data: Prepared, run: Run, progress: Progress) -> Prepar
 
 
 class Renumbered(Subset):
-    """Samples whose classes have other numbers. numbers: by the number that `whole` gives."""
+    """Samples with renumbered classes. numbers: the new number for each number that `whole` gives."""
 
     def __init__(self, whole: Dataset, numbers: Sequence[int]) -> None:
         super().__init__(whole, np.arange(len(whole)))
@@ -92,7 +92,7 @@ class Renumbered(Subset):
 
 # --- accuracy ---------------------------------------------------------------------------------------------------------
 
-# Accuracy of a classifier: the share of samples whose class it finds.
+# Accuracy of a classifier: the share of samples that it classifies correctly.
 
 
 class Accuracy:
@@ -112,7 +112,7 @@ class Accuracy:
         self._count.append((targets != IGNORED).sum())
 
     def part(self) -> dict[str, int]:
-        """Samples whose class was found, and samples with a class, that this rank has seen."""
+        """The numbers of this rank's samples that were classified correctly, and of its samples with a class."""
         return {"right": sum(int(right) for right in self._right), "count": sum(int(count) for count in self._count)}
 
     def total(self, parts: Sequence[dict[str, int]]) -> dict[str, float]:

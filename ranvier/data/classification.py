@@ -1,13 +1,13 @@
-"""The task classification: the class of a sentence, or of a pair. Texts as numbers of tokens with [CLS] and [SEP].
+"""The task classification: the class of a sentence, or of a pair. Texts as token numbers with [CLS] and [SEP].
 
     inputs    {"ids": [B, L], "mask": [B, L], "types": [B, L]} int64; mask is 1 where there is a token, types are 1 in
               the second text, its [SEP] included
     targets   [B] int64, numbers of classes
 
-A decoder (the family llama) has its own special tokens, and gives the scores of a text at its last token:
+A decoder (the family llama) has its own special tokens, and classifies a text at its last token:
 
     inputs    ids [B, L] int64
-    targets   {"last": [B], "class": [B]} int64: the place of that token, the number of the class
+    targets   {"last": [B], "class": [B]} int64: the position of that token, the number of the class
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Labelled(EncoderTexts):
 
 
 class LabelledAtEnd(Labelled):
-    """The same for a decoder."""
+    """Texts with labels for a decoder."""
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None, length: int | None = None) -> Tensor:
-        """length: as of `EncoderTexts`. No token attends to the padding behind it."""
+        """length: as of `EncoderTexts`. No token attends to the padding after it."""
         return torch.from_numpy(self._ids[samples, :length].astype(np.int64))
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ class Classification(Task):
     form = SHIPPED["classification"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """Problems of the data settings that show without reading more than a header."""
+        """Problems of the data settings that can be found by reading no more than a header."""
         found: list[RanvierError] = [
             *table_name_problems(run.data, NAMES, FORM, elsewhere=elsewhere),
             *first_looks(run.data, NAMES,
@@ -141,8 +141,8 @@ def _write(folder: Path, sentences: Sentences, tokenizer: WordPiece | Tokenizer,
 
 def encode_sentences(part: Sequence[Sentence], tokenizer: WordPiece | Tokenizer, sequence: int
                      ) -> tuple[dict[str, np.ndarray], int]:
-    """ids [N, S] filled up with padding, lengths [N], firsts [N], and how many samples were cut. A token for padding at
-    the end of a text is left out: transformers takes the scores of the token before. DataError for a text without
+    """ids [N, S] filled up with padding, lengths [N], firsts [N], and how many samples were cut. A padding token at the
+    end of a text is left out: transformers takes the scores of the token before it. DataError for a text without
     tokens."""
     dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     ids = np.full((len(part), sequence), tokenizer.pad or 0, dtype=dtype)

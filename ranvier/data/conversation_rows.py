@@ -1,4 +1,4 @@
-"""Rows of tables as conversations, and as pairs of them that differ in their answers."""
+"""Rows of tables as conversations, and as pairs of conversations that differ in their answers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ranvier.system.untrusted_file import parse_json
 
 MESSAGES_SETTING = "data.messages-column"
 _TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
-"""Columns with what else the chat template is given: functions, and further variables."""
+"""Columns with the chat template's other inputs: functions, and further variables."""
 _REFUSED = ("functions", "documents", "weight", "train")
-"""Columns that other programs read, and that would have no effect here."""
+"""Columns that other programs read and that would have no effect here."""
 _LEARNT: Mapping[str, tuple[object, object]] = {"weight": (0, 1), "train": (False, True)}
-"""Keys of messages -> the values for a turn that is not learnt, and for one that is."""
+"""Keys of messages -> the values for a turn that is not learnt and for a turn that is."""
 OTHER_COLUMNS = (_TOOLS, _VARIABLES, *_REFUSED)
-"""Columns that are read beside the messages, where a table has them."""
+"""Columns that are read in addition to the messages, if a table has them."""
 
 
 def conversation_of(row: Row, column: str = "messages") -> Conversation:
-    """The conversation in a row. column: of its messages. DataError, with the place, for a row that has none."""
+    """The conversation in a row. column: the one with its messages. DataError, with the place, for a row without
+    one."""
     refused = next((name for name in _REFUSED if row.values.get(name) is not None), None)
     if refused is not None:
         raise row.error("column-without-effect", f"has a column {refused} of a conversation, which has no effect here",
@@ -41,7 +42,7 @@ def conversation_of(row: Row, column: str = "messages") -> Conversation:
 
 
 def _parse_field(row: Row, column: str, kind: type, remedy: str) -> Any:
-    """A value of this kind, or the JSON text of one; None where the row has none."""
+    """Return a value of this kind, or parse it from JSON text; None if the row has none."""
     value = _as_written(row, row.values.get(column))
     if isinstance(value, str) and value:
         with suppress(ValueError):
@@ -59,11 +60,11 @@ def _as_written(row: Row, value: Any) -> Any:
 
 
 def _is_learnt(message: Message, place: str) -> bool:
-    """Whether the keys `weight` and `train` say that a turn of the assistant is learnt, which is so without them."""
+    """Whether a turn of the assistant is learnt by its keys `weight` and `train`; without them, it is."""
     for key, values in _LEARNT.items():
         value = message.get(key, values[1])
         if not isinstance(value, (bool, int, float)) or value not in values:
-            raise DataError(f"has a message whose `{key}` is none of {values[0]} and {values[1]}",
+            raise DataError(f"has a message whose `{key}` is neither {values[0]} nor {values[1]}",
                             code="message-weight", where=place, value=value,
                             remedy="A turn is learned or not; there are no weights in between.")
         if value and key in message and message["role"] != "assistant":
@@ -88,7 +89,7 @@ def _messages(row: Row, column: str) -> list[Message]:
             message.get("content") is not None or bool(message.get("tool_calls")))
         if not has_content or not isinstance(message.get("role"), str):
             raise row.error("message-without-role", "has a message without `role` and `content`", message, remedy)
-        # A template may look for `content` without asking whether it is there.
+        # A template may read `content` without testing whether it exists.
         parts = {key: _as_written(row, part) for key, part in message.items() if part is not None or key == "content"}
         found.append({key: _parsed_calls(part) if key == "tool_calls" else part for key, part in parts.items()})
         if not isinstance(message.get("content"), (str, type(None))):
@@ -97,8 +98,8 @@ def _messages(row: Row, column: str) -> list[Message]:
 
 
 def _text_of_parts(message: Message, row: Row) -> Any:
-    """The text of a content in parts. DataError where a part is none, and for what is neither a text nor parts: most
-    templates would write it as Python prints it. What a tool returns may be anything."""
+    """The text of a content in parts. DataError if a part is not text, or the content is neither a text nor a list of
+    parts: most templates would write it as Python prints it. What a tool returns may be anything."""
     content = message["content"]
     parts = content if isinstance(content, list) else [content]
     others = [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text"
@@ -112,7 +113,7 @@ def _text_of_parts(message: Message, row: Row) -> Any:
 
 
 def _parsed_calls(calls: Any) -> Any:
-    """Calls of functions whose arguments are an object: OpenAI gives them as JSON text, and templates write objects."""
+    """Function calls with their arguments as objects: OpenAI gives them as JSON text, and templates write objects."""
     if not isinstance(calls, list):
         return calls
     found = []
@@ -130,7 +131,7 @@ def _parsed_calls(calls: Any) -> Any:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected")
-"""Columns of pairs. Without the first, the prompt is what both conversations begin with."""
+"""Columns of pairs. Without `prompt`, the prompt is the common beginning of both conversations."""
 MARGIN = "margin"
 """Column of a pair's margin: by how much the chosen answer's reward is to exceed the rejected one's, as in TRL."""
 _PAIR_FORM = ('Give {"prompt": "...", "chosen": "...", "rejected": "..."}; each may be a list of messages, and without '
@@ -139,7 +140,7 @@ _PAIR_FORM = ('Give {"prompt": "...", "chosen": "...", "rejected": "..."}; each 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two conversations that differ in the answer, which alone is learnt. margin: of a reward model; None without."""
+    """Two conversations that differ in the answer; only the answer is learnt. margin: for a reward model, or None."""
 
     chosen: Conversation
     rejected: Conversation
@@ -147,8 +148,8 @@ class Pair:
 
 
 def pair_of(row: Row) -> Pair | None:
-    """The pair in a row; None where both answers are the same, of which nothing can be learnt. A text is one turn: of
-    the user in the prompt, of the assistant in an answer. DataError, with the place, for a row that has none."""
+    """The pair in a row; None if both answers are the same, since nothing can be learnt from them. A text is one turn:
+    the user's in the prompt, the assistant's in an answer. DataError, with the place, for a row without a pair."""
     prompt = None if row.values.get("prompt") in (None, "", []) else turns_in(row, "prompt", "user")
     answers = [turns_in(row, name, "assistant") for name in ("chosen", "rejected")]
     if any(answer[0]["role"] != "assistant" for answer in answers):  # whole conversations
@@ -172,7 +173,7 @@ def pair_of(row: Row) -> Pair | None:
 
 
 def _margin_in(row: Row) -> float | None:
-    """The margin of a pair; in files of text a number is text."""
+    """The margin of a pair; in text files, a number is text."""
     value: Any = row.values.get(MARGIN)
     if value in (None, ""):
         return None
@@ -184,7 +185,7 @@ def _margin_in(row: Row) -> float | None:
 
 
 def turns_in(row: Row, column: str, role: str) -> list[Message]:
-    """The messages in a column, where a text is one of `role`."""
+    """The messages in a column; a text is one message of `role`."""
     value = row.values.get(column)
     if isinstance(value, str) and value.strip():
         return [{"role": role, "content": value}]
@@ -195,7 +196,7 @@ def turns_in(row: Row, column: str, role: str) -> list[Message]:
 
 
 def with_answer(row: Row, context: Sequence[Message], answer: Sequence[Message]) -> Conversation:
-    """The conversation of which the answer alone is learnt. row: what else it has."""
+    """The conversation with only the answer learnt. row: gives its other fields."""
     found = conversation_of(replace(row, values={**row.values, "messages": [*context, *answer]}))
     earlier = (number for number, message in enumerate(context) if message["role"] == "assistant")
     return replace(found, unlearnt=found.unlearnt.union(earlier))

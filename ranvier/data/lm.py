@@ -31,11 +31,11 @@ from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError, RanvierError
 
 TOKENIZER_BYTES = 4_000_000
-"""Text that a tokenizer is trained on."""
+"""Bytes of text that a tokenizer is trained on."""
 NAMED_BYTES = 16_000_000
-"""Text that is read of a corpus that is given by name, where the run does not say."""
+"""Bytes of text that are read of a corpus that is given by name, if the run does not set a limit."""
 NO_LIMIT = 1 << 62
-"""Bytes that no corpus has."""
+"""More bytes than any corpus has."""
 HEAD_TOKENS = 1200
 """Held-out tokens from which a sample of text takes its prompt."""
 PIECE_CHARACTERS = 1_000_000
@@ -43,8 +43,8 @@ PIECE_CHARACTERS = 1_000_000
 
 
 class Sequences:
-    """A token file as samples: inputs are `sequence` tokens, targets the same one token on: both [samples, sequence]
-    int64."""
+    """A token file as samples: inputs are `sequence` tokens, targets the same shifted by one token: both [samples,
+    sequence] int64."""
 
     def __init__(self, tokens: Tokens, sequence: int) -> None:
         self.tokens, self.sequence = tokens, sequence
@@ -62,12 +62,12 @@ class Sequences:
 
 
 class LanguageModelling(Task):
-    """The task `lm`: sequences of one corpus or of several; whole documents where they are packed."""
+    """The task `lm`: sequences of one corpus or of several; whole documents if they are packed."""
 
     form = SHIPPED["lm"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """A corpus that is missing here may lie on the machines that the run is meant for."""
+        """Problems of the corpora. A corpus that is missing here may be on the machines that the run is meant for."""
         try:
             sources = sources_of(run.data, run.data.corpus)
         except DataError as problem:
@@ -80,7 +80,7 @@ class LanguageModelling(Task):
         return found
 
     def warnings(self, run: Run) -> list[RanvierError]:
-        """Warnings about parts of a corpus that are left out, from its size."""
+        """Warnings about corpora that are larger than the limit and are therefore cut."""
         limit = run.data.max_bytes
         found: list[RanvierError] = []
         for source in sources_of(run.data, run.data.corpus) if limit != "auto" else ():
@@ -138,7 +138,7 @@ LM = LanguageModelling()
 
 
 def _with_held_out(run: Run, prepared: Prepared, tokenizer: Tokenizer, progress: Progress) -> Prepared:
-    """The run's data with all text of the corpus data.eval as held-out text; what it trains on is the same."""
+    """The run's data with all text of the corpus data.eval as held-out text; the training data stay the same."""
     name = run.data.eval
     assert name is not None
     corpus = corpora.open_corpus(name, cache_folder(run), progress, run.data.text_column)
@@ -158,7 +158,7 @@ def _missing(name: str, column: str | None, elsewhere: bool) -> list[RanvierErro
     machine."""
     missing = None if elsewhere else corpora.missing_path(name) or corpora.missing_package(name)
     found: list[RanvierError] = [missing] if missing else []
-    with suppress(OSError, ValueError, RuntimeError):  # told where all of it is read
+    with suppress(OSError, ValueError, RuntimeError):  # reported when the corpus is read
         found += refusals(lambda: corpora.look_at_columns(name, column))
     return found
 
@@ -175,7 +175,7 @@ def _tokens(run: Run, corpus: corpora.OpenCorpus, tokenizer: Tokenizer, progress
 
 
 def _samples(tokens: Tokens, run: Run, tokenizer: Tokenizer) -> Sequences | PackedSamples:
-    """Sequences of the text as it stands, or of packed documents."""
+    """Sequences of the continuous text, or of packed documents."""
     if not run.data.packing:
         return Sequences(tokens, run.model.sequence)
     documents = tokens.documents(tokenizer.end, tokenizer.start)
@@ -190,14 +190,14 @@ def _describe_corpus(run: Run, name: str, corpus: corpora.OpenCorpus, train: Tok
 
 
 def _limit(run: Run, corpus: corpora.OpenCorpus) -> int:
-    """Bytes that are read of the corpus."""
+    """The number of bytes that are read of the corpus."""
     if run.data.max_bytes != "auto":
         return run.data.max_bytes
     return NO_LIMIT if corpus.is_path else NAMED_BYTES
 
 
 def _train_tokenizer(run: Run, opened: Sequence[corpora.OpenCorpus], cache: Path, progress: Progress) -> Tokenizer:
-    """A new tokenizer of the run's corpora."""
+    """Train a tokenizer on the run's corpora."""
     same = [part for corpus in opened for part in (corpus.fingerprint, _limit(run, corpus))]
     name = fingerprint("bpe", *same, corpora.HELD_OUT_EVERY, TOKENIZER_BYTES, tokenizers.LONGEST_WORD, run.model.vocab)
     path = cache / "tokenizers" / f"{name}.json"
@@ -250,7 +250,7 @@ def _write(folder: Path, corpus: corpora.OpenCorpus, text: str, max_bytes: int, 
 
 def _tell_special_tokens(documents: Iterable[tuple[corpora.Document, bool]], tokenizer: Tokenizer, progress: Progress
                          ) -> Iterator[tuple[corpora.Document, bool]]:
-    """The documents; the first one in which a special token is spelt out is told."""
+    """Yield the documents, and report the first one whose text has a special token."""
     documents = iter(documents)
     for document, is_held in documents:
         yield document, is_held

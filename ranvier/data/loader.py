@@ -1,4 +1,5 @@
-"""The microbatches of one step for one rank, from any task's samples: its share of the batch, and its part of each."""
+"""The microbatches of one step for one rank, from any task's samples: its share of the batch, and its part of each
+microbatch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ranvier.tensor.split.loss import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class _Ahead:
-    """A batch that has been made before it is asked for, and when it is on the device."""
+    """A prefetched batch, and the event after which it is on the device."""
 
     of: tuple[int, ...]
     batch: list[Microbatch]
@@ -28,17 +29,17 @@ class _Ahead:
 class Loader:
     """Reads what this rank needs: inputs on the first stage, targets on the last, sample numbers everywhere.
 
-    replica, num_replicas: which share of each batch is this rank's, of how many. part, num_parts: of each microbatch.
-    One that cannot be cut into so many parts is filled up with samples that have no target.
-    nodes: the machine of each replica, where each sample is to come to the same machine in every epoch
+    replica, num_replicas: which share of each batch is this rank's, of how many. part, num_parts: the same for each
+    microbatch. A microbatch that does not divide into this many parts is padded with samples without a target.
+    nodes: the machine of each replica, if each sample is to come to the same machine in every epoch
         (`order_by_node`).
-    total: samples after which there are no more, where an evaluation goes once through all.
+    total: number of samples, for an evaluation, which reads each sample once.
     lengths: positions of each sample. A batch is then sorted by length before it is shared, so that microbatches with
     the same number have similar lengths on all replicas, and a microbatch is padded to its longest sample, rounded up
     to `length_multiple`. All ranks compute the same lengths from the same index. None: samples have one length.
 
-    Any step may be asked for, in any order. Batches are made when they are asked for; on a CUDA device that of the next
-    step may be made and copied while the device computes (`prefetch`).
+    Steps may be requested in any order. Batches are made on request; on a CUDA device the batch of the next step may be
+    made and copied while the device computes (`prefetch`).
     """
 
     def __init__(self, data: Dataset, sampler: Sampler, *, global_size: int, microbatch_size: int,
@@ -54,17 +55,18 @@ class Loader:
         self.device, self.total, self.nodes = torch.device(device), total, nodes
         self.lengths, self.length_multiple = lengths, length_multiple
         self.offset = 0
-        """Samples that were taken beside those of earlier steps: by steps of another size, or left out."""
+        """Samples that were taken in addition to those of earlier steps: by steps of another size, or left out."""
         self._ahead: _Ahead | None = None
         self._copies: torch.cuda.Stream | None = None
 
     def size(self, step: int) -> int:
-        """Samples in step `step`, over all replicas: fewer where `total` ends."""
+        """The number of samples in step `step`, over all replicas: fewer at the end of `total`."""
         return self.global_size if self.total is None else max(0, min(self.global_size,
                                                                       self.total - step * self.global_size))
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """This replica's microbatches of step `step`, counted from 0; none where there are fewer samples than replicas.
+        """This replica's microbatches of step `step`, counted from 0; may be empty if there are fewer samples than
+        replicas.
 
         inputs and targets: those of the task, b / rows of them, on `device`; samples: int64 on the CPU.
         """
@@ -75,12 +77,12 @@ class Loader:
         stream.wait_event(ahead.copied)
         for tensor in tree_leaves([(microbatch.inputs, microbatch.targets) for microbatch in ahead.batch]):
             if tensor is not None:
-                tensor.record_stream(stream)  # freed while a kernel reads it, its memory would be a later batch's
+                tensor.record_stream(stream)  # else its memory could be reused by a later batch while a kernel reads it
         return ahead.batch
 
     def prefetch(self, step: int) -> None:
-        """Read step `step` now and copy it on a stream of its own while a CUDA device computes. The next `microbatches`
-        returns it, if it asks for the same. Elsewhere this does nothing."""
+        """Read step `step` now and copy it on a separate stream while a CUDA device computes. The next `microbatches`
+        returns it, if it asks for the same step. On other devices this does nothing."""
         if self.device.type != "cuda":
             return
         if self._copies is None:
@@ -91,7 +93,7 @@ class Loader:
         self._ahead = _Ahead(self._sizes(step), batch, copied)
 
     def _sizes(self, step: int) -> tuple[int, ...]:
-        """All that a batch depends on and that may change."""
+        """Everything that a batch depends on and that may change."""
         return step, self.global_size, self.microbatch_size, self.offset
 
     def _read(self, step: int) -> list[Microbatch]:
@@ -110,13 +112,13 @@ class Loader:
         return found
 
     def samples(self, step: int) -> list[Tensor]:
-        """The numbers of the samples of each of these microbatches, without reading them."""
+        """The numbers of the samples in each microbatch of this step, without reading them."""
         batch, _ = self._step_samples(step)
         return [torch.from_numpy(self._own_part(whole)[0].copy())
                 for whole in microbatches(batch, self.microbatch_size)]
 
     def _step_samples(self, step: int) -> tuple[np.ndarray, slice | np.ndarray]:
-        """This replica's samples of a step, and which of all replicas' they are."""
+        """This replica's samples of a step, and their places in the global batch."""
         size = self.size(step)
         mine: slice | np.ndarray = share(size, self.num_replicas, self.replica)
         batch = self.sampler.global_batch(step, self.global_size, self.offset)[:size]
@@ -129,20 +131,21 @@ class Loader:
         return batch[mine], mine
 
     def _length(self, microbatch: np.ndarray) -> int | None:
-        """Positions of all rows of a microbatch; None where samples have one length."""
+        """Positions of all rows of a microbatch; None if all samples have the same length."""
         if self.lengths is None:
             return None
         return -(-int(self.lengths[microbatch].max()) // self.length_multiple) * self.length_multiple
 
     def _own_part(self, samples: np.ndarray) -> tuple[np.ndarray, int]:
-        """This rank's part of a microbatch, and how many of it count; the last sample is repeated where it must."""
+        """This rank's part of a microbatch, and how many of its samples count; the last sample is repeated to fill it
+        up."""
         each = -(-len(samples) // self.num_parts)
         own = samples[self.part * each:(self.part + 1) * each]
         return np.concatenate([own, np.repeat(samples[-1:], each - len(own))]), len(own)
 
     def _on_device(self, tensors: Targets) -> Targets:
-        """The tensors on the device. On a CUDA device the copies are only started: from ordinary memory the host would
-        wait for each."""
+        """The tensors on the device. On a CUDA device the copies are asynchronous; from memory that is not pinned, the
+        host would wait for each."""
         def move(tensor: Tensor) -> Tensor:
             if self.device.type != "cuda":
                 return tensor.to(self.device)
@@ -153,13 +156,13 @@ class Loader:
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Places of the lengths, the longest first; equal ones in their order. Memory is then at its peak in the first
+    """Places of the lengths, the longest first; equal lengths keep their order. Memory use thus peaks in the first
     microbatch."""
     return np.argsort(-lengths, kind="stable")
 
 
 def _without(targets: Targets, valid: int) -> Targets:
-    """The targets with those from `valid` on left out: they are of samples that fill up."""
+    """The targets, with those from `valid` on ignored: they belong to samples that only fill up the microbatch."""
     def left_out(tensor: Tensor) -> Tensor:
         return torch.cat([tensor[:valid], torch.full_like(tensor[valid:], IGNORED)])
 

@@ -1,4 +1,4 @@
-"""Checks of the names in --data.train and --data.eval, and reading of the user's own files and of tables by name."""
+"""Checks of the names in --data.train and --data.eval, and readers of the user's own files and of tables by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranvier.data.cache import fingerprint
 from ranvier.errors import DataError
 
 MOST_BYTES = 4 << 30
-"""Largest file of text."""
+"""Size of the largest text file."""
 TO_UTF8 = "Other text is converted by iconv -f LATIN1 -t UTF-8 FILE."
 """Remedy for text in another encoding."""
 
@@ -27,7 +27,7 @@ def _given_files(data: Data) -> list[tuple[str, str]]:
 
 
 def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError]:
-    """Problems of the names: none is given, or one is neither known nor exists.
+    """Problems of the names: a name is missing, or is neither known nor an existing path.
 
     form: what may be given, in words.
     """
@@ -40,8 +40,8 @@ def name_problems(data: Data, names: Sequence[str], form: str) -> list[DataError
 
 
 def table_name_problems(data: Data, names: Sequence[str], form: str, *, elsewhere: bool) -> list[DataError]:
-    """Problems as of `name_problems`, where the name may also be that of a data set on the Hugging Face hub. elsewhere:
-    the package that reads it may be on another machine."""
+    """The problems of `name_problems`, for names that may also be data sets on the Hugging Face hub. elsewhere: the
+    package that reads it may be on another machine."""
     hub = tuple(name for name, _ in _given_files(data) if is_data_set(name))
     found = name_problems(data, (*names, *hub), form)
     if hub and not elsewhere and not tables.has_package("datasets"):
@@ -50,7 +50,8 @@ def table_name_problems(data: Data, names: Sequence[str], form: str, *, elsewher
 
 
 def is_data_set(name: str) -> bool:
-    """Whether this is the name of a data set on the hub, as OWNER/NAME or with :CONFIGURATION, and of no file here."""
+    """Whether this is the name of a data set on the hub, as OWNER/NAME or with :CONFIGURATION, and not of a file
+    here."""
     return tables.is_hub_name(name) and ("/" in name or ":" in name) and not _exists(name)
 
 
@@ -74,7 +75,7 @@ def training_name(data: Data) -> str:
 
 
 def text_only(data: Data) -> list[DataError]:
-    """Settings of images, where the task has none."""
+    """Problems of image settings with a task that has no images."""
     if data.augment == "none" and not data.augment_repeats:
         return []
     return [DataError(f"has no effect with the task {data.task}", code="augment-without-images", where="data.augment",
@@ -92,16 +93,16 @@ def refusals(look: Callable[[], object]) -> list[DataError]:
 
 
 def first_looks(data: Data, names: Sequence[str], look: Callable[[Path, str], None]) -> list[DataError]:
-    """The DataErrors that `look` of (path, setting) raises for what --data.train and --data.eval name that is a file or
-    folder which exists here, without reading all of it."""
+    """The DataErrors that `look` of (path, setting), which does not read everything, raises for the existing files and
+    folders that --data.train and --data.eval name."""
     return [problem for name, setting in _given_files(data) if name not in names and _exists(name)
             for problem in refusals(partial(look, Path(os.path.expanduser(name)), setting))]
 
 
 def first_rows(data: Data, names: Sequence[str], form: str, rows: Callable[[str, str], Iterator[object]], *,
                elsewhere: bool) -> list[DataError]:
-    """`table_name_problems`, else what `rows` of (name, setting) raises for the first row of each data set that is not
-    on the hub."""
+    """`table_name_problems`, or, if there are none, the errors that `rows` of (name, setting) raises for the first row
+    of each data set that is not on the hub."""
     def look(name: str, setting: str) -> None:
         next(rows(name, setting), None)
 
@@ -118,19 +119,19 @@ def check_is_file(path: Path, setting: str, form: str) -> None:
 
 
 def read_bytes(path: Path, setting: str, form: str) -> bytes:
-    """The content of a file of text. DataError if it is not a file, cannot be read, or is larger than 4 GiB. Arguments
-    as of `check_is_file`."""
+    """The content of a text file. DataError if it is not a file, cannot be read, or is larger than 4 GiB. Arguments as
+    of `check_is_file`."""
     with readable_file(path, setting, form):
         check_is_file(path, setting, form)
         if path.stat().st_size > MOST_BYTES:
-            raise DataError("is larger than 4 GiB, the limit for a file of text", code="data-file-too-large",
+            raise DataError("is larger than 4 GiB, the limit for a text file", code="data-file-too-large",
                             where=f"data.{setting}", value=str(path), remedy="Give a part of it.")
         return path.read_bytes()
 
 
 def visible_files(root: Path, enter: Callable[[str], bool] | None = None) -> Iterator[Path]:
-    """What lies under `root` and has no name that begins with a dot. enter: whether to look into folders of a name; by
-    default into those without a dot, also where links lead to them, and into each folder once."""
+    """All files under `root` whose names do not begin with a dot. enter: whether to enter a folder, by its name; by
+    default, all folders whose names do not begin with a dot are entered once, also through links."""
     seen = {home := root.resolve()}
 
     def is_new(path: Path) -> bool:
@@ -154,31 +155,31 @@ def _exists(name: str) -> bool:
     try:
         path = Path(os.path.expanduser(name))
         return bool(name) and (path.exists() or bool(glob.glob(str(path), recursive=True)))
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, "~name" of nobody
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, "~name" of an unknown user
         return False
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
-# Tables by the names that a user gives: a file, a folder or a pattern of files, a saved data set, or one of the hub.
+# Tables by the names that a user gives: a file, a folder or a pattern of files, a saved data set, or one on the hub.
 #
 #     talks.jsonl   talks.json   talks.jsonl.gz   talks/   "talks/part-*.parquet"   OWNER/NAME[:CONFIGURATION][:SPLIT]
 
 
 FILES = f"a file of rows ({', '.join(tables.ROW_ENDINGS)}; .gz behind it), a folder or a pattern of such files"
-"""Description of what is accepted beside the names of data sets."""
+"""Description of what is accepted in addition to the names of data sets."""
 _UNREAD = re.compile(rf"({'|'.join(map(re.escape, tables.ROW_ENDINGS))})\.(7z|bz2|lz4|xz|zip|zst)$|\.arrow$")
-"""Names of files that hold rows and are not read."""
+"""Names of files that contain rows but are not read."""
 
 
 def open_source(name: str, setting: str, form: str) -> tables.Table:
-    """The table of this name; of the hub's it is streamed. setting: train or eval, which takes the split validation.
-    form: what may be given, for errors. DataError where there is no such table, or files of one have other columns."""
+    """Open the table of this name; a table on the hub is streamed. setting: train or eval (the split validation). form:
+    what may be given, for errors. DataError if there is no such table, or if its files have different columns."""
     if is_data_set(name) or tables.is_saved(Path(os.path.expanduser(name))):
         return tables.open_dataset(name, "train" if setting == "train" else "validation", f"data.{setting}", form)
     files = files_of(name)
     if not files:
-        raise DataError("is not a table, and has none in it", code="not-a-table", where=f"data.{setting}", value=name,
+        raise DataError("is not a table, and contains none", code="not-a-table", where=f"data.{setting}", value=name,
                         remedy=f"Give {form}.")
     opened = []
     for path in files:
@@ -206,7 +207,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def _join_tables(name: str, parts: Sequence[tables.Table]) -> tables.Table:
-    """Several tables as one. DataError where they have other columns."""
+    """Several tables as one. DataError if their columns differ."""
     for table in parts:
         if set(table.columns) != set(parts[0].columns):
             raise DataError(f"has other columns than {parts[0].name}", code="other-columns", where=table.name,

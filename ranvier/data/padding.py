@@ -1,4 +1,4 @@
-"""The share of padding in the sequences of a run: as it is, and as it would be with other settings."""
+"""The share of padding in the sequences of a run, with its settings and with others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ranvier.data.task import Dataset, sample_lengths
 from ranvier.data.token_samples import best_fit
 
 _MOST_LOOKED_AT = 100_000
-"""Samples from which shares are computed; a packing of more takes long."""
+"""Most samples from which shares are computed; packing more would take long."""
 
 
 def padding_of(data: Dataset, run: Run) -> str:
-    """`padding_text` of a dataset whose samples are not packed; empty where all have one length."""
+    """`padding_text` of a dataset whose samples are not packed; empty if all have the same length."""
     lengths = sample_lengths(data)
     return "" if lengths is None else padding_text(lengths, run, can_pack=False)
 
 
 def padding_text(lengths: np.ndarray, run: Run, *, can_pack: bool) -> str:
-    """The share of padding in words, with the one of the run first. lengths: positions of each sample. can_pack:
-    whether the task packs samples where the run says so."""
+    """The share of padding in words, with that of the run's settings first. lengths: positions of each sample.
+    can_pack: whether the task can pack samples."""
     shares = padding_shares(lengths, run, can_pack=can_pack)
     names = {"packing": "packed", "longest": "padded to the longest of a microbatch",
              "maximum": f"padded to {run.model.sequence} tokens"}
@@ -44,7 +44,7 @@ def padding_shares(lengths: np.ndarray, run: Run, *, can_pack: bool) -> dict[str
 
 
 def _positions(lengths: np.ndarray, run: Run) -> int:
-    """Positions that an epoch computes where microbatches are padded to their longest sample, on one replica."""
+    """Positions that an epoch computes if microbatches are padded to their longest sample, on one replica."""
     size = run.batch.global_size
     micro = size if run.batch.microbatch_size == "auto" else run.batch.microbatch_size
     order = Sampler(len(lengths), run.seed, lengths=lengths).global_batch(0, len(lengths))

@@ -1,9 +1,9 @@
-"""The tasks of pairs of answers to a prompt: preference, in which the chosen one becomes more likely than the rejected
-one, and reward, in which a model's score of the chosen one becomes larger.
+"""The tasks with pairs of answers to a prompt: preference, which makes the chosen answer more likely than the rejected
+one, and reward, which makes a model's score of the chosen answer larger.
 
     data set --rows--> pairs of conversations --ChatTokenizer--> tokens, is_target --> PreferencePairs, ScoredPairs
 
-The losses are `ranvier.tensor.split.preference_loss`. Where one compares with a reference, the run computes the
+The losses are `ranvier.tensor.split.preference_loss`. If a loss compares with a reference, the run computes the
 reference's log-probabilities before its first step (`ranvier.train.reference_log_probs`).
 """
 
@@ -66,8 +66,8 @@ class PreferenceTask(Task):
         return [*found, *tokenizer_problems(run, elsewhere=elsewhere)]
 
     def prepare(self, run: Run, progress: Progress) -> Prepared:
-        """Tokenised pairs of this run, of which none is cut: a pair whose answers are longer than the sequence is left
-        out. DataError when nothing is left."""
+        """Tokenised pairs of this run. No pair is cut: a pair whose answers are longer than the sequence is left out.
+        DataError when no pair is left."""
         tokenizer = open_tokenizer(run, progress)
         parts = _load_pairs(run, tokenizer, progress, scores=self._scores)
         whole = [_pairs_in(part, run.model.sequence, scores=self._scores) for part in parts]
@@ -80,7 +80,7 @@ class PreferenceTask(Task):
             "pairs-left-out", counts, words, setting, run.model.sequence,
             "Leave pairs without a difference out of the data set.")]
         if not self._scores:
-            warnings += [DataError("has margins, which the task reward alone reads", code="margin-without-effect",
+            warnings += [DataError("has margins, which only the task reward reads", code="margin-without-effect",
                                    where=setting, value=counts.margins,
                                    remedy="Leave the column out, or set `--data.task reward`.")
                          for setting, counts in counts if counts.margins]
@@ -100,8 +100,8 @@ PREFERENCE, REWARD = PreferenceTask("preference"), PreferenceTask("reward")
 
 
 def open_pairs(name: str, setting: str, form: str) -> Table:
-    """The table of this name: the shipped one, or what `open_source` opens. setting: train or eval. form: data.form.
-    DataError where it lacks a column, which with a function as the form it need not have."""
+    """The table of this name: the shipped quiz, or a table that `open_source` opens. setting: train or eval. form:
+    data.form. DataError if it lacks a column that the form, unless it is a function, needs."""
     found = quiz.open_quiz_pairs() if name == quiz.NAME else open_source(name, setting, FORM)
     for column in PAIR_COLUMNS[1:]:
         if column not in found.columns and not is_object_name(form):
@@ -111,8 +111,8 @@ def open_pairs(name: str, setting: str, form: str) -> Table:
 
 
 def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
-    """The pairs of a data set; None for one whose answers are the same. DataError, with the place, for a row that has
-    none, and where pairs with a margin and without one are in one set."""
+    """The pairs of a data set; None for a pair whose answers are the same. DataError, with the place, for a row without
+    a pair, and if only some pairs of the set have a margin."""
     table = open_pairs(name, setting, form)
     wanted = [column for column in (*PAIR_COLUMNS, MARGIN, *OTHER_COLUMNS) if column in table.columns]
     first: Pair | None = None
@@ -121,8 +121,8 @@ def pairs(name: str, setting: str, form: str) -> Iterator[Pair | None]:
             pair = pair_of(row) if form == "auto" else _parse_pair(form, row)
             first = first or pair
             if pair is not None and first is not None and (pair.margin is None) != (first.margin is None):
-                raise DataError("has a margin, and pairs before have none" if first.margin is None else
-                                "has no margin, and pairs before have one", code="margin-of-some-pairs",
+                raise DataError("has a margin, and earlier pairs have none" if first.margin is None else
+                                "has no margin, and earlier pairs have one", code="margin-of-some-pairs",
                                 where=row.place, value=pair.margin,
                                 remedy="Give all pairs of a data set a margin, which may be 0, or none of them.")
             yield pair
@@ -141,7 +141,7 @@ def _parse_pair(form: str, row: Row) -> Pair | None:
 
 def _pairs_in(part: Arrays, sequence: int, *, scores: bool) -> PreferencePairs:
     offsets = np.asarray(part.arrays["offsets"], dtype=np.int64)
-    stops = offsets[1:] + scores  # a position for the last token, too, which has no next one
+    stops = offsets[1:] + scores  # a position for the last token, too, which has no target
     answers = TokenSamples(part.arrays["tokens"], offsets[:-1], stops, sequence, part.arrays["is_target"])
     return ScoredPairs(answers, part.arrays.get("margins")) if scores else PreferencePairs(answers)
 
@@ -158,8 +158,8 @@ def _load_pairs(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, score
     def nothing(counts: encoded_rows.Counts, where: str) -> DataError:
         within = f"within `model.sequence {sequence}`" if counts.too_long else "that differ"
         return DataError(f"has no pair of answers {within}", code="no-pairs", where=where, value=counts.rows,
-                         remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has as "
-                         "many positions." if counts.too_long else "Give pairs whose answers differ.")
+                         remedy=f"Give shorter pairs, or set `--model.sequence {counts.longest}` if the model has "
+                         "that many positions." if counts.too_long else "Give pairs whose answers differ.")
 
     return encoded_rows.stored_samples(place, name, held, partial(pairs, form=form),
                                        partial(_encode_pair, tokenizer, sequence, scores), nothing, "pairs",
@@ -167,7 +167,7 @@ def _load_pairs(run: Run, tokenizer: ChatTokenizer, progress: Progress, *, score
 
 
 def _encode_pair(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pair) -> list[encoded_rows.Encoded]:
-    """The sample of a pair. Its key is its prompt, so that all pairs of a prompt lie together."""
+    """The sample of a pair. Its key is its prompt, so that all pairs of a prompt stay together."""
     prompt = [turn for turn, _ in takewhile(lambda turns: turns[0] == turns[1],
                                             zip(pair.chosen.messages, pair.rejected.messages, strict=False))]
     key = json.dumps([prompt, pair.chosen.tools], sort_keys=True, default=str)
@@ -180,12 +180,13 @@ def _encode_pair(tokenizer: ChatTokenizer, sequence: int, scores: bool, pair: Pa
 
 
 def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) -> Sample:
-    """scores: without tokens for padding at its end: as in transformers, the score is that of the token before."""
+    """The tokens of an answer. scores: without padding tokens at its end: as in transformers, the score is that of the
+    last token before them."""
     samples = tokenizer.encode(conversation)
     if len(samples) != 1:
-        raise DataError("has an answer of several turns, which the chat template writes otherwise once others follow",
+        raise DataError("has an answer of several turns, which the chat template writes differently once others follow",
                         code="answer-of-several-turns", where=conversation.place, value=len(samples),
-                        remedy="Give answers of one turn, or a `--data.chat-template` that writes each turn alike.")
+                        remedy="Give answers of one turn, or a `--data.chat-template` that always writes a turn alike.")
     ids, is_target = samples[0]
     stop = len(ids)
     while scores and ids[stop - 1] == tokenizer.padding and stop > 1:
@@ -195,13 +196,13 @@ def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) 
 
 # --- samples, and how a model is judged by them ----------------------------------------------------------------------
 
-# A sample is a pair: one sequence with the chosen answer, its prompt before it, and then the rejected one, likewise.
-# They are packed as `ranvier.data.token_samples.PackedSamples` packs: attention stays within each, and positions
-# restart.
+# A sample is a pair: one sequence with the prompt and the chosen answer, then the prompt and the rejected answer. They
+# are packed as in `ranvier.data.token_samples.PackedSamples`: attention stays within each, and positions restart.
 
 
 class PreferencePairs:
-    """answers: those of pair i are 2 i, the chosen one, and 2 i + 1; a pair has at most `answers.longest` positions.
+    """Pairs of answers. answers: pair i has 2 i, the chosen one, and 2 i + 1, at most `answers.longest` positions
+    together.
 
     inputs: {"ids", "segments"}, [b, length] int64 each. targets: {"tokens": [b, length], "rejected_from": [b]} int64.
     """
@@ -216,20 +217,20 @@ class PreferencePairs:
         return len(self._packed)
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
-        """length: positions, behind which both answers lie; None is the most."""
+        """length: number of positions, at least those of both answers; None is the maximum."""
         found = self._packed.inputs(samples)
         return {name: tensor[:, :length] for name, tensor in found.items()}
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """length: as `inputs` takes it."""
+        """length: as in `inputs`."""
         return {"tokens": self._packed.targets(samples)[:, :length],
                 "rejected_from": torch.from_numpy(self._chosen_lengths[samples])}
 
 
 class ScoredPairs(PreferencePairs):
-    """Pairs whose answers have a position for each token, also for the last one, whose score is the answer's reward.
+    """Pairs whose answers have a position for each token, including the last one, whose score is the answer's reward.
 
-    margins: [len(self)], of each pair; None without. targets: those of `RewardLoss`.
+    margins: [len(self)], of each pair, or None. targets: those of `RewardLoss`.
     """
 
     def __init__(self, answers: TokenSamples, margins: np.ndarray | None = None) -> None:
@@ -244,9 +245,9 @@ class ScoredPairs(PreferencePairs):
 
 
 class WithReference(Subset):
-    """Pairs with log p of both answers under a reference, which are known once the run has computed them.
+    """Pairs with log p of both answers under a reference, once the run has computed them.
 
-    targets: those of `pairs`, and then {"reference": [b, 2] float64}: chosen, rejected.
+    targets: those of `pairs`, and afterwards also {"reference": [b, 2] float64}: chosen, rejected.
     """
 
     def __init__(self, pairs: Dataset) -> None:
@@ -269,7 +270,7 @@ def answer_log_p(logits_BSV: Tensor, targets: dict[str, Tensor]) -> Tensor:
 
 class PreferenceScoring:
     """The share of pairs whose chosen answer has the larger reward, and the mean margin between both rewards. Sums
-    stay on the device until `part`. settings: of the loss; None for scores of a reward model."""
+    stay on the device until `part`. settings: of the loss; None for a reward model's scores."""
 
     def __init__(self, settings: Preference | None) -> None:
         self._settings = settings
@@ -287,7 +288,8 @@ class PreferenceScoring:
         self._sums.append(torch.stack([(margin_B > 0).sum().double(), margin_B.sum(), counted_B.sum().double()]))
 
     def part(self) -> list[float]:
-        """Pairs whose chosen answer has the larger reward, the sum of margins, and pairs, that this rank has seen."""
+        """Of this rank's pairs: the number whose chosen answer has the larger reward, the sum of margins, and the
+        number of all."""
         found: list[float] = torch.stack(self._sums).sum(0).tolist() if self._sums else [0.0, 0.0, 0.0]
         return found
 

@@ -19,23 +19,23 @@ from ranvier.errors import ConfigError, DataError, RanvierError
 from ranvier.system.atomic_file import folder_problem
 
 _MODULES = {"reward": "preference"}
-"""Shipped task -> its module, where that has another name."""
+"""Shipped task -> its module, if the module has another name."""
 
 
 def task_of(run: Run) -> Task:
-    """The run's task, imported when it is first asked for. ConfigError where a user's is none."""
+    """The run's task, imported on first use. ConfigError if a user's object is not a task."""
     name = run.data.task
     if name in SHIPPED:
         module = importlib.import_module(f"ranvier.data.{_MODULES.get(name, name)}")
         shipped: Task = getattr(module, name.upper())
         return shipped
-    form_of(run.data)  # checks what the protocol says of it
+    form_of(run.data)  # checks it against the protocol
     found: Task = load_object(run.data.task, "data.task", TASK_ATTRIBUTES, run.data.options)  # type: ignore[assignment]
     return found
 
 
 def problems(run: Run, *, elsewhere: bool = False) -> list[RanvierError]:
-    """Problems of the data settings that show without reading much. elsewhere: for another machine."""
+    """Problems of the data settings that can be found without reading much. elsewhere: for another machine."""
     try:
         task = task_of(run)
         with blame_user_code(run.data.task, "data.task", "`problems`"):
@@ -61,7 +61,7 @@ def hub_names(run: Run) -> list[tuple[str, str]]:
     """(setting, name) of each corpus and table that is not a file here, and would be read from the Hugging Face hub."""
     data, is_text = run.data, run.data.task == "lm"
     if data.task not in ("lm", "chat", "preference", "reward", "classification"):
-        return []  # others read none
+        return []  # other tasks read none
     sources = {"data.corpus": (data.corpus if is_text and not data.mixture else None,), "data.train": (data.train,),
                "data.mixture": [entry.rpartition("=")[0] or entry for entry in data.mixture], "data.eval": (data.eval,),
                "data.eval-sets": [entry.partition("=")[2] for entry in data.eval_sets]}
@@ -70,8 +70,8 @@ def hub_names(run: Run) -> list[tuple[str, str]]:
 
 
 def load_cached(run: Run) -> Prepared | None:
-    """The data of a run where it is in the cache; nothing is made or fetched. None also of plain text, which has
-    nothing to tell, and of data sets of the hub."""
+    """The data of a run if it is in the cache, else None; nothing is made or fetched. None also for plain text, which
+    has nothing to report, and for data sets on the hub."""
     data = run.data
     names = [name for name in (data.train, data.eval, *data.mixture, data.packing and data.corpus) if name]
     is_plain_text = data.task == "lm" and not data.packing
@@ -85,7 +85,8 @@ def load_cached(run: Run) -> Prepared | None:
 
 
 def unwritable_cache(run: Run) -> list[DataError]:
-    """The cache folder, where it cannot be written and lacks data of the run, which the ranks would write there."""
+    """The problem of a cache folder that is not writable and lacks data of the run, which the ranks would write
+    there."""
     folder = cache_folder(run)
     if (problem := folder_problem(folder)) is not None:
         try:
@@ -100,11 +101,11 @@ def unwritable_cache(run: Run) -> list[DataError]:
 
 
 def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str, ...] = ()) -> Prepared:
-    """The samples of this run, made unless they are in the cache. labels: names of classes, whose numbers the data
-    gets where it has no others.
+    """The samples of this run, made unless they are in the cache. labels: names of classes, whose numbers the data gets
+    if it has no other classes.
 
-    Safe to call on every rank at once: one of those that share a cache does the work and the others wait. `progress`
-    takes lines about what is going on. DataError when something is missing, damaged, or too small.
+    Safe to call on all ranks at the same time: of the ranks that share a cache, one does the work and the others wait.
+    `progress` takes lines about the progress. DataError when something is missing, damaged, or too small.
     """
     for problem in problems(run):
         raise problem
@@ -114,7 +115,7 @@ def prepare(run: Run, progress: Progress = lambda line: None, labels: tuple[str,
     count, size = prepared.epoch_samples, run.batch.global_size
     unit = "packed sequences" if run.data.packing else "samples"
     few = () if count >= size else (DataError(
-        f"is larger than the training data, {count:,} {unit}: on average {size / count:.1f} times the same ones",
+        f"is larger than the training data, {count:,} {unit}: each is taken {size / count:.1f} times on average",
         code="batch-beyond-data", where="batch.global-size", value=size,
         remedy=f"Set `--batch.global-size {count}` or less, or give more data."),)
     return replace(prepared, eval_sets=sets, warnings=(*prepared.warnings, *few))
@@ -130,7 +131,7 @@ def _prepare(run: Run, progress: Progress, labels: tuple[str, ...]) -> Prepared:
 
 
 def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
-    """The held-out data of a run whose only difference is that data. DataError where it has other classes or another
+    """The evaluation set of a run that differs only in its held-out data. DataError if it has other classes or another
     tokenizer."""
     own, other = (None if one.tokenizer is None else one.tokenizer.fingerprint for one in (main, prepared))
     for what, is_same in (("classes", main.class_names == prepared.class_names), ("tokens", own == other)):
@@ -143,7 +144,7 @@ def _eval_set(name: str, main: Prepared, prepared: Prepared) -> EvalSet:
 
 
 def _name_set(name: str, problem: RanvierError) -> RanvierError:
-    """A problem of the run with a named set, said of that set."""
+    """A problem of the run with a named set, reported for that set."""
     texts = problem.texts
     return DataError(f"{texts['where']} {texts['what']}", code=problem.code, where=f"data.eval-sets, set {name}",
                      value=problem.value, remedy=texts["remedy"])

@@ -1,11 +1,11 @@
-"""The task qa: the span of a text that answers a question. Questions and windows of their texts as samples.
+"""The task qa: the span of a text that answers a question. Samples are questions with windows of their texts.
 
     inputs    {"ids": [B, L], "mask": [B, L], "types": [B, L]} int64; types are 1 in the context, its [SEP] included
     targets   {"start": [B], "end": [B]} int64, places of the answer's first and last token; 0 where it is elsewhere
 
 A sample is a window of tokens, as in BERT: [CLS] question [SEP] part of the context [SEP]. A context that does not fit
-beside its question gives several windows, each `step_of` tokens after the one before. In a window that does not contain
-the whole answer, the target of both its ends is [CLS] (Devlin et al., 2019, section 4.2).
+next to its question gives several windows, each `step_of` tokens after the previous one. In a window that does not
+contain the full answer, the target of both its ends is [CLS] (Devlin et al., 2019, section 4.2).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class QuestionAnswering(Task):
     form = SHIPPED["qa"]
 
     def problems(self, run: Run, *, elsewhere: bool) -> list[RanvierError]:
-        """Problems of the data settings that show without reading a large file."""
+        """Problems of the data settings that can be found without reading a large file."""
         found: list[RanvierError] = [
             *name_problems(run.data, NAMES, FORM), *first_looks(run.data, NAMES, look_at_small), *text_only(run.data),
             *tokenizers.problems(run)]
@@ -134,7 +134,8 @@ def _scoring(held: Windows, rows: np.ndarray, arrays: Arrays) -> Callable[[], An
 
 
 def _write(folder: Path, train: list[Question], held: list[Question], tokenizer: WordPiece, sequence: int) -> None:
-    """Texts and right answers are kept of held-out questions only: nobody else asks for them."""
+    """Write the windows. Texts and correct answers are stored only for held-out questions: training does not need
+    them."""
     contexts = {text: number for number, text in enumerate(dict.fromkeys(question.context for question in held))}
     write_arrays(folder / "eval", windows(held, tokenizer, sequence, with_places=True), {
         "contexts": list(contexts), "questions": [
@@ -164,7 +165,7 @@ def windows(questions: Sequence[Question], tokenizer: WordPiece, sequence: int, 
         firsts [N]           place of the first token of the context
         starts, ends [N]     places of the first and last token of the answer, 0 if it is elsewhere
         questions [N]        number of the question
-        places [N, S, 2]     if with_places: first character of each token of the context, and the one after its last
+        places [N, S, 2]     if with_places: (start, stop) characters of each token of the context
 
     DataError if a question leaves no space for the context.
     """
@@ -181,7 +182,8 @@ def windows(questions: Sequence[Question], tokenizer: WordPiece, sequence: int, 
 
 def _contexts(questions: Sequence[Question],
               tokenizer: WordPiece) -> Iterator[tuple[int, npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-    """Number of each question, its context's tokens, and their characters [tokens, 2]; contexts in a row once."""
+    """Number of each question, its context's tokens, and their characters [tokens, 2]; repeated contexts are encoded
+    once."""
     for start in range(0, len(questions), _CONTEXTS):
         part = questions[start:start + _CONTEXTS]
         texts = list(dict.fromkeys(question.context for question in part))
@@ -198,7 +200,7 @@ def _question_samples(number: int, question: Question, asked: list[int], context
     if room < 1:
         raise DataError(f"leaves no space for its context in {sequence} tokens", code="question-too-long",
                         where=question.place, value=f"{len(asked)} tokens",
-                        remedy=f"Set `--model.sequence {len(asked) + 4}` or more, better three times as many.")
+                        remedy=f"Set `--model.sequence {len(asked) + 4}` or more, better three times that many.")
     text, first = question.answers[0]
     inside = np.flatnonzero((characters[:, 1] > first) & (characters[:, 0] < first + len(text)))
     answer = (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
@@ -221,21 +223,20 @@ def _question_samples(number: int, question: Question, asked: list[int], context
 
 # --- how answers are judged ------------------------------------------------------------------------------------------
 
-# SQuAD 1.1's exact match and F1 (Rajpurkar et al., 2016), as fractions. In each window the best span is looked for
-# among the 20 best first and 20 best last tokens of its context, at most 30 tokens long; of a question's windows the
-# one with the best span answers.
+# SQuAD 1.1's exact match and F1 (Rajpurkar et al., 2016), as fractions. In each window, the best span is searched among
+# the 20 best first and 20 best last tokens of its context, at most 30 tokens long; the best span of all windows of a
+# question is its answer.
 BEST = 20
-"""First and last tokens that are tried, the best of each."""
+"""Number of first tokens, and of last tokens, that are tried."""
 LONGEST = 30
-"""Tokens of an answer."""
+"""Most tokens of an answer."""
 
 
 class Answers:
     """F1 and exact match in one evaluation.
 
-    firsts, lengths: of all windows, the place of the context's first token and the number of tokens.
-    text: (window, first token, last token) -> the question's number and what the window's text has there.
-    right: by question, its right answers.
+    firsts, lengths: of all windows, the place of the context's first token and the number of tokens. text: (window,
+    first token, last token) -> the question's number and the text there. right: by question, its correct answers.
     """
 
     def __init__(self, firsts: np.ndarray, lengths: np.ndarray, text: Callable[[int, int, int], tuple[int, str]],
@@ -260,7 +261,7 @@ class Answers:
                 if counts]
 
     def total(self, parts: Sequence[list[list[Any]]]) -> dict[str, float]:
-        """Over the questions of which any window was seen."""
+        """The scores over all questions with at least one window."""
         best: dict[int, tuple[float, int, str]] = {}
         for window, score, first, last in (entry for part in parts for entry in part):
             question, text = self._text(window, first, last)
@@ -273,8 +274,8 @@ class Answers:
 
 
 def best_spans(logits: Tensor, firsts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Score (-inf if there is none), first and last token of each window's [b] best span. The context's tokens are from
-    `firsts` up to before `stops`."""
+    """Score (-inf without a span), first and last token of each window's [b] best span. The context's tokens are from
+    `firsts` to `stops`, exclusive."""
     place = torch.arange(logits.shape[1], device=logits.device)
     outside = (place < firsts[:, None]) | (place >= stops[:, None])
     scores = torch.nan_to_num(logits.float(), nan=-math.inf).masked_fill(outside[..., None], -math.inf)
@@ -289,13 +290,13 @@ def best_spans(logits: Tensor, firsts: Tensor, stops: Tensor) -> tuple[Tensor, T
 
 
 def normalised(answer: str) -> str:
-    """Lower case, without punctuation, articles and blanks that say nothing, in this order."""
+    """An answer in lower case, without punctuation, articles and extra blanks, removed in this order."""
     plain = "".join(character for character in answer.lower() if character not in set(string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
 def exact_match(answer: str, right: str) -> float:
-    """1.0 where both are the same once they are normalised, else 0.0."""
+    """1.0 if both are the same after normalisation, else 0.0."""
     return float(normalised(answer) == normalised(right))
 
 

@@ -1,10 +1,10 @@
-"""The set `quiz` of the tasks chat and preference: short questions with computed answers, for fine-tuning
-where no hub is reached.
+"""The set `quiz` of the tasks chat and preference: short questions with computed answers, for fine-tuning without
+access to a hub.
 
     sums and differences below 100; the larger of two numbers; numbers in words; words in alphabetical order; the next
     and the last day and month
 
-Of each kind the questions with the smallest hashes are taken, so the set is the same everywhere.
+The questions with the smallest hashes of each kind are taken, so the set is the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _Pair = tuple[str, str]
 
 def open_quiz() -> Table:
     """The set as a table with the column `messages`: 2,038 conversations of one question and its answer."""
-    pairs = sorted((pair for kind in _kinds() for pair in kind), key=_hash)  # in which the kinds are mixed
+    pairs = sorted((pair for kind in _kinds() for pair in kind), key=_hash)  # which mixes the kinds
     talks = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
              for question, answer in pairs]
     return _table(("messages",), [(talk,) for talk in talks], fingerprint(NAME, pairs))
 
 
 def open_quiz_pairs() -> Table:
-    """The set as a table with the columns `prompt`, `chosen` and `rejected`, which is the answer to another question of
-    the same kind."""
+    """The set as a table with the columns `prompt`, `chosen` and `rejected`; the rejected answer is that of another
+    question of the same kind."""
     triples = sorted(((question, right, kind[(place + 1) % len(kind)][1]) for kind in _kinds()
                       for place, (question, right) in enumerate(kind)), key=lambda triple: _hash(triple[:2]))
     return _table(("prompt", "chosen", "rejected"), triples, fingerprint(NAME, triples))
@@ -72,7 +72,7 @@ def _kinds() -> list[list[_Pair]]:
 
 
 def _place(words: Sequence[str], word: str) -> bytes:
-    """By which words are mixed."""
+    """The sort key that shuffles words."""
     return _hash((word, "".join(words)))
 
 
@@ -81,7 +81,7 @@ def _hash(pair: _Pair) -> bytes:
 
 
 def _words(number: int) -> str:
-    """An English number below 1,000."""
+    """A number below 1,000 in English words."""
     if number < 20:
         return _SMALL[number]
     if number < 100:

@@ -1,4 +1,4 @@
-"""The forms in which people have conversations: which one a table has, and how each of its rows becomes a conversation.
+"""Forms of conversation data: detection of a table's form, and conversion of its rows to conversations.
 
     messages             messages, conversation or conversations: [{"role", "content", ...}]; tools   (OpenAI)
     sharegpt             conversations, conversation or messages: [{"from", "value"}]; system, tools
@@ -6,8 +6,8 @@
     prompt-completion    prompt, completion: texts or messages
     module:function      a function of a row: its messages, a row in one of these forms, or None to leave it out
 
-A form is recognised by the columns, and where these may have two forms by the first row. Pairs of answers
-(`conversation_rows.pair_of`) have one form, and may come from a function, too.
+A form is recognised by the columns, and, if these fit two forms, by the first row. Pairs of answers
+(`conversation_rows.pair_of`) have one form, and may also come from a function.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assista
 
 @dataclass(frozen=True, kw_only=True)
 class RowForm:
-    """A form of rows. words: for the line of the data. columns: that it needs; more: that it reads where there
-    are such. read: the conversation of a row, None for one without an answer; DataError, with the place, where it is
-    none. fingerprint: differs where conversations may."""
+    """A form of rows. words: for the line about the data. columns: required; more: read if they exist. read: the
+    conversation of a row, None for a row without an answer; DataError, with the place, for a row that is not a
+    conversation. fingerprint: differs if conversations may."""
 
     words: str
     columns: tuple[str, ...]
@@ -50,8 +50,8 @@ class RowForm:
 
 
 def form_of_table(table: Table, data: Data) -> RowForm:
-    """The form that `data.form` names, or that the columns show. DataError where the table lacks its columns, or has
-    none of the forms."""
+    """The form that `data.form` names, or that the columns have. DataError if the table lacks its columns, or has none
+    of the forms."""
     name, columns = data.form, set(table.columns)
     if is_object_name(name):
         return RowForm(words=f"the form {name}", columns=table.columns, read=partial(_call_users_function, name),
@@ -137,7 +137,7 @@ def _call(row: Row, text: str) -> Mapping[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict) or not {"name", "arguments"} <= found.keys():
-        raise row.error("not-a-function-call", "has a call of a function that is not a JSON object with a name and "
+        raise row.error("not-a-function-call", "has a function call that is not a JSON object with a name and "
                         "arguments", text, 'Give for example {"name": "weather", "arguments": {"city": "Paris"}}.')
     return found
 
@@ -179,14 +179,14 @@ def _call_users_function(name: str, row: Row) -> Conversation | None:
 
 
 def made_by_function(name: str, row: Row) -> Any:
-    """Result of a user's function for a row, whose columns it gets as a dict."""
+    """Result of a user's function for a row; the function gets the columns as a dict."""
     function: Any = load_object(name, SETTING, ())
     with blame_user_code(name, SETTING, f"the function, for {row.place}"):
         return function(dict(row.values))
 
 
 def function_fingerprint(name: str) -> str:
-    """Differs where the file of the function does."""
+    """A fingerprint of the file with the function."""
     load_object(name, SETTING, ())
     try:
         source = inspect.getsource(sys.modules[name.partition(":")[0]])
@@ -203,7 +203,7 @@ def _text(row: Row, column: str) -> str:
     value = row.values.get(column)
     if not isinstance(value, str):
         raise row.error("form-column-not-text", f"has no text in `{column}`", value,
-                        "Give a text, or make messages of rows by a function: `--data.form`.")
+                        "Give a text, or a function that makes messages of rows: `--data.form`.")
     return value
 
 

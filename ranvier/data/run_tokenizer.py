@@ -1,6 +1,6 @@
-"""The tokenizer of a run: that of its pretrained model, one that it names, or one trained on its training text.
+"""The tokenizer of a run: its pretrained model's, the one that it names, or one trained on its training text.
 
-    text_tokenizer    of decoders, as its tokenizer.json says (`ranvier.data.tokenizer`)
+    text_tokenizer    of decoders, as in tokenizer.json (`ranvier.data.tokenizer`)
     run_tokenizer     of encoders: WordPiece
 """
 
@@ -24,7 +24,7 @@ from ranvier.errors import DataError, RanvierError
 from ranvier.system.untrusted_file import json_object, read_bytes
 
 BUILT_IN = ("bpe", "gpt2")
-"""Names of data.tokenizer that are no paths. They are of decoders; encoders train a WordPiece."""
+"""Names in data.tokenizer that are not paths. They are for decoders; encoders train a WordPiece tokenizer."""
 
 
 # --- decoders --------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def _look_at_text_tokenizer(run: Run) -> None:
 
 
 def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> Tokenizer:
-    """`text_tokenizer` with a new one of sentences. texts, source: as of `run_tokenizer`."""
+    """`text_tokenizer`, trained on sentences if necessary. texts, source: as of `run_tokenizer`."""
     def trained() -> Tokenizer:
         return byte_level.load(_make_file("bpe of sentences", run, lambda: byte_level.train(
             texts(), run.model.vocab, progress), source, progress), byte_level.REMAKE)
@@ -58,8 +58,8 @@ def sentence_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str
 
 
 def text_tokenizer(run: Run, trained: Callable[[], Tokenizer], progress: Progress) -> Tokenizer:
-    """The tokenizer of a decoder. trained: gives a new one of its training text, for bpe. DataError where its numbers
-    are not those of the model's tokens."""
+    """The tokenizer of a decoder. trained: trains a new one on its training text, for bpe. DataError if its numbers are
+    not those of the model's tokens."""
     cache = cache_folder(run)
     gpt2 = byte_level.gpt2(cache, progress) if run.data.tokenizer == "gpt2" else None
     if run.model.pretrained is not None:
@@ -71,14 +71,14 @@ def text_tokenizer(run: Run, trained: Callable[[], Tokenizer], progress: Progres
 
 def _text_tokenizer_of_model(run: Run, folder: Path, gpt2: Tokenizer | None) -> Tokenizer:
     """The tokenizer of the model that training starts from, in `folder`, or the one that data.tokenizer names; gpt2:
-    GPT-2's, where that is named. DataError where there is none, or its numbers are not those of the model's tokens."""
+    GPT-2's, if it is named. DataError if there is none, or its numbers are not those of the model's tokens."""
     path = folder / _TOKENIZER
     own = byte_level.load(path, remedy="Put the tokenizer.json that belongs to the model into its folder.") \
         if path.is_file() else None
     found = own if run.data.tokenizer == "bpe" else gpt2 or byte_level.from_path(run.data.tokenizer)
     if found is None:
-        raise DataError(f"is missing: `model.pretrained` {run.model.pretrained} has no tokenizer.json, and to a new "
-                        "one its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
+        raise DataError(f"is missing: `model.pretrained` {run.model.pretrained} has no tokenizer.json, and in a new "
+                        "tokenizer its numbers would be other tokens", code="tokenizer-missing", where="data.tokenizer",
                         value=run.data.tokenizer,
                         remedy="Name the tokenizer.json of the model: `--data.tokenizer FILE`.")
     check_numbers(found.numbers(), run, folder, None if own is None else own.numbers())
@@ -99,8 +99,8 @@ def problems(run: Run) -> list[RanvierError]:
 
 
 def _existing(run: Run, folder: Path | None) -> WordPiece | None:
-    """The tokenizer that data.tokenizer names, or that of the model in this folder; None where there is neither.
-    DataError where it is none, has too many tokens, or its numbers are not those of the model's tokens."""
+    """The tokenizer that data.tokenizer names, or that of the model in this folder; None if there is neither. DataError
+    if the file is not a tokenizer, has too many tokens, or its numbers are not those of the model's tokens."""
     own = None if folder is None else wordpiece.from_folder(folder)
     found = own if run.data.tokenizer in BUILT_IN else _load(run)
     if found is not None:
@@ -118,8 +118,8 @@ def _load(run: Run) -> WordPiece:
 
 
 def run_tokenizer(run: Run, texts: Callable[[], Iterable[str]], source: str, progress: Progress) -> WordPiece:
-    """texts: gives the training text, where the run has no pretrained model; source: its fingerprint. DataError when
-    the model has a smaller vocabulary than the tokenizer."""
+    """The tokenizer of an encoder. texts: gives the training text, if the run has no pretrained model; source: its
+    fingerprint. DataError when the model has a smaller vocabulary than the tokenizer."""
     name = run.model.pretrained
     found = _existing(run, None if name is None else folder_of(name, cache_folder(run), progress))
     return found or wordpiece.load(_make_file(
@@ -141,9 +141,9 @@ def _make_file(kind: str, run: Run, train: Callable[[], Tokenizer | WordPiece], 
 
 # --- numbers of tokens ------------------------------------------------------------------------------------------------
 
-# A model that training starts from gives each number the meaning of its own tokenizer. Another tokenizer may have
-# further tokens, at numbers that are free there, or beyond them with a larger `model.vocab`; a number that stands for
-# another token is refused.
+# In a pretrained model, each number means a token of its own tokenizer. Another tokenizer may have further tokens, at
+# numbers that are unused there, or beyond them with a larger `model.vocab`; a tokenizer that uses a number for another
+# token is refused.
 
 
 _TOKENIZER = "tokenizer.json"
@@ -154,7 +154,7 @@ def check_numbers(numbers: Mapping[str, int], run: Run, folder: Path | None, own
     """DataError for a tokenizer that does not fit the run's model.
 
     numbers: token -> number. folder: of `model.pretrained`, in Hugging Face's format; None without one. own: token ->
-    number of the tokenizer in this folder, where it has one.
+    number of the tokenizer in this folder, if it has one.
     """
     needed, vocab = max(numbers.values()) + 1, _vocab_of(folder, run.model.vocab)
     if folder is not None and run.model.vocab != Transformer.vocab:
@@ -175,20 +175,20 @@ def check_numbers(numbers: Mapping[str, int], run: Run, folder: Path | None, own
                 key=numbers.__getitem__, default=None)
     if other is not None:
         raise DataError(f"is not the tokenizer of `model.pretrained` {run.model.pretrained}: {other!r} is token "
-                        f"{numbers[other]} here, which there is {tokens.get(numbers[other])!r}",
+                        f"{numbers[other]} here, which is {tokens.get(numbers[other])!r} there",
                         code="tokenizer-of-other-model", where="data.tokenizer", value=run.data.tokenizer,
-                        remedy="Leave it out: the model's own is taken.")
+                        remedy="Leave it out: the model's own tokenizer is used.")
 
 
 def local_folder(run: Run) -> Path | None:
-    """The folder of `model.pretrained` where the model is on this machine; not one that has only its sizes."""
+    """The folder of `model.pretrained` if the model is on this machine; None for a folder that has only its sizes."""
     path = None if run.model.pretrained is None else Path(os.path.expanduser(run.model.pretrained))
     is_here = path is not None and path.is_dir() and (has_weights(path) or (path / _TOKENIZER).exists())
     return path if is_here else None
 
 
 def numbers_in(folder: Path) -> dict[str, int] | None:
-    """Token -> number of the tokenizer.json in a folder; None without one. DataError where it is damaged."""
+    """Token -> number of the tokenizer.json in a folder; None without one. DataError if it is damaged."""
     path = folder / _TOKENIZER
     if not path.exists():
         return None
@@ -203,7 +203,8 @@ def numbers_in(folder: Path) -> dict[str, int] | None:
 
 
 def _vocab_of(folder: Path | None, default: int) -> int:
-    """The vocabulary of the model in this folder; how it is read otherwise is not the tokenizer's matter."""
+    """The vocabulary of the model in this folder, or `default`; other problems of its config.json are reported
+    elsewhere."""
     if folder is None:
         return default
     vocab = json_object(folder / "config.json", _MOST_CONFIG_BYTES).get("vocab_size")

@@ -1,4 +1,4 @@
-"""Assignment of sequences to steps, by the seed alone and never the mesh, and to ranks.
+"""Assignment of sequences to steps, which depends on the seed and not on the mesh, and to ranks.
 
 The only state is the number of samples taken so far, so a run resumes anywhere and on any mesh.
 """
@@ -14,18 +14,19 @@ from ranvier import keyed_random
 from ranvier.data.task import Share
 
 GROUP = 32
-"""Samples of similar lengths that stay together, whatever the size of a batch: the order must not depend on it."""
+"""Samples of similar lengths that stay together, whatever the batch size: the order must not depend on it."""
 GROUPS_SORTED = 64
-"""Groups whose samples are sorted by length together. More groups are more uniform, fewer keep the order random."""
+"""Groups whose samples are sorted by length together. With more groups, lengths are more uniform; with fewer, the order
+is more random."""
 _HASHED = 1 << 16
-"""Numbers that are hashed at once."""
+"""Numbers that are hashed together."""
 
 
 class Sampler:
     """Every sequence once per epoch, in an order keyed by (seed, epoch); without a seed in their own order.
 
-    lengths: of the sequences, which then come in groups of similar lengths; None keeps the order random. shares: parts
-    of a mixture, of which an epoch takes as many samples as they say; () is one epoch of all.
+    lengths: of the sequences, which are then ordered in groups of similar lengths; None keeps the order random. shares:
+    parts of a mixture, with the number of samples that an epoch takes of each; () takes all sequences in an epoch.
     """
 
     def __init__(self, num_sequences: int, seed: int | None, *, lengths: np.ndarray | None = None,
@@ -41,7 +42,7 @@ class Sampler:
     def global_batch(self, step: int, global_size: int, offset: int = 0) -> np.ndarray:
         """[global_size] int64: sequence numbers of step `step`, counted from 0. Epochs follow without a gap: no
         batch is dropped (drop_last), the last one of an epoch takes samples of the next.
-        offset: sequences that were taken beside those of earlier steps."""
+        offset: sequences that were taken in addition to those of earlier steps."""
         epoch, within = self._place(step, global_size, offset)
         batch = np.empty_like(within)
         needed = range(int(epoch[0]), int(epoch[-1]) + 1)
@@ -71,7 +72,7 @@ class Sampler:
         return order if self._lengths is None else group_by_length(order, self._lengths, self.seed, epoch)
 
     def _share_samples(self, share: Share, epoch: int) -> np.ndarray:
-        """[taken] int64: what `epoch` takes of a share, which goes on where the epoch before has ended."""
+        """[taken] int64: the samples that `epoch` takes of a share; it continues where the previous epoch ended."""
         place, stop, found = epoch * share.taken, (epoch + 1) * share.taken, []
         while place < stop:
             number, within = divmod(place, share.count)
@@ -86,13 +87,13 @@ class Sampler:
 
 
 def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """All of them in one array; of one there is no copy."""
+    """All parts in one array; a single part is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
     """[count] int64: the numbers below `count` in the order of their hashes, keyed by `key`. No two hashes are equal:
-    the hash can be inverted. Beside the result, 8 bytes of each number are needed for a moment."""
+    the hash can be inverted. In addition to the result, 8 bytes for each number are needed temporarily."""
     hashes, keyed = np.empty(count, dtype=np.int64), keyed_random.key(*key)
     for start in range(0, count, _HASHED):
         numbers = torch.arange(start, min(count, start + _HASHED), dtype=torch.int64)
@@ -104,11 +105,11 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: in
     """`order`, changed in place, with similar lengths next to each other: pieces of GROUP x GROUPS_SORTED samples are
     sorted by length and cut into groups, and the groups of a piece are shuffled. lengths: by sample number.
 
-    Groups begin at multiples of GROUP among the samples of all epochs, so that a batch of as many has one group, and
-    not parts of two. The two ends of an epoch, where no whole group fits, have long samples, and share a batch with
-    those of the epoch beside it.
+    Groups begin at multiples of GROUP among the samples of all epochs, so that a batch of that size has one group, and
+    not parts of two. The two ends of an epoch, where no full group fits, have long samples, and share a batch with the
+    end of the adjacent epoch.
     """
-    begun, size = -epoch * len(order) % GROUP, GROUP * GROUPS_SORTED  # begun: what the last group before still lacks
+    begun, size = -epoch * len(order) % GROUP, GROUP * GROUPS_SORTED  # begun: what the preceding group still lacks
     for number, stop in enumerate(range(begun + size, max(len(order), begun + 1) + size, size)):
         piece = order[stop - size if number else 0:stop]
         by_length = piece[np.argsort(lengths[piece], kind="stable")]
@@ -121,16 +122,17 @@ def group_by_length(order: np.ndarray, lengths: np.ndarray, seed: int, epoch: in
 
 
 def share(total: int, parts: int, index: int) -> slice:
-    """The contiguous part of `total` things that `index` of `parts` takes; where uneven, the first take one more."""
+    """The contiguous part of `total` items that `index` of `parts` takes; if `parts` does not divide `total`, the first
+    take one more."""
     size, extra = divmod(total, parts)
     start = index * size + min(index, extra)
     return slice(start, start + size + (index < extra))
 
 
 def order_by_node(samples: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
-    """Places in `samples` in an order in which the shares of replicas on `nodes` (one number each) have as many samples
-    as can be whose home is that node. A sample's home depends on its number alone, so that what one epoch has left on a
-    machine is there in the next. The set of samples stays; within a share they keep their order."""
+    """Places in `samples`, ordered so that the shares of replicas on `nodes` (one number each) have as many samples as
+    possible whose home is that node. A sample's home depends only on its number, so that what one epoch has left on a
+    machine is used in the next. The set of samples stays the same; within a share they keep their order."""
     order = sorted(set(nodes))
     homes = np.array(order)[samples % len(order)]
     sizes = [share(len(samples), len(nodes), index) for index in range(len(nodes))]

@@ -1,4 +1,4 @@
-"""Labelled sentences and pairs: GLUE and other data sets of the hub, the sentiment dataset of a package, or files."""
+"""Labelled sentences and pairs: GLUE and other data sets on the hub, the sentiment dataset of a package, or files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ranvier.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """A text and its label. place: in the dataset, for errors. pair: the second text, where the dataset has pairs."""
+    """A text and its label. place: in the dataset, for errors. pair: the second text, if the dataset has pairs."""
 
     text: str
     label: str
@@ -32,7 +32,7 @@ class Sentence:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Names of the columns. text, label: None where the run does not name one: `sentence`, else `text`, and `label`."""
+    """Names of the columns. text, label: None if the run does not name one: `sentence`, else `text`, and `label`."""
 
     text: str | None = None
     pair: str | None = None
@@ -44,7 +44,7 @@ class Columns:
         return Columns(text=data.text_column, pair=data.pair_column, label=data.label_column)
 
     def find_in(self, table: Table) -> Columns:
-        """The same with the names that the table has. DataError where a column is missing."""
+        """The same, with the names in this table. DataError if a column is missing."""
         return Columns(text=table.column(self.text, ("sentence", "text"), "data.text-column"),
                        pair=None if self.pair is None else table.column(self.pair, (), "data.pair-column"),
                        label=table.column(self.label, ("label",), "data.label-column"))
@@ -75,11 +75,11 @@ GLUE: Mapping[str, Glue] = MappingProxyType({
     "qnli": Glue(text="question", pair="sentence", classes=_ENTAILMENT),
     "rte": Glue(text="sentence1", pair="sentence2", classes=_ENTAILMENT),
     "wnli": Glue(text="sentence1", pair="sentence2", classes=("not_entailment", "entailment"))})
-"""The tasks of GLUE that have classes, by name."""
+"""The tasks of GLUE with classes, by name."""
 
 
 def table_sentences(table: Table, columns: Columns, class_names: Sequence[str] | None = None) -> list[Sentence]:
-    """The rows of a table. class_names: names of numbered labels, where the table declares them. DataError for a row
+    """The rows of a table. class_names: names of numbered labels, if the table declares them. DataError for a row
     without text or label."""
     found = columns.find_in(table)
     return [_sentence(row, found, class_names) for row in table.rows(found.names())]
@@ -140,8 +140,8 @@ class Sentences:
 
 
 def open_part(name: str, setting: str, cache: Path, progress: Progress, columns: Columns = _DEFAULT) -> Part[Sentence]:
-    """The dataset of this name: of GLUE, sentiment, of the Hugging Face hub, or that of a file. DataError if it is none
-    of them, or cannot be read. setting: train or eval."""
+    """The dataset of this name: of GLUE, sentiment, on the Hugging Face hub, or in a file. DataError if it is none of
+    them, or cannot be read. setting: train or eval."""
     if name in GLUE:
         return Part(name=name, fingerprint=fingerprint("hub", f"{_HUB}:{name}"), read=lambda: _glue(name, progress))
     if name == "sentiment":
@@ -164,7 +164,7 @@ def _rows_of_file(table: Table, path: Path, setting: str, columns: Columns) -> l
 
 
 def _hub_part(name: str, setting: str, columns: Columns) -> Part[Sentence]:
-    """A data set of the package `datasets`: its split `train`, or for data.eval `validation`, else `test`."""
+    """A data set of the package `datasets`: its split `train`, or, for data.eval, `validation`, else `test`."""
     splits, where = ("train",) if setting == "train" else ("validation", "test"), f"data.{setting}"
     for split in splits:
         try:
@@ -181,7 +181,7 @@ def _hub_part(name: str, setting: str, columns: Columns) -> Part[Sentence]:
 
 
 def read_sentences(train: Part[Sentence], held: Part[Sentence] | None) -> Sentences:
-    """Both parts and their classes. Without a held-out part every tenth sentence is held out, and 1,000 of the
+    """Both parts and their classes. Without a held-out part, every tenth sentence is held out, or 1,000 of the
     sentiment dataset, by the hash of their text. DataError for too few sentences, a single class, or an unknown
     label."""
     sentences, evaluated = read_parts(train, held)
@@ -199,7 +199,7 @@ def read_sentences(train: Part[Sentence], held: Part[Sentence] | None) -> Senten
 
 
 def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
-    """Labels by the number of their class: whole numbers in their order, words in alphabetical order. DataError for
+    """Labels by the number of their class: integers in numerical order, words in alphabetical order. DataError for
     fewer than two."""
     found = set(labels)
     if len(found) < 2:
@@ -211,7 +211,7 @@ def class_names(labels: Sequence[str], name: str) -> tuple[str, ...]:
 
 
 def look_at_header(path: Path, setting: str, columns: Columns = _DEFAULT) -> None:
-    """Check that a file has the columns; of it only the header or the first row is read. DataError."""
+    """Check that a file has the columns, reading only its header or first row. DataError if it does not."""
     if is_saved(path):
         columns.find_in(open_dataset(str(path), "train" if setting == "train" else "validation", f"data.{setting}",
                                      FORM))

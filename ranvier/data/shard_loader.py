@@ -1,13 +1,13 @@
-"""A torch DataLoader on a mesh: each replica takes its share of each batch, as microbatches, and each row its part of
-each of these.
+"""A torch DataLoader on a mesh: each replica takes its share of each batch, as microbatches, and each row takes its
+part of each microbatch.
 
     loader = ranvier.shard_loader(DataLoader(dataset, batch_size=32, shuffle=True), world, microbatch_size=4)
     for batch in loader:
         engine.train_batch(batch)
 
-Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler, sent to all ranks
-when an epoch begins, and again after many batches of a long one; of a sampler with a state_dict, batch by batch. A rank
-loads the samples that it computes alone, and none where its stage needs neither inputs nor targets.
+Shuffling samplers draw from each rank's own generator, so the batches are those of rank 0's sampler. They are sent to
+all ranks when an epoch begins, and again after many batches of a long epoch; for a sampler with a state_dict, batch by
+batch. A rank loads only the samples that it computes, and none if its stage needs neither inputs nor targets.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ranvier.pipeline.microbatch import Microbatch, cut_batch
 from ranvier.world import World
 
 _BATCHES_AT_ONCE = 1 << 14
-"""Batches whose sample numbers are drawn and sent together; some samplers never end."""
+"""Batches whose sample numbers are drawn and sent together; some samplers are endless."""
 
 
 def shard_loader(loader: DataLoader[Any], world: World, *, microbatch_size: Positive,
                  mesh: Mesh | None = None) -> ShardedLoader:
-    """The batches of `loader`, which each rank gives, as this rank's microbatches.
+    """Return the batches of `loader`, which every rank passes, as this rank's microbatches.
 
     loader: of a data set with numbered samples, whose batches are (inputs, targets) pairs with the samples in dim 0.
-    microbatch_size: samples of a replica's microbatch; the last one of a batch may have fewer. Rows have parts of it
-        that differ by one sample at most, and may be empty. mesh: as of the engine.
+    microbatch_size: samples of a replica's microbatch; the last one of a batch may have fewer. The rows' parts of a
+    microbatch differ by one sample at most, and may be empty. mesh: as of the engine.
 
-    Raises DataError for a loader that is none of these, that has an iteration of its own, or a sampler that gives each
-    process another part of the data.
+    Raises DataError for a loader of another kind, with its own iteration, or with a sampler that gives each process
+    another part of the data.
     """
     check_arguments(shard_loader, locals(), but=("loader",))
     return ShardedLoader(loader, world, microbatch_size, mesh or world.mesh or Mesh.of_replicas(world.size))
@@ -56,7 +56,7 @@ class ShardedLoader:
 
     def __init__(self, loader: DataLoader[Any], world: World, microbatch_size: int, mesh: Mesh) -> None:
         if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-            raise DataError("is no DataLoader of torch, or iterates in its own way, which would be passed over",
+            raise DataError("is not a DataLoader of torch, or iterates in its own way, which would be ignored",
                             code="loader-of-another-kind", where="shard_loader(loader)", value=type(loader).__name__,
                             remedy="Give a torch.utils.data.DataLoader, and change samples in its data set or "
                                    "collate_fn; or cut each batch by ranvier.microbatches.")
@@ -67,14 +67,15 @@ class ShardedLoader:
         samplers = loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
         for sampler in samplers:
             if getattr(sampler, "num_replicas", 1) != 1:
-                raise DataError("gives each process a part of the data, and rank 0's would be that of all ranks",
+                raise DataError("gives each process a part of the data, and all ranks would get rank 0's part",
                                 code="sampler-of-a-part", where="the sampler of the DataLoader",
                                 value=type(sampler).__name__,
                                 remedy="Leave it out: shard_loader divides each batch among the replicas. shuffle=True "
                                        "shuffles; batch_size is that of all replicas together.")
         mesh.require_known_axes("shard_loader")
         self._loader, self._world, self._size, self._mesh = loader, world, microbatch_size, mesh
-        # A state that a program saves in the middle of an epoch must not be ahead of the batches that it has seen.
+        # A sampler's state that a program saves within an epoch must not be ahead of the batches that the program has
+        # seen.
         self._at_once = 1 if any(hasattr(sampler, "state_dict") for sampler in samplers) else _BATCHES_AT_ONCE
         at = mesh.coordinates(world.rank)
         self._share_index, self._part_index = at.batch_share, at.microbatch_part
@@ -102,17 +103,17 @@ class ShardedLoader:
                                                                        self._world.size))
 
     def _check_data(self) -> None:
-        """DataError where ranks have other data sets, as far as their size shows it, or of those of the package
-        `datasets` the first and the last row as they are stored."""
+        """DataError if the ranks' data sets differ in their size, or, for those of the package `datasets`, in the first
+        or the last row as stored."""
         data: Any = self._loader.dataset
         size = length_hint(data, -1)
         found = [size]
         if size > 0 and hasattr(data, "_fingerprint"):
             found += [crc32(repr(data.with_format("arrow")[[0, size - 1]].to_pydict()).encode())]
         if any(other != found for other in self._world.gather_objects(found)):
-            raise DataError("is not the same on all ranks, and the numbers of rank 0's samples would be of others",
+            raise DataError("is not the same on all ranks, so rank 0's sample numbers would mean other samples there",
                             code="data-sets-differ", where="the data set of the DataLoader", value=size,
-                            remedy="Give the whole data set on every rank: shard_loader divides each batch among the "
+                            remedy="Give the full data set on every rank: shard_loader divides each batch among the "
                                    "replicas.")
 
     def _microbatches_of(self, shares: Sequence[Sequence[int]], seeds: torch.Generator) -> Iterator[list[Microbatch]]:
@@ -150,7 +151,7 @@ class ShardedLoader:
                 len(sizes) < self._at_once)
 
     def _share(self, batch: Sequence[int]) -> list[int]:
-        """This replica's share of a batch: replicas' shares follow each other, and differ by one sample at most."""
+        """This replica's share of a batch: the replicas' shares are consecutive, and differ by one sample at most."""
         count = self._mesh.batch_shares
         return list(batch[len(batch) * self._share_index // count:len(batch) * (self._share_index + 1) // count])
 
@@ -164,7 +165,7 @@ class ShardedLoader:
         return found
 
     def _local_samples(self, share: Sequence[int]) -> list[int]:
-        """The samples that this rank loads of a share. A row that has none of them loads one, to know their shapes."""
+        """The samples of a share that this rank loads. A row without a sample loads one, for the shapes."""
         return [number for part in self._parts(share) for number in part] or [share[0]]
 
     def _microbatches(self, loaded: object, share: Sequence[int]) -> list[Microbatch]:

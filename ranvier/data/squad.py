@@ -42,7 +42,8 @@ class Question:
 
 
 def open_part(name: str, setting: str, progress: Progress) -> Part[Question]:
-    """The dataset squad, or that of a file. DataError if it is neither, or cannot be read. setting: train or eval."""
+    """The dataset squad, or the dataset in a file. DataError if it is neither, or cannot be read. setting: train or
+    eval."""
     if name == "squad":
         return Part(name=name, fingerprint=fingerprint("hub", _HUB), read=lambda: _hub(progress))
     data = read_bytes(Path(os.path.expanduser(name)), setting, _FORMAT)
@@ -52,7 +53,7 @@ def open_part(name: str, setting: str, progress: Progress) -> Part[Question]:
 
 def read_questions(train: Part[Question], held: Part[Question] | None) -> tuple[list[Question], list[Question]]:
     """Training and held-out questions. Without a held-out part the questions of every tenth context are held out, by
-    the hash of its text; of a single context every tenth question. DataError if there are too few."""
+    the hash of its text; with a single context, every tenth question. DataError if there are too few."""
     questions, evaluated = read_parts(train, held)
     if evaluated is None:
         contexts = list(dict.fromkeys(question.context for question in questions))
@@ -77,7 +78,7 @@ def parse(data: bytes, name: str) -> list[Question]:
 
 
 def look_at_small(path: Path, setting: str) -> None:
-    """Check the format of a file as `parse` does; large files are not read. DataError."""
+    """Check the format of a file as `parse` does; large files are not read. DataError if it is wrong."""
     if not path.is_file() or path.stat().st_size <= _SMALL_BYTES:
         parse(read_bytes(path, setting, _FORMAT), str(path))
 

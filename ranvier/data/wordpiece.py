@@ -28,11 +28,11 @@ _MOST_CHARACTERS = 1000
 
 
 _LONGEST_WORD = 100
-"""Characters of a word that is split into tokens; a longer one is [UNK], so nothing is learnt from it."""
+"""Most characters of a word that is split into tokens; a longer word is [UNK], so nothing is learnt from it."""
 
 
 class WordPiece(TextTokenizer):
-    """A tokenizer; immutable. A special token that is spelt out in a text is encoded as plain characters."""
+    """A tokenizer; immutable. The characters of a special token in a text are encoded as plain text."""
 
     def __init__(self, vocab: Sequence[str], *, lowercase: bool = True, strip_accents: bool | None = None,
                  chinese: bool = True) -> None:
@@ -74,7 +74,7 @@ def train(texts: Iterable[str], vocab: int) -> WordPiece:
     counts = Counter(character for words in sentences for word in words for character in word)
     most = min(_MOST_CHARACTERS, (vocab - len(SPECIAL)) // 2)
     alphabet = {character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]}
-    # The library numbers what it meets in the order of a hash table that differs by process, and breaks ties by number.
+    # The library numbers tokens in the order of a hash table, which differs by process, and breaks ties by number.
     continuing = sorted({_CONTINUES + character for words in sentences for word in words for character in word[1:]
                          if character in alphabet})
     inner = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -97,7 +97,7 @@ def too_small(vocab: int) -> DataError:
 def from_folder(folder: Path) -> WordPiece:
     """The tokenizer in the folder of a model: tokenizer.json, or else vocab.txt with tokenizer_config.json.
 
-    DataError if there is neither, or if it is damaged or not a WordPiece tokenizer as BERT's.
+    DataError if there is neither, or if it is damaged or not a WordPiece tokenizer like BERT's.
     """
     if (folder / "tokenizer.json").exists():
         return load(folder / "tokenizer.json")
@@ -133,7 +133,7 @@ def load(path: Path) -> WordPiece:
 
 
 def _check_unused(path: Path, document: dict[str, Any]) -> None:
-    """DataError for parts of a tokenizer.json that would change a text's tokens, and that are not used here."""
+    """DataError for parts of a tokenizer.json that would change a text's tokens but are not used here."""
     step, added = document.get("pre_tokenizer"), document.get("added_tokens")
     if isinstance(step, dict) and step.get("type") != "BertPreTokenizer":
         raise _damaged_error(path, f"its pre_tokenizer is {step.get('type')}")
@@ -141,12 +141,12 @@ def _check_unused(path: Path, document: dict[str, Any]) -> None:
         raise _damaged_error(path, "it keeps control characters (clean_text)")
     for token in added if isinstance(added, list) else []:
         if isinstance(token, dict) and token.get("special") is False and token.get("content") not in SPECIAL:
-            raise _damaged_error(path, f"its token {str(token.get('content'))[:40]} is added beside WordPiece")
+            raise _damaged_error(path, f"its token {str(token.get('content'))[:40]} is added outside WordPiece")
 
 
 def _check_beside(path: Path, settings: dict[str, Any]) -> None:
-    """DataError where tokenizer_config.json says otherwise: of transformers some classes take the one, some the
-    other. And where it cuts texts at their beginning."""
+    """DataError if tokenizer_config.json has other settings: some classes of transformers use the one file, some the
+    other. Also if it cuts texts at their beginning."""
     config = path.with_name("tokenizer_config.json")
     told = _json(config) if config.is_file() else {}
     beside = {"lowercase": told.get("do_lower_case"), "chinese": told.get("tokenize_chinese_chars"),
@@ -180,7 +180,7 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise _damaged_error(path, error) from error
     if not isinstance(document, dict):
-        raise _damaged_error(path, "no JSON object")
+        raise _damaged_error(path, "not a JSON object")
     return document
 
 

@@ -1,4 +1,4 @@
-"""Work on pieces of data by several processes, with results in the order of the pieces."""
+"""Work on pieces of data in several processes, with results in the order of the pieces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ranvier.system.child import safe_spawning
 _Piece = TypeVar("_Piece")
 _Result = TypeVar("_Result")
 _PIECES_PER_PROCESS = 3
-"""Pieces that wait or are worked on, for each process: what is read ahead must fit into memory."""
+"""Pieces per process that wait or are being worked on: pieces that are read ahead must fit into memory."""
 
 
 def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], processes: int) -> Iterator[_Result]:
-    """`work` of each piece, in order. processes: 1 works in this process, as does a single piece. Otherwise `work`,
-    pieces and results are pickled, and new interpreters are started (spawn): forked ones would have the locks of this
-    one's threads."""
+    """`work` of each piece, in order. processes: with 1, or a single piece, this process does the work. Otherwise
+    `work`, pieces and results are pickled, and new interpreters are started (spawn): forked processes would inherit the
+    locks of this process's threads."""
     pieces = iter(pieces)
     first = list(islice(pieces, 2))
     pieces = chain(first, pieces)
@@ -34,7 +34,7 @@ def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], pr
     with pool:
         try:
             for piece in pieces:
-                with safe_spawning():  # the pool starts its processes as work comes
+                with safe_spawning():  # the pool starts its processes as work is submitted
                     waiting.append(pool.submit(work, piece))
                 if len(waiting) >= _PIECES_PER_PROCESS * processes:
                     yield waiting.popleft().result()
@@ -46,5 +46,5 @@ def map_in_order(work: Callable[[_Piece], _Result], pieces: Iterable[_Piece], pr
 
 
 def _use_one_thread() -> None:
-    """The package tokenizers would use all cores in each process."""
+    """Limit a process to one thread: the package tokenizers would use all cores in each."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -154,7 +154,7 @@ def test_files_that_say_otherwise_of_a_first_space_and_merges_by_chance_are_refu
     load(tmp_path / "tokenizer.json")
     document["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    with raises("not-byte-level-bpe", "merges that are left out by chance: dropout 0.5"):
+    with raises("not-byte-level-bpe", "merges that are left out at random: dropout 0.5"):
         load(tmp_path / "tokenizer.json")
 
 

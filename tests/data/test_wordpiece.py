@@ -60,7 +60,7 @@ def test_a_tokenizer_is_read_back_as_it_was_written(tmp_path):
     ({}, dict(tokenize_chinese_chars=False), "chinese is True, and False in tokenizer_config.json"),
     ({}, dict(truncation_side="left"), "it cuts long texts at their beginning (truncation_side)"),
     ({"pre_tokenizer": {"type": "WhitespaceSplit"}}, {}, "its pre_tokenizer is WhitespaceSplit"),
-    ({"added_tokens": [{"id": 10, "content": "movie", "special": False}]}, {}, "its token movie is added beside "
+    ({"added_tokens": [{"id": 10, "content": "movie", "special": False}]}, {}, "its token movie is added outside "
      "WordPiece")])
 def test_what_would_give_other_tokens_is_refused(tmp_path, change, beside, value):
     WordPiece(VOCAB).save(tmp_path / "tokenizer.json")
@@ -85,7 +85,7 @@ def tokenizer_json(**changes):
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("{", "Expecting"), ("[" * 9000, ""), ("[]", "no JSON object"), ("{}", "its model is not WordPiece"),
+    ("{", "Expecting"), ("[" * 9000, ""), ("[]", "not a JSON object"), ("{}", "its model is not WordPiece"),
     (tokenizer_json(model__type="BPE"), "its model is not WordPiece"),
     (tokenizer_json(model__vocab=[1]), "its model is not WordPiece"),
     (tokenizer_json(model__continuing_subword_prefix="@@"), "its model is not WordPiece"),

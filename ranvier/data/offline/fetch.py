@@ -26,8 +26,8 @@ Command = Callable[[tuple[str, ...], Path], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One file: `command`, run in an empty folder, writes `filename` there. project: the Python project, if it is
-    one."""
+    """One file: `command`, run in an empty folder, writes `filename` there. project: the Python project, if it belongs
+    to one."""
 
     filename: str
     sha256: str
@@ -43,7 +43,7 @@ class Package:
 
 
 def python_package(project: str, filename: str, sha256: str) -> Package:
-    """A file of a project on pip's package indexes: a wheel or a source distribution. Nothing of it is run."""
+    """A file of a project on pip's package indexes: a wheel or a source distribution. No code in it is run."""
     return Package(filename=filename, sha256=sha256, project=project,
                    command=tuple(child.python("-m", "ranvier.data.offline.pip_file", project, filename)))
 

@@ -1,13 +1,13 @@
 """A language model in a GGUF file, written once as a folder in Hugging Face's format. Read and dequantised by `gguf`.
 
     architecture    model_type    what differs in GGUF
-    llama           llama         rows of queries and keys lie in pairs, as its rotary embedding wants them
+    llama           llama         rows of queries and keys are in pairs, as its rotary embedding needs them
     llama           mistral       the same, with a sliding window
     qwen2, qwen3, olmo2           only names
     gemma, gemma2                 norms have the 1 added that the model adds; Gemma 2's scale of scores is left out
 
-Tensors are written one at a time: those in F16 and BF16 as they are, all others in fp32. What the file says and this
-page does not know is refused, since it may change what is computed.
+Tensors are written one at a time: those in F16 and BF16 as they are, all others in fp32. Keys of the file that this
+module does not know are refused, since they may change what is computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2
 _ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gemma", "gemma2")
 _GEMMA = ("gemma", "gemma2")
 _LAYERS_OF_27B = 46
-"""Layers of Gemma 2 27B, whose scores alone are scaled by hidden / heads instead of the width of a head, as in
+"""Layers of Gemma 2 27B, the only one whose scores are scaled by hidden / heads instead of the width of a head, as in
 llama.cpp."""
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -55,14 +55,14 @@ _READ = {*_SIZES, "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
          "attention.value_length", "attention.sliding_window", "rope.freq_base", "rope.dimension_count",
          "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-"""Soft caps of Gemma 2, under the same names in both formats, with what llama.cpp takes where a file names none."""
+"""Soft caps of Gemma 2, under the same names in both formats, with llama.cpp's values for files that have none."""
 _WITHOUT_EFFECT = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout"}
 _REMEDY = "Name the model's folder in Hugging Face's format instead."
 
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """values: of its keys; tensors: of `gguf`, by their names there."""
+    """A GGUF file. values: of its keys; tensors: of `gguf`, by their names in the file."""
 
     path: Path
     values: Mapping[str, Any]
@@ -85,8 +85,8 @@ def write_folder(path: Path, folder: Path, *, shard_bytes: int = SHARD_BYTES) ->
     """Write the model in the GGUF file `path` to the empty folder `folder`: config.json, safetensors, tokenizer, chat
     template and generation configuration.
 
-    DataError where it is damaged, its architecture, quantisation or tokenizer is not supported, or `gguf` is missing;
-    OSError where the folder cannot be written. shard_bytes: size of the largest file of tensors, unless one tensor is
+    DataError if it is damaged, its architecture, quantisation or tokenizer is not supported, or `gguf` is missing;
+    OSError if the folder cannot be written. shard_bytes: size of the largest file of tensors, unless one tensor is
     larger.
     """
     file = _open(path)
@@ -114,7 +114,7 @@ def _open(path: Path) -> _File:
                         value=f"{type(error).__name__}: {error}", remedy="Fetch it again.") from error
     if file.values.get("split.count", 1) not in (0, 1):
         raise file.error("gguf-of-several-files", "is one of several files of a model", file.values["split.count"],
-                         "Merge them (llama-gguf-split --merge), and name the whole file.")
+                         "Merge them (llama-gguf-split --merge), and name the merged file.")
     if file.architecture not in _ARCHITECTURES:
         raise file.error("gguf-architecture",
                          f"has an architecture that is not read from GGUF: {', '.join(_ARCHITECTURES)} are",
@@ -123,8 +123,8 @@ def _open(path: Path) -> _File:
 
 
 def _reader(gguf: Any, path: Path) -> Any:
-    """The package's reader. It takes what lies behind the end of a file for empty, so a damaged length of an array
-    would keep it reading, and its lists growing, without end."""
+    """Open the file with the package's reader. It reads nothing, without an error, beyond the end of a file, so a
+    damaged length of an array would make it read, and its lists grow, endlessly."""
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]  # the package has no types
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
@@ -157,7 +157,7 @@ def _config(file: _File) -> dict[str, Any]:
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, width) != width:
             raise file.error("gguf-head-width",
-                             f"has another {file.architecture}.{key} than the width {width} of a head", own[key])
+                             f"has a {file.architecture}.{key} other than the width {width} of a head", own[key])
     kv_heads = own.get("attention.head_count_kv", heads)
     if not isinstance(kv_heads, int) or not 0 < kv_heads <= heads:
         raise file.error("gguf-kv-heads",
@@ -194,7 +194,7 @@ def _gemma(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object]
 
 
 def _shortest(value: float) -> float:
-    """The number that was meant by an fp32 number: 1e-05 by 9.999999747e-06."""
+    """The decimal number that an fp32 number stands for: 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
@@ -217,7 +217,7 @@ def _rope(file: _File, own: Mapping[str, Any], width: int) -> dict[str, object] 
 
 
 def _llama3(file: _File, divisors: np.ndarray, own: Mapping[str, Any], width: int) -> dict[str, object]:
-    """Llama 3's scaling, of which GGUF has only the result; its other numbers are the same in all published models."""
+    """Llama 3's scaling. GGUF stores only its result; its other numbers are the same in all published models."""
     factor, low, high, positions = float(divisors.max(initial=1.0)), 1.0, 4.0, 8192
     frequencies = own.get("rope.freq_base", 10000.0) ** -(np.arange(0, width, 2) / width)
     smooth = np.clip((positions * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
@@ -266,8 +266,8 @@ def _values(file: _File, names: Mapping[str, str], config: Mapping[str, Any]) ->
             if len(value) % (2 * heads):
                 raise file.error("gguf-rotary-rows", f"has a tensor {name} whose rows are not pairs of {heads} heads",
                                  len(value))
-            # Rows of queries or keys as transformers rotates them, the first half of a head with its second; in
-            # GGUF's order each row is beside the one with which it is rotated.
+            # Rows of queries or keys as transformers rotates them, the first half of a head with its second; in GGUF's
+            # order each row is next to the row with which it is rotated.
             value = value.view(heads, -1, 2, *value.shape[1:]).transpose(1, 2).flatten(0, 2)
         if file.architecture in _GEMMA and "norm" in name:
             value -= 1

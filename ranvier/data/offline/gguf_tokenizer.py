@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file as tokenizer.json, with its settings and chat template, as transformers saves them.
 
-A GGUF file has tokens, merges or scores, and the name of a way to split texts into words, but not that way itself. The
-ways of `_SPLITS` are those of the published tokenizers of these names; others are refused, since a tokenizer that
-splits otherwise gives other tokens than the model was trained on.
+A GGUF file has tokens, merges or scores, and the name of a rule for splitting texts into words, but not the rule
+itself. The rules in `_SPLITS` are those of the published tokenizers of these names; others are refused, since a
+tokenizer that splits differently gives other tokens than the model was trained on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}
 _LLAMA3, _QWEN2 = _WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}"
 _SPLITS = {"gpt-2": None, "smollm": None, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "dbrx": _LLAMA3,
            "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
-"""tokenizer.ggml.pre -> regular expression of words; None: GPT-2's. smollm: with digits apart; dbrx: OLMo 2's."""
+"""tokenizer.ggml.pre -> regular expression of words; None: GPT-2's. smollm: with each digit separate; dbrx: OLMo
+2's."""
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Tokenizers that take a word which is a token as that token, whatever the merges would make of it."""
+"""Tokenizers that encode a word that is a token as that token, without applying the merges."""
 _ENDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
          "pad_token": "padding_token_id"}
 _REMEDY = "Name the model's folder in Hugging Face's format instead."
 Values = Mapping[str, Any]
-"""The keys of a GGUF file and what they say."""
+"""The keys of a GGUF file and their values."""
 
 
 def write_tokenizer(values: Values, folder: Path, where: str, *, max_length: int) -> dict[str, object]:
@@ -50,7 +51,7 @@ def write_tokenizer(values: Values, folder: Path, where: str, *, max_length: int
         _add_tokens(inner, values, tokens, named)
     except DataError:
         raise
-    except Exception as error:  # the library raises plain Exception, and its kinds of panic
+    except Exception as error:  # the library raises plain Exception, and its own panics
         raise _error("gguf-tokenizer-unreadable", where, "has a tokenizer that cannot be read",
                      f"{type(error).__name__}: {error}") from error
     inner.save(str(folder / "tokenizer.json"))
@@ -130,7 +131,7 @@ def _sentence_piece(values: Values, tokens: Sequence[str], where: str) -> tokeni
 
 
 def _merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs of tokens that make a token, those of the highest score first: the order in which SentencePiece merges."""
+    """Pairs of tokens that merge into a token, the highest score first: the order in which SentencePiece merges."""
     numbers = {token: number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
                if kind in (_NORMAL, _USER_DEFINED)}
     found = []
@@ -144,7 +145,8 @@ def _merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 
 def _add_tokens(inner: tokenizers.Tokenizer, values: Values, tokens: Sequence[str], named: Mapping[str, int | None]
                 ) -> None:
-    """Tokens that are found in a text before it is split, special ones among them, and the one that begins a text."""
+    """Add the tokens that are found in a text before it is split, including special ones, and the one that begins a
+    text."""
     kinds = values.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     special = {number for number, kind in enumerate(kinds) if kind == _CONTROL}
     special |= {number for name, number in named.items() if number is not None and name != "unk_token"}
@@ -152,7 +154,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, values: Values, tokens: Sequence[st
     inner.add_tokens([AddedToken(token, special=False, normalized=False) for token, kind in zip(
         tokens, kinds, strict=True) if kind == _USER_DEFINED])
     usually = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in _WHOLE_WORDS
-    begins = values.get("tokenizer.ggml.add_bos_token", usually)  # what llama.cpp does where a file does not say it
+    begins = values.get("tokenizer.ggml.add_bos_token", usually)  # llama.cpp's default
     if begins and (start := named["bos_token"]) is not None:
         inner.post_processor = processors.TemplateProcessing(
             single=f"{tokens[start]} $A", pair=f"{tokens[start]} $A $B", special_tokens=[(tokens[start], start)])

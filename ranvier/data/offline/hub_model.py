@@ -14,7 +14,7 @@ _SMALL = [_CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config
           "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "preprocessor_config.json",
           "adapter_config.json"]
 _WEIGHTS = (["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"], ["pytorch_model.bin"])
-"""Files of tensors, the first form that a model has. Those of other programs may be beside them."""
+"""Files of tensors; the first form that a model has is used. Files of other programs may be next to them."""
 
 
 def is_name(name: str) -> bool:
@@ -24,7 +24,7 @@ def is_name(name: str) -> bool:
 
 def fetch(name: str, progress: Progress) -> Path:
     """The folder of the model: settings, tokenizer, and tensors in safetensors or else pytorch_model.bin. Files that
-    are in the cache and up to date are not fetched again. DataError where the hub or the model is not reached."""
+    are in the cache and up to date are not fetched again. DataError if the hub or the model cannot be reached."""
     if isinstance(progress, CacheOnly):
         raise NotInCache(name)
     progress(f"reading {name} from the Hugging Face hub")
@@ -37,7 +37,7 @@ def fetch(name: str, progress: Progress) -> Path:
 
 
 def fetch_config(name: str, *, from_cache: bool = False) -> Path:
-    """A folder with config.json of the model. from_cache: of the hub's cache alone. DataError as of `fetch`."""
+    """A folder with config.json of the model. from_cache: only from the hub's cache. DataError as of `fetch`."""
     return _snapshot(name, [_CONFIG], from_cache=from_cache)
 
 

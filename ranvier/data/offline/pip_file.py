@@ -1,10 +1,10 @@
-"""Fetches one file of a project from the package indexes that pip is configured with, and runs nothing of it.
+"""Fetches one file of a project from the package indexes that pip is configured with, without running any of its code.
 
     python -m ranvier.data.offline.pip_file PROJECT FILENAME        the file, in this folder
 
 `pip download` runs the code of a source distribution to get its metadata, even with --no-deps, and before any checksum
-is compared. This fetches the file by its name. The settings of pip apply (index-url, find-links, no-index, proxies,
-certificates, credentials), since pip's own session reads the index and the file.
+is compared. This module fetches the file by its name. The settings of pip apply (index-url, find-links, no-index,
+proxies, certificates, credentials), since pip's own session reads the index and the file.
 """
 
 from __future__ import annotations

