@@ -1,18 +1,18 @@
-"""The checkpoints of a running engine: written beside the training, and read back on any mesh.
+"""The checkpoints of a running engine: written in the background of the training, and read back on any mesh.
 
     checkpoints = Checkpoints(engine, "runs/mine/checkpoint", keep=3)
-    checkpoints.load()                       # the newest that is whole, if there is one
+    checkpoints.load()                       # the newest complete one, if there is one
     for step in range(engine.steps, 1000):
         engine.train_batch(...)
         if engine.steps % 100 == 0:
             checkpoints.save()               # returns after a copy to host memory
     checkpoints.close()
 
-    rank     trains | copies | trains ...                              the copy is all that a step waits for
-    thread                    | writes its part, says so in the store |
-    rank 0's                  | writes its part | all have said so? manifest, rename, remove old ones |
+    rank     trains | copies | trains ...                              a step waits only for the copy
+    thread                    | writes its part, reports it in the store |
+    rank 0's                  | writes its part | all reported? manifest, rename, remove old ones |
 
-The threads agree over the store, so that no collective of theirs meets those of the training.
+The threads communicate through the store, so that they need no collectives, which could collide with the training's.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _STORE = "ranvier/checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Outcome of writing a checkpoint. error: why there is none."""
+    """Outcome of writing a checkpoint. error: why it was not written."""
 
     step: int
     folder: Path
     size_bytes: int = 0
     stall_seconds: float = 0.0
-    """Seconds that rank 0's training waited: for the write before, and for the copy."""
+    """Seconds that rank 0's training waited: for the previous write, and for the copy."""
     write_seconds: float = 0.0
     """Seconds from the copy until the checkpoint had its name."""
     error: str | None = None
@@ -79,8 +79,8 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The checkpoint from which an engine resumes. skipped: why newer checkpoints were not taken. frozen: parameters
-    that were not being trained, and are frozen again now; whoever wants to train them says so afterwards."""
+    """The checkpoint from which an engine resumes. skipped: why newer checkpoints were not used. frozen: parameters
+    that were not being trained, and are frozen again now; to train them, unfreeze them afterwards."""
 
     folder: Path
     step: int
@@ -105,25 +105,25 @@ class _Job:
     stall_seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
     part: dict[str, object] | None = None
-    """This rank's entry for rank 0, if its part is written already."""
+    """This rank's entry for rank 0, if its part has already been written."""
 
 
 class Checkpoints:
-    """Writes and reads the checkpoints of one engine. All ranks make the same calls, but for `written`.
+    """Writes and reads the checkpoints of one engine. All ranks make the same calls, except for `written`.
 
-    A torch optimizer is kept whole: its states, and the settings of its groups, such as learning rates. Gradients are
-    not kept, nor is `engine.learning_rate`, which a program sets before each step. One engine at a time writes to a
-    folder, which its program holds (ranvier.system.lease): the first `load` without a path, or the first `save`, takes
-    it, and clears away what others have left half written. Within one process the last one that takes it has it.
+    A torch optimizer is saved completely: its states, and the settings of its groups, such as learning rates. Gradients
+    are not saved, nor is `engine.learning_rate`, which a program sets before each step. One engine at a time writes to
+    a folder, which its program holds (ranvier.system.lease): the first `load` without a path, or the first `save`,
+    acquires it, and removes unfinished files of others. Within one process, the last engine that acquires it holds it.
 
     Args:
-        folder: where they are; all ranks must see the same files.
-        keep: newest checkpoints that stay when another is whole. keep_every: those of steps that are a multiple of it
-            stay for good; 0 for none.
-        timeout_seconds: a rank that has not written its part, and says nothing for so long, is given up.
+        folder: of the checkpoints; all ranks must see the same files.
+        keep: number of newest checkpoints to keep. keep_every: checkpoints of steps that are a multiple of it are kept
+            permanently; 0 for none.
+        timeout_seconds: a rank that has not written its part, and has not been heard of for this long, is given up.
         background: copy the state and write it while training continues; False writes it before `save` returns, which
             needs no memory for copies.
-        lease: on rank 0, where the program holds the folder already; it stays the program's.
+        lease: on rank 0, if the program already holds the folder; it stays the program's.
         objects: further objects with `state_dict` and `load_state_dict` that are saved and loaded, by name, such as
             learning-rate schedulers; None on a rank that has none.
     """
@@ -139,17 +139,18 @@ class Checkpoints:
         with engine.during("Checkpoints(...)"):
             self._ranks = world.backend.group("checkpoint", [tuple(range(world.size))])
         self._rank, self._size = world.rank, world.size
-        # The threads' own connection, since another thread may be waiting on the shared one; made while there is a way.
+        # The threads' own connection, since another thread may be waiting on the shared one; made while the store is
+        # reachable.
         self._store = world.store.clone()  # type: ignore[union-attr]  # which the stub of torch's Store lacks
-        # Names in the store: those of another Checkpoints on the same store must not be taken for ours.
+        # Names in the store must differ from those of another Checkpoints on the same store.
         self._token = self._ranks.gather_objects(os.urandom(4).hex())[0]
         self._count = 0
         self._room: list[Tensor] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self.damaged: set[Path] = set()
-        """Checkpoints that `load` has passed over; only rank 0 asks when it writes."""
-        self._is_beside_others = True  # whether the next save may be the first beside newer checkpoints
+        """Damaged checkpoints that `load` has skipped; only rank 0 uses them, when it writes."""
+        self._is_beside_others = True  # whether the next save may be the first next to newer checkpoints
         self._untold: list[Written] = []
         self._asked = self._closed = False
         self._ended: list[Written] = []
@@ -163,10 +164,11 @@ class Checkpoints:
     # ------------------------------------------------------------------ writing
 
     def claim(self) -> None:
-        """Make the folder this engine's, and see that every rank can write to it. Collective; once is enough.
+        """Acquire the folder for this engine, and check that every rank can write to it. Collective; further calls do
+        nothing.
 
-        OwnershipError where another program holds the folder, CheckpointError where a rank cannot write there, or where
-        rank 0 does not see what another one has written.
+        OwnershipError if another program holds the folder, CheckpointError if a rank cannot write there, or if rank 0
+        does not see what another rank has written.
         """
         if self._claimed:
             return
@@ -197,30 +199,31 @@ class Checkpoints:
 
     def save(self, about: Mapping[str, object] | None = None, *, when: Callable[[], bool] = lambda: True,
              best: int | None = None) -> float:
-        """Copy the engine's state, and write it while training continues. Returns the seconds that this took here: for
-        the write before, where that is still under way, and for the copy; without `background` for this write, too.
+        """Copy the engine's state, and write it while training continues. Returns the seconds that this call took: for
+        the previous write, if it is still in progress, and for the copy; without `background`, also for this write.
 
-        about: JSON-serialisable, for whoever reads the checkpoint; the same on every rank. when: asked by rank 0's
-        thread until it is true; no sooner does the checkpoint get its name, and the next `save`, `wait` or `load` waits
-        for that. best: the step of the best checkpoint, perhaps this one, which stays and is marked by the link
-        `best`. What cannot be written is reported by `written` and `wait`, on rank 0 and on all, and where neither is
-        called by a warning of the next `save` or `close`. The first call raises as `claim`; CheckpointError after
+        about: JSON-serialisable notes for readers of the checkpoint; the same on every rank. when: polled by rank 0's
+        thread; the checkpoint does not get its name before it returns True, and the next `save`, `wait` or `load` waits
+        for that. best: the step of the best checkpoint, possibly this one, which is kept and marked by the link `best`.
+        A failed write is reported by `written` on rank 0 and by `wait` on all ranks, or, if neither is called, by a
+        warning of the next `save` or `close`. The first call raises the errors of `claim`; CheckpointError after
         `close`.
         """
         began = time.monotonic()
         check_arguments(Checkpoints.save, locals(), but=("about",))
         _check_about({} if about is None else about)
         if self._closed:
-            raise CheckpointError("is called after close, and the folder may be another's", code="checkpoints-closed",
-                                  where="Checkpoints.save", value=str(self.folder), remedy="Close after the last save.")
+            raise CheckpointError("is called after close, and another program may hold the folder",
+                                  code="checkpoints-closed", where="Checkpoints.save", value=str(self.folder),
+                                  remedy="Close after the last save.")
         self.engine.check_usable("Checkpoints.save")
         self.engine.refuse_in_averages("Checkpoints.save")
         with self.engine.during("Checkpoints.save"):
             self.claim()
         if (lost := self.engine.num_accumulated) and self._rank == 0:
             warnings.warn(f"the checkpoint of step {self.engine.steps} is without the gradients of the last "
-                          f"{'batch' if lost == 1 else f'{lost} batches'}: checkpoints keep no gradients, and whoever "
-                          "resumes from it goes on without them. Save after engine.step(result)", stacklevel=2)
+                          f"{'batch' if lost == 1 else f'{lost} batches'}: checkpoints have no gradients, and a run "
+                          "that resumes from it continues without them. Save after engine.step(result)", stacklevel=2)
         self._warn_of_newer()
         self._join()
         self._warn_of_failures()
@@ -231,7 +234,7 @@ class Checkpoints:
             if self._background:
                 copies = files.host_copies([piece.tensor for piece in pieces], self._room)
                 pieces = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
-        except Exception as error:  # other ranks may have begun, and the program may go on
+        except Exception as error:  # other ranks may have begun, and the program may continue
             with _shared_store():
                 self._store.set(self._name(self._count, self._rank), json.dumps(self._not_written(error)))
             raise
@@ -249,13 +252,13 @@ class Checkpoints:
         return job.stall_seconds
 
     def written(self) -> list[Written]:
-        """Outcomes since the last call, on rank 0; never waits. Empty elsewhere, and once what is under way is given
-        up."""
+        """Outcomes since the last call, on rank 0; never waits. Empty on other ranks, and after `give_up`."""
         done, self._untold, self._asked = self._untold, [], True
         return [] if self._closing.is_set() else done
 
     def wait(self) -> list[Written]:
-        """Return when what `save` began has ended on every rank: all that has ended since the last call, on all."""
+        """Wait until the writes of `save` have ended on every rank. Returns all outcomes since the last call, on all
+        ranks."""
         self._join()
         found, self._ended = [{**asdict(written), "folder": str(written.folder)} for written in self._ended], []
         with self.engine.during("Checkpoints.wait"):
@@ -263,29 +266,30 @@ class Checkpoints:
         return [Written(**{**entry, "folder": Path(entry["folder"])}) for entry in first]
 
     def broadcast_from_rank0(self, value: str) -> str:
-        """Rank 0's `value`, on all ranks: files may be seen by it alone."""
+        """Rank 0's `value`, on all ranks: some files may be visible only to rank 0."""
         found: str = self._ranks.gather_objects(value)[0]
         return found
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the copies of this rank's part, which stay for the next save."""
+        """Bytes of the copies of this rank's part, which are kept for the next save."""
         return sum(tensor.nbytes for tensor in self._room)
 
     def mark_best(self, step: int) -> None:
-        """On rank 0: have the link `best` lead to the checkpoint of `step`, where there is one."""
+        """On rank 0: make the link `best` point to the checkpoint of `step`, if it exists."""
         folder = step_folder(self.folder, step)
         if folder.exists():
-            with suppress(OSError):  # a file system without links: the manifest says which one is the best
+            with suppress(OSError):  # a file system without links: the manifest names the best one
                 files.mark_best(folder)
 
     def give_up(self) -> None:
-        """A rank is lost, which may not have written its part: do not wait for it. From any thread, at any time."""
+        """Do not wait for parts any more, since a rank is lost that may not have written its own. From any thread, at
+        any time."""
         self._closing.set()
 
     def close(self, seconds: float = 3.0) -> bool:
-        """Give a write that is under way so many seconds more, then leave it; whether none is left. Idempotent; no rank
-        waits for another. The folder is let go of."""
+        """Wait up to `seconds` for a write in progress, and release the folder. Returns whether no write is left.
+        Idempotent; no rank waits for another."""
         if self._thread is not None:
             self._thread.join(seconds)
         ended = self._thread is None or not self._thread.is_alive()
@@ -297,7 +301,7 @@ class Checkpoints:
         return ended
 
     def _warn_of_failures(self) -> None:
-        """On rank 0, where nobody asks what has been written."""
+        """Warn on rank 0 about failed writes, unless the program reads `written`."""
         failed = [] if self._asked else [written for written in self._ended if written.error is not None]
         for failure in failed:
             self._ended.remove(failure)
@@ -305,13 +309,14 @@ class Checkpoints:
                           stacklevel=3)
 
     def _warn_of_newer(self) -> None:
-        """On rank 0, in the first save after the start or after `load`."""
+        """Warn on rank 0 about newer checkpoints, in the first save after the start or after `load`."""
         if self._rank == 0 and self._is_beside_others:
             newer = [path.name for path in checkpoints_in(self.folder) if path not in self.damaged
                      and (step_of(path) or 0) > self.engine.steps]
             if newer:
-                warnings.warn(f"step-{self.engine.steps} is saved beside newer checkpoints, from which the next load() "
-                              f"resumes: {', '.join(newer)} in {self.folder}. Remove them, or save in another folder",
+                warnings.warn(f"step-{self.engine.steps} is saved next to newer checkpoints, from which the next "
+                              f"load() resumes: {', '.join(newer)} in {self.folder}. Remove them, or save in another "
+                              "folder",
                               stacklevel=3)
         self._is_beside_others = False
 
@@ -323,7 +328,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ in the thread
 
     def _write(self, job: _Job) -> None:
-        """This rank's part and, on rank 0, all that makes a checkpoint of the parts. However it ends, rank 0 knows."""
+        """Write this rank's part, and, on rank 0, publish the checkpoint. Rank 0 records the outcome in any case."""
         temporary = self._temporary(job)
         outcome = self._failed_write(job, "it was given up before it was written")
         try:
@@ -345,7 +350,7 @@ class Checkpoints:
         return files.temporary_folder(self.folder, job.step, f"{self._token}-{job.number}")
 
     def _part(self, job: _Job) -> dict[str, object]:
-        """Write this rank's part; what rank 0 must know of it."""
+        """Write this rank's part. Returns its entry for rank 0."""
         temporary = self._temporary(job)
         try:
             temporary.mkdir(exist_ok=True)  # a folder that has been removed is not made again
@@ -353,24 +358,24 @@ class Checkpoints:
             if job.pieces:
                 file = asdict(files.write_part(temporary / files.part_name(self._rank), {
                     _key(number): piece.tensor for number, piece in enumerate(job.pieces)}))
-        except Exception as error:  # whatever it is: training continues, and the others must know
+        except Exception as error:  # of any kind: training continues, and the other ranks must get it
             return self._not_written(error)
         return {"file": file, "tensors": _manifest_entries(job.pieces), "frozen": job.frozen,
                 "missed_updates": job.missed_updates,
                 "optimizer_groups": [asdict(group) for group in job.optimizer_groups]}
 
     def _not_written(self, error: Exception) -> dict[str, object]:
-        """In place of a part's entry: why there is none."""
+        """The entry of a part that was not written: the reason."""
         return {"error": f"{_summarize_error(error)} (rank {self._rank})"}
 
     def _publish(self, job: _Job, temporary: Path) -> Written | None:
-        """Wait for all parts, and make a checkpoint of them; None where this is closed first."""
+        """Wait for all parts, and publish them as a checkpoint; None if this is closed first."""
         entries = self._entries(job.number)
         if entries is None or not self._wait_until(job.when):
             return None
         assert self._lease is not None, "rank 0 has claimed the folder"
         for problem in (entry["error"] for entry in entries if "error" in entry):
-            self._lease.verify()  # nothing can be written into a folder that is gone
+            self._lease.verify()  # an error if the folder is lost, which is then the reason
             raise OSError(problem)
         final, manifest = step_folder(self.folder, job.step), _manifest(job, entries)
         files.publish(temporary, final, manifest, verify=self._lease.verify)
@@ -378,14 +383,14 @@ class Checkpoints:
         self.damaged.discard(final)
         if job.best == job.step:
             self.mark_best(job.step)
-        with suppress(OSError, OwnershipError):  # the checkpoint is there, whatever becomes of older ones
+        with suppress(OSError, OwnershipError):  # the checkpoint exists, even if older ones cannot be removed
             files.retain(self.folder, job.step, keep=self._keep, keep_every=self._keep_every, damaged=self.damaged,
                          best=job.best, verify=self._lease.verify)
         return Written(step=job.step, folder=final, stall_seconds=job.stall_seconds, write_seconds=seconds,
                        size_bytes=sum(file.size_bytes for file in manifest.files))
 
     def _failed_write(self, job: _Job, error: Exception | str) -> Written:
-        remedy = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are whole, and "
+        remedy = ("Free space there or choose another `--checkpoint.dir`; older checkpoints are complete, and "
                   "`--resume auto` resumes from the newest.")
         if isinstance(error, (OwnershipError, TransportError)):
             remedy = error.texts["remedy"]
@@ -393,8 +398,8 @@ class Checkpoints:
                        error=error if isinstance(error, str) else _summarize_error(error), remedy=remedy)
 
     def _entries(self, number: int) -> list[dict[str, Any]] | None:
-        """Entries of every rank for its part; None when this is closed first. OSError when a rank is gone: however long
-        a disk takes, its rank still publishes what it does (ranvier.comm.board)."""
+        """Entries of all ranks for their parts; None when this is closed first. OSError when a rank is lost: a rank
+        that waits for a slow disk still publishes its actions (ranvier.comm.board)."""
         names = [self._name(number, rank) for rank in range(self._size)]
         heard: dict[int, tuple[int, str]] | None = None
         heard_at, store = time.monotonic(), self._store
@@ -414,7 +419,7 @@ class Checkpoints:
         return entries
 
     def _wait_until(self, when: Callable[[], bool]) -> bool:
-        """Whether the time has come before this is closed."""
+        """Wait until `when` is true; False if this is closed first."""
         while not when():
             if self._closing.wait(_POLL_SECONDS):
                 return False
@@ -427,16 +432,16 @@ class Checkpoints:
 
     def load(self, path: Path | str | None = None, *,
              engine_for: Callable[[Manifest], Engine] | None = None) -> Loaded | None:
-        """Resume from the newest checkpoint of the folder that is whole, or from that at `path` (one of them, a folder
-        of them, or a run's folder). None where the folder has none, and nothing has changed then. What `save` has begun
-        is written first, and counts. Without `path`, raises as `claim`, but for a folder that cannot be written: that
-        is read all the same.
+        """Resume from the newest complete checkpoint of the folder, or from the one at `path` (a checkpoint, a folder
+        of them, or a run's folder). Returns None, and changes nothing, if the folder has no checkpoint. A write that
+        `save` has begun is finished first, and counts. Without `path`, raises the errors of `claim`, except that a
+        folder that cannot be written is still read.
 
-        engine_for: called on every rank with the manifest of the checkpoint before that is read; the engine that it
-        returns, on the same ranks, takes the place of this one's.
+        engine_for: called on every rank with the manifest before the checkpoint is read; the engine that it returns, on
+        the same ranks, replaces the current one.
 
-        CheckpointError when a checkpoint is of another model, when one that `path` names is damaged, and when the
-        folder has checkpoints but no whole one.
+        CheckpointError when a checkpoint is of another model, when the one that `path` names is damaged, and when the
+        folder has checkpoints but no complete one.
         """
         check_arguments(Checkpoints.load, locals())
         if engine_for is None:
@@ -465,7 +470,7 @@ class Checkpoints:
         if skipped:
             raise CheckpointError("has no complete checkpoint: " + "; ".join(skipped), code="no-whole-checkpoint",
                                   where=str(where),
-                                  remedy="Name another one with `--resume`, or start anew with `--resume none` and "
+                                  remedy="Name another one with `--resume`, or start again with `--resume none` and "
                                          "another `--run-dir`.")
         if path is not None:
             raise CheckpointError("is neither a checkpoint nor a folder of them", code="not-a-checkpoint",
@@ -474,7 +479,7 @@ class Checkpoints:
         return None
 
     def _open(self, folder: Path) -> tuple[Saved | None, str | None]:
-        """The checkpoint in `folder`, whose files all ranks have looked through, or what is wrong with it."""
+        """The checkpoint in `folder`, whose files all ranks have checked together, and what is wrong with it."""
         saved = problem = None
         try:
             saved = Saved(folder)
@@ -486,7 +491,7 @@ class Checkpoints:
         return saved, next((text for text in problems if text), None)
 
     def _load(self, saved: Saved) -> None:
-        """All ranks read their parts; where one cannot, all raise what the first one says."""
+        """Read this rank's part. If a rank cannot, all ranks raise the error of the first such rank."""
         problem = None
         try:
             state.load(self.engine, saved)
@@ -510,7 +515,8 @@ class Checkpoints:
 
 @contextmanager
 def _shared_store() -> Iterator[None]:
-    """A store that does not answer inside is a TransportError: nobody can know what the other ranks have written."""
+    """A context in which a store that does not answer is a TransportError: what other ranks have written is then
+    unknown."""
     try:
         yield
     except RuntimeError as error:
@@ -549,7 +555,7 @@ def _key(number: int) -> str:
 
 
 def _manifest_entries(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
-    """The pieces of a rank as the manifest has them, all in file 0."""
+    """The pieces of a rank as manifest entries, all in file 0."""
     found: dict[str, dict[str, Any]] = {}
     for number, piece in enumerate(pieces):
         entry = found.setdefault(piece.kind, {}).setdefault(piece.name, {
@@ -559,7 +565,7 @@ def _manifest_entries(pieces: list[Piece]) -> dict[str, dict[str, Any]]:
 
 
 def _manifest(job: _Job, entries: list[dict[str, Any]]) -> Manifest:
-    """The manifest of what all ranks have written."""
+    """The manifest for the parts of all ranks."""
     parts: list[File] = []
     tensors: dict[str, dict[str, Any]] = {}
     for entry in entries:

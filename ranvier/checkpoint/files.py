@@ -1,12 +1,12 @@
-"""Files of a checkpoint as they get onto a disk: parts, the manifest last, one rename, and what is kept.
+"""Files of a checkpoint on disk: writing parts, the manifest last, one rename, and removal of old checkpoints.
 
     .step-120.TOKEN.tmp/      being written, by all ranks
-      part-00000.safetensors    on the disk (fsync) before its writer says so
-      manifest.json             when all parts are there
-    step-120/                 the same folder under its name: whole, or not there at all
+      part-00000.safetensors    on the disk (fsync) before its writer reports it
+      manifest.json             when all parts are written
+    step-120/                 the same folder under its name: complete, or not there at all
 
-What begins with .step- is left from a run that died, and is cleared away when the next one starts; .owner.N says whose
-the folder is (ranvier.system.lease).
+Names that begin with .step- are left over from a run that died, and are removed when the next one starts; .owner.N
+names the owner of the folder (ranvier.system.lease).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SPARE_BYTES = 1 << 20
 
 
 def temporary_folder(folder: Path, step: int, token: str) -> Path:
-    """Folder of the checkpoint of `step` while it is being written; token: tells this writing from all others."""
+    """Folder of the checkpoint of `step` while it is being written; token: distinguishes this write from all others."""
     return folder / f".step-{step}.{token}.tmp"
 
 
@@ -48,7 +48,7 @@ def part_name(index: int) -> str:
 
 
 def try_to_write(path: Path) -> None:
-    """Write a small file and have it on the disk. OSError when that cannot be."""
+    """Write a small file and flush it to the disk. OSError when it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)  # left by a start that died
     with new_file(path) as file:
@@ -68,17 +68,18 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> manifests.Fil
 def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: Callable[[], None] = lambda: None
             ) -> None:
     """Complete the folder `temporary`, whose parts are written, and give it the name `final`: the manifest is written
-    last, and then the folder renamed, so that it is whole or not there. An earlier folder of that name is replaced.
+    last, and then the folder is renamed, so that it is complete or not there. An earlier folder of that name is
+    replaced.
 
-    verify: raises where the folder is not the caller's any more; asked before anything gets a name. OSError when it
-    cannot be; CheckpointError when parts are not there.
+    verify: called before each rename; raises if the folder is no longer the caller's. OSError when the folder cannot be
+    written; CheckpointError when parts are missing.
     """
     for file in manifest.files:
         path = temporary / file.name
         if not path.exists() or path.stat().st_size != file.size_bytes:
             raise CheckpointError("cannot be seen from rank 0 as its writer left it", code="file-not-seen",
                                   where=str(path), remedy="Set `--checkpoint.dir` to a folder that all machines share.")
-    for problem in manifests.contradictions(manifest):  # what cannot be read must neither get a name nor make others go
+    for problem in manifests.contradictions(manifest):  # else it would get a name, and older ones would be removed
         raise CheckpointError(f"would be damaged: {problem}", code="checkpoint-would-be-damaged", where=str(final),
                               remedy="Report this, with the model and the mesh: it is a bug in Ranvier.")
     with new_file(temporary / manifests.MANIFEST) as stream:
@@ -92,7 +93,7 @@ def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: 
         os.rename(final, aside)
     try:
         verify()
-        os.rename(temporary, final)  # the next owner of the folder has cleared `temporary` away: then this fails
+        os.rename(temporary, final)  # fails if the next owner of the folder has removed `temporary`
     except BaseException:
         with suppress(OSError):
             os.rename(aside, final)
@@ -103,30 +104,30 @@ def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: 
 
 def retain(folder: Path, newest: int, *, keep: int, keep_every: int, damaged: Collection[Path] = (),
            best: int | None = None, verify: Callable[[], None] = lambda: None) -> None:
-    """Remove all checkpoints but the last `keep` up to that of step `newest`, which has just been written, those whose
-    step is a multiple of `keep_every` (0: none), `best`, and that to which the link `best` leads: it is the best one
-    that is on the disk where that of step `best` could not be written. Those that are known to be `damaged`, and copies
-    under another step's name, do not count, and go with what is older than all that stay. Later ones stay: the run went
-    on from before them, and writes them again when it gets there. verify: as in `publish`; what it raises ends the
+    """Remove old checkpoints. These stay: the last `keep` up to step `newest`, which has just been written; those whose
+    step is a multiple of `keep_every` (0: none); `best`; and the target of the link `best`, which is the best one on
+    disk if that of step `best` could not be written. Checkpoints that are known to be `damaged`, and copies under
+    another step's name, do not count, and are removed if they are older than the last `keep`. Later ones stay: the run
+    resumed before them, and writes them again when it gets there. verify: as in `publish`; its errors end the
     removal."""
     steps = [(manifests.step_of(path) or 0, path) for path in manifests.checkpoints(folder)]  # all are named by a step
     found = [(step, path) for step, path in steps if step <= newest]
     whole = (step for step, path in found if path not in damaged and _is_of_step(path, step))
     oldest, linked = min(islice(whole, keep), default=newest), None
     if best is not None:
-        with suppress(OSError):  # there is none, or a file system without links
+        with suppress(OSError):  # no link, or a file system without links
             linked = manifests.step_of(folder / os.readlink(folder / manifests.BEST))
     for step, path in found:
         if step < oldest and step not in (best, linked) and not (keep_every and step % keep_every == 0):
             gone = _move_aside(path, "removed")
             verify()
             with suppress(OSError):
-                os.rename(path, gone)  # never a checkpoint that is half there
+                os.rename(path, gone)  # a checkpoint is never partly removed
             remove(gone)
 
 
 def _is_of_step(path: Path, step: int) -> bool:
-    """Whether a checkpoint's manifest says the step of its folder's name: a copy under another name does not."""
+    """Whether a checkpoint's manifest has the step of its folder's name, unlike a copy under another name."""
     try:
         document = read_json(path / manifests.MANIFEST, manifests.MOST_BYTES)
     except (OSError, ValueError):
@@ -135,7 +136,7 @@ def _is_of_step(path: Path, step: int) -> bool:
 
 
 def mark_best(final: Path) -> None:
-    """Have the link `best` beside a checkpoint lead to it. OSError where the file system has no links."""
+    """Make the link `best` next to a checkpoint point to it. OSError if the file system has no links."""
     link, aside = final.with_name(manifests.BEST), final.with_name(f".{manifests.BEST}.new")
     aside.unlink(missing_ok=True)
     try:
@@ -146,7 +147,8 @@ def mark_best(final: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what runs that died have left half written or half removed; what was about to be replaced comes back."""
+    """Remove partly written and partly removed checkpoints of runs that died; restore one that was about to be
+    replaced."""
     for path in folder.glob(".probe-*"):
         path.unlink(missing_ok=True)
     for path in sorted(folder.glob(".step-*")):
@@ -168,7 +170,7 @@ def _move_aside(path: Path, why: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, or a link to one, as far as that can be done."""
+    """Remove a folder, or a link to one, as far as possible."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -184,10 +186,10 @@ def to_disk(path: Path) -> None:
 
 
 def host_copies(tensors: Sequence[torch.Tensor], buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in host memory. buffers: those of the last time, which are used again where they fit; is changed. Those
-    of a device lie in one piece of pinned memory, of which rounding by the allocator wastes little.
+    """Copies in host memory. buffers: those of the last call, which are reused if they fit; the list is changed. Copies
+    from a device are in one piece of pinned memory, so that the allocator's rounding wastes little.
 
-    Returns when all of them are there.
+    Returns when all copies are complete.
     """
     kinds = [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
     had = [(copy.shape, copy.dtype, tensor.is_cuda) for copy, tensor in zip(buffers, tensors, strict=False)]
@@ -204,13 +206,14 @@ def host_copies(tensors: Sequence[torch.Tensor], buffers: list[torch.Tensor]) ->
     return list(buffers)
 
 
-# --- folders of results, which appear whole or not at all -----------------------------------------------------------
+# --- folders of results, which appear complete or not at all --------------------------------------------------------
 
 
 @contextmanager
 def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """A folder beside `out` to write into. When the block ends well, it is on the disk and has the name `out`; when it
-    does not, nothing is left. What killed writers have left is removed: nobody holds its lock.
+    """A context with a folder next to `out` to write into. When the block ends without an exception, the folder is on
+    the disk and has the name `out`; otherwise nothing is left. Folders left by killed writers, whose locks are free,
+    are removed.
 
     CheckpointError when there is something at `out` that is not an empty folder, when the disk has no `needed_bytes`
     left, and when something cannot be written.
@@ -230,7 +233,7 @@ def new_folder(out: Path, needed_bytes: int) -> Iterator[Path]:
         unfinished.mkdir()
         lock_now(handle := open_folder(unfinished), shared=True)
         yield unfinished
-        # All of it is on the disk before it gets its name.
+        # Everything is on the disk before the folder gets its name.
         for place, _, names in os.walk(unfinished, topdown=False):
             for name in names:
                 to_disk(Path(place, name))
@@ -252,8 +255,8 @@ def _output_not_writable(out: Path, problem: str) -> CheckpointError:
 
 
 def check_free(out: Path) -> None:
-    """CheckpointError unless `out` can become a folder: nothing is there, or an empty folder, and a file can be written
-    beside it."""
+    """CheckpointError unless `out` can become a folder: it does not exist, or is an empty folder, and a file can be
+    written next to it."""
     try:
         taken = out.is_symlink() or (out.exists() and not (out.is_dir() and next(out.iterdir(), None) is None))
     except OSError as error:
@@ -266,7 +269,7 @@ def check_free(out: Path) -> None:
         raise _output_not_writable(out, problem)
 
 
-# --- whose the folders are --------------------------------------------------------------------------------------------
+# --- owners of folders -----------------------------------------------------------------------------------------------
 
 # The lease on a run's folders, acquired by rank 0 for all ranks: see `ranvier.system.lease`.
 

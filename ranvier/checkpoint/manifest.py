@@ -1,12 +1,12 @@
-"""The manifest of a checkpoint: manifest.json, read as if a stranger had written it.
+"""The manifest of a checkpoint: manifest.json, read as untrusted input.
 
     step-120/
       manifest.json             tensors by kind, global name and shape; where their pieces are; numbers; the run
-      part-00000.safetensors    pieces: boxes of tensors, as many files as there were writers
+      part-00000.safetensors    pieces: boxes of tensors, one file for each writer
 
 Tensors have a kind ("parameter", "master", "exp_avg", ...) and a parameter's global name. Nothing here depends on the
-mesh that wrote it: a reader cuts what it needs out of whatever pieces there are. The manifest has the checksums of the
-files and one of itself, since a changed digit in it would be another step or another tensor.
+mesh that wrote it: a reader cuts the boxes that it needs out of the existing pieces. The manifest has checksums of the
+files and of itself, since a changed digit in it would be another step or another tensor.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ranvier.system.untrusted_file import read_bytes
 
 MANIFEST = "manifest.json"
 BEST = "best"
-"""Name of the link to the best checkpoint, beside the checkpoints."""
+"""Name of the link to the best checkpoint, next to the checkpoints."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
               "uint8": 1, "bool": 1}
 """The number formats that a checkpoint may have, by torch's names."""
 MOST_BYTES = 1 << 30
-"""A manifest that is larger is none of ours."""
+"""Ranvier writes no larger manifest."""
 _PART = re.compile(r"part-\d{5}\.safetensors")
 _STEP = re.compile(r"step-([0-9]{1,12})")
 _MOST_DIMS = 32
-"""Fewer than torch can copy."""
+"""Below torch's limit for copies."""
 _MOST = 1 << 62
 _MOST_LOOKS = 2_000_000
-"""Pairs of pieces that are compared; what needs more was cut by nobody who means well."""
+"""Most pairs of pieces that are compared; a manifest that needs more is malicious."""
 
 Count = Annotated[int, Ge(0), Lt(_MOST)]
 _config = ConfigDict(extra="forbid", strict=True)
@@ -63,7 +63,7 @@ class File:
 
 @checked(frozen=True, config=_config)
 class SavedTensor:
-    """A whole tensor: pieces are (index into the manifest's files, key in that file, box of the tensor)."""
+    """A full tensor: pieces are (index into the manifest's files, key in that file, box of the tensor)."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -82,34 +82,33 @@ class ScaleState:
 
 @checked(frozen=True, kw_only=True, config=_config)
 class OptimizerGroup:
-    """Parameters that a user's optimizer updates alike (`checkpoint/user_optimizer`)."""
+    """Parameters that a user's optimizer updates with the same settings (`checkpoint/user_optimizer`)."""
 
     settings: dict[str, object]
     """Such as the learning rate."""
     numbers: tuple[str, ...]
-    """States that are Python numbers, and no tensors."""
+    """States that are Python numbers and not tensors."""
     parameters: tuple[str, ...]
 
 
 @checked(frozen=True, kw_only=True, config=_config)
 class Manifest:
-    """All of a checkpoint but the numbers in its tensors."""
+    """Everything in a checkpoint except the values of its tensors."""
 
     format: Literal[1] = 1
     step: Count
     """Steps taken."""
     optimizer: str | None = None
-    """The class of a user's own optimizer, where rank 0 has one."""
+    """The class of a user's own optimizer, if rank 0 has one."""
     optimizer_groups: tuple[OptimizerGroup, ...] = ()
-    """The groups of a user's own optimizer; left out of the file where there are none."""
+    """The groups of a user's own optimizer; left out of the file if there are none."""
     optimizer_steps: Count | None
-    """Updates so far; None where the optimizer is the user's own, which counts by itself."""
+    """Updates so far; None for a user's own optimizer, which has its own count."""
     missed_updates: dict[str, Count] = field(default_factory=dict)
-    """Parameter -> updates that left it alone, because it was frozen or no loss reached it; left out of the file where
-    there is none."""
+    """Parameter -> updates that skipped it, because it was frozen or had no gradient; left out of the file if empty."""
     loss_scale: ScaleState | None
     last_norm: Annotated[FiniteFloat, Ge(0)] | None = None
-    """The gradient norm of the last step, where the next one is clipped by it; left out of the file otherwise."""
+    """The gradient norm of the last step, if the next step is clipped by it; left out of the file otherwise."""
     frozen: tuple[str, ...]
     """Parameters that were not being trained."""
     files: tuple[File, ...]
@@ -118,12 +117,12 @@ class Manifest:
     about: dict[str, object] = field(default_factory=dict)
     """Metadata of the run: its settings, its place in the data, versions. Plain JSON."""
     crc32: Count = 0
-    """CRC-32 of manifest.json as `encode` writes it with 0 here, whatever its white space has become since."""
+    """CRC-32 of manifest.json as `encode` writes it with 0 here; later changes of white space do not matter."""
 
     @property
     def frozen_layers(self) -> int:
-        """Frozen layers of the run that wrote it: a model whose ties freezing has ended has more parameters. 0 where it
-        says none, or nothing that can be read."""
+        """Frozen layers of the run that wrote it: a model whose ties freezing has ended has more parameters. 0 if it
+        has no valid number."""
         elastic = self.about.get("elastic")
         frozen = elastic.get("frozen") if isinstance(elastic, dict) else None
         return frozen if isinstance(frozen, int) and not isinstance(frozen, bool) and frozen > 0 else 0
@@ -176,13 +175,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged_error(code: str, folder: Path | str, what: str, value: object = None) -> CheckpointError:
-    """The error for a checkpoint that cannot be what was written."""
+    """The error for a checkpoint that differs from what was written."""
     return CheckpointError(what, code=code, where=f"checkpoint {folder}", value=value,
                            remedy="Resume from another one: `--resume auto` takes the newest complete one.")
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
-    """Contradictions that no checkpoint can have. Files are checked elsewhere."""
+    """Contradictions within a manifest. Files are checked elsewhere."""
     names = [file.name for file in manifest.files]
     for name in names:
         if not _PART.fullmatch(name):
@@ -197,7 +196,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
             if tensor.dtype not in ITEM_BYTES:
                 yield f"{where} has the unknown number format {tensor.dtype!r}"
                 return
-            # Sizes of 0 must hide no others, of which strides are made.
+            # A size of 0 must not hide other impossible sizes, from which strides are computed.
             if len(tensor.shape) > _MOST_DIMS or prod(size or 1 for size in tensor.shape) >= _MOST:
                 yield f"{where} has the impossible shape {tensor.shape}"
                 return
@@ -213,7 +212,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _wrong_pieces(where: str, tensor: SavedTensor, num_files: int) -> Iterator[str]:
-    """Pieces must be inside their tensor, and together be all of it, once."""
+    """Errors for pieces that are not inside their tensor, or do not cover each element exactly once."""
     boxes: list[Box] = []
     for file, _, box in tensor.pieces:
         if file >= num_files:
@@ -253,13 +252,13 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name says; None for other names."""
+    """The step in a folder's name; None for other names."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, newest first; whether they are whole is not looked at."""
+    """The checkpoints in `folder`, newest first; whether they are complete is not checked."""
     try:
         found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
     except (OSError, ValueError):
@@ -269,14 +268,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-# A checkpoint that lies on disk: whether it is whole, and any box of any of its tensors. No process group, no GPU.
+# A checkpoint on disk: checks for damage, and reads of any box of any of its tensors. No process group, no GPU.
 
 
 _READ_BYTES = 1 << 22
 
 
 class Saved:
-    """The checkpoint in `folder`, its manifest read and checked. CheckpointError when that is damaged."""
+    """The checkpoint in `folder`, with its manifest read and checked. CheckpointError when the manifest is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -301,7 +300,7 @@ class Saved:
                                     f"{file.name} cannot be read: {error.strerror or error}")
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
-        """The manifest's entry for a tensor. CheckpointError when it has none."""
+        """The manifest's entry for a tensor. CheckpointError when there is none."""
         try:
             return self.manifest.tensors[kind][name]
         except KeyError:
@@ -320,13 +319,14 @@ class Saved:
         return result
 
     def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
-        """Copy a box of a tensor to `target`, of the box's shape; its number format and device may be others."""
+        """Copy a box of a tensor to `target`, which has the box's shape and may have another number format and
+        device."""
         saved = self.tensor(kind, name)
         for file, key, piece, common in self._within(kind, name, box):
             target[index_of(common, box)].copy_(self._cut(saved, file, key, piece, common))
 
     def _within(self, kind: str, name: str, box: Box) -> Iterator[tuple[int, str, Box, Box]]:
-        """File, key and box of the pieces that have a part of `box`, and that part."""
+        """File, key and box of each piece that overlaps `box`, and the overlap."""
         saved = self.tensor(kind, name)
         if len(box) != len(saved.shape) or any(stop > size for (_, stop), size in zip(box, saved.shape, strict=True)):
             raise damaged_error("saved-shape-too-small", self.folder,
@@ -345,12 +345,12 @@ class Saved:
             found: Tensor = view[index_of(common, piece)] if part else stored.get_tensor(key)
         if found.dtype is not getattr(torch, saved.dtype):
             raise damaged_error("saved-number-format", self.folder,
-                                f"{key} in {name} has another number format than {MANIFEST} says",
+                                f"{key} in {name} does not have the number format in {MANIFEST}",
                                 str(found.dtype).removeprefix("torch."))
         return found
 
     def _open_piece(self, file: int, key: str, piece: Box) -> tuple[Any, Any]:
-        """An open file, and what it has under `key`, which is of the piece's shape."""
+        """An open file, and its tensor under `key`, whose shape must be the piece's."""
         name = self.manifest.files[file].name
         with self._readable(name):
             if file not in self._open:
@@ -360,7 +360,7 @@ class Saved:
             view = self._open[file].get_slice(key)
             shape = tuple(view.get_shape())
         if shape != tuple(stop - start for start, stop in piece):
-            raise damaged_error("saved-shape", self.folder, f"{key} in {name} has another shape than {MANIFEST} says",
+            raise damaged_error("saved-shape", self.folder, f"{key} in {name} does not have the shape in {MANIFEST}",
                                 list(shape))
         return self._open[file], view
 
@@ -373,7 +373,7 @@ class Saved:
                                 f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._open.clear()
 
 
@@ -387,8 +387,8 @@ def checksum(path: Path) -> int:
 
 
 def find(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, newest first: one itself, a folder of them, or a run's folder, whose
-    run.toml may name their folder elsewhere; with /best behind one of these folders, the best one."""
+    """The checkpoints that `path` stands for, newest first: a checkpoint, a folder of checkpoints, or a run's folder,
+    whose run.toml may name another folder for them; with /best appended to a folder, the best one."""
     if path.name == BEST:
         for link in (path, *(folder / BEST for folder in _folders(path.parent))):
             if link.is_symlink():
@@ -408,7 +408,7 @@ def run_folders(path: Path, checkpoint: Path) -> list[Path]:
 
 def _folders(run: Path) -> list[Path]:
     """Folders in which a run may have its checkpoints. A relative `checkpoint.dir` belongs to the directory where the
-    run was started: a relative `run_dir` tells which that was, otherwise it is taken for this process's."""
+    run was started: a relative `run_dir` shows which one that was; otherwise this process's directory is assumed."""
     own = read.own_settings(run)
     named, given = own.get("checkpoint.dir"), own.get("run_dir")
     if not isinstance(named, str):

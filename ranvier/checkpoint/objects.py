@@ -1,9 +1,10 @@
-"""Objects of a program with a `state_dict` of their own, such as learning-rate schedulers, in a checkpoint.
+"""A program's objects with their own `state_dict`, such as learning-rate schedulers, in a checkpoint.
 
     Checkpoints(engine, folder, objects={"scheduler": scheduler})
 
-The state of each rank's object is written as JSON, with its tensors beside it (kind "object"). On the mesh that wrote
-it each rank takes its own; on another mesh all take what was alike on all ranks. Nothing is pickled.
+The state of each rank's object is written as JSON, with its tensors separately (kind "object"). On the mesh that wrote
+it, each rank loads its own state; on another mesh, all ranks load the state, which must have been the same on all
+ranks. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Stateful(Protocol):
         """Its state: numbers, texts, tensors, lists, tuples and dicts."""
 
     def load_state_dict(self, state_dict: Any) -> object:
-        """Take up what `state_dict` has returned."""
+        """Load what `state_dict` has returned."""
 
 
 class SavedObjects:
     """The objects of one rank.
 
-    objects: name -> object, or None on a rank that has none. CheckpointError for what is neither.
+    objects: name -> object, or None on a rank that has none. CheckpointError for an object without these methods.
     """
 
     def __init__(self, objects: Mapping[str, object], mesh: Mesh, rank: int) -> None:
@@ -54,8 +55,7 @@ class SavedObjects:
         self._mesh, self._rank = str(mesh), rank
 
     def pieces(self) -> list[Piece]:
-        """The pieces that this rank writes. CheckpointError for a state that is not made of numbers, texts, tensors and
-        the like."""
+        """The pieces that this rank writes. CheckpointError for a state of unsupported types."""
         pieces: list[Piece] = []
         for name, found in self._objects.items():
             tensors: list[Tensor] = []
@@ -70,8 +70,8 @@ class SavedObjects:
         return pieces
 
     def load(self, saved: Saved) -> list[str]:
-        """The objects take up their states; names of saved objects that this program has not. CheckpointError where a
-        state is missing, or was different on the ranks of another mesh."""
+        """Load the objects' states. Returns the names of saved objects that this program does not have. CheckpointError
+        if a state is missing, or was different on the ranks of another mesh."""
         states: dict[str, dict[tuple[str, int], list[str]]] = {}
         for key in saved.manifest.tensors.get(OBJECT, {}):
             name, mesh, rank, _ = json.loads(key)
@@ -86,7 +86,7 @@ class SavedObjects:
         return sorted(set(states) - self._names)
 
     def _state(self, saved: Saved, name: str, states: Mapping[tuple[str, int], Sequence[str]]) -> Any:
-        """The state that this rank takes."""
+        """The state that this rank loads."""
         own = states.get((self._mesh, self._rank))
         if own is None:
             first, *others = [_read(saved, keys) for keys in states.values()]
@@ -105,7 +105,7 @@ def _read(saved: Saved, keys: Sequence[str]) -> list[Tensor]:
 
 
 def _encode(value: object, tensors: list[Tensor], where: str) -> object:
-    """A state as JSON; tensors are numbered. What is not a plain value is a list that begins with its kind."""
+    """A state as JSON; tensors are numbered. A value that is not plain becomes a list that begins with its kind."""
     kind = type(value).__name__
     if value is None or type(value) in (bool, int, float, str):
         return value

@@ -1,18 +1,17 @@
-"""State that an engine needs to resume, as pieces of the whole model's state: views of live tensors, by kind, name and
+"""State that an engine needs to resume, as pieces of the full model's state: views of live tensors, by kind, name and
 box.
 
     kind         what                                               who writes it
-    parameter    as computed with                                   of the ranks that hold an element, one
-    master       the copy that is updated, where formats differ     likewise; with sharded states whoever updates it
-    exp_avg ...  what the optimizer remembers of each element       likewise
-    ema          the moving average of parameters                   likewise
-    row_var ...  what it remembers of a whole parameter, in a       whoever writes the parameter's first element
-                 shape of its own
-    buffer       a module's buffers that its state_dict has         the stage's first rank
-    random       torch's own generators, for modules that use them  every rank its own
+    parameter    as used in computation                              one of the ranks that hold an element
+    master       the copy that is updated, if formats differ         the same; with sharded states, its updater
+    exp_avg ...  the optimizer's states of each element              the same
+    ema          the moving average of parameters                    the same
+    row_var ...  its states of a full parameter, in their shape      the rank that writes the parameter's first element
+    buffer       a module's buffers that are in its state_dict       the stage's first rank
+    random       torch's own generators, for modules that use them   every rank its own
     object       a program's objects with a state_dict              every rank its own (`checkpoint/objects`)
 
-Who holds what follows from the layout, so whatever mesh reads them needs boxes of whole tensors and nothing else.
+The layout defines which rank holds what, so a reader on any mesh needs only boxes of full tensors.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
 
 OBJECT = "object"
-"""The kind of what objects of a program keep (`checkpoint/objects`)."""
+"""The kind of states of a program's objects (`checkpoint/objects`)."""
 NO_STATES = ("parameter", "buffer", "random", OBJECT)
-"""Kinds that are no optimizer state."""
+"""Kinds that are not optimizer states."""
 EXTRA_STATE = "._extra_state"
-"""End of the names of what torch's modules return from `get_extra_state`."""
+"""Name suffix of what torch's modules return from `get_extra_state`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """A box of a tensor of `shape`. tensor: of the box's shape, a view of what lives."""
+    """A box of a tensor of `shape`. tensor: of the box's shape, a view of the live tensor."""
 
     kind: str
     name: str
@@ -64,13 +63,13 @@ class Piece:
 
     @classmethod
     def from_tensor(cls, kind: str, name: str, tensor: Tensor) -> Piece:
-        """All of a tensor."""
+        """A piece that is the full tensor."""
         return cls(kind=kind, name=name, shape=tuple(tensor.shape), box=whole_box(tuple(tensor.shape)), tensor=tensor)
 
 
 def pieces_to_write(engine: Engine) -> list[Piece]:
     """The pieces that this rank writes: over all ranks, every element of every tensor once. CheckpointError for state
-    that has no place in a checkpoint."""
+    that cannot be saved in a checkpoint."""
     own: dict[str, list[Slice]] = {}
     for owned in engine.layout.owned_slices(engine.world.rank):
         own.setdefault(owned.parameter, []).append(owned)
@@ -78,7 +77,7 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
               *_random(engine)]
     for piece in pieces:
         if dtype_name(piece.tensor) not in ITEM_BYTES:
-            raise CheckpointError("has a number format that checkpoints have no room for",
+            raise CheckpointError("has a number format that checkpoints do not support",
                                   code="number-format-not-saved", where=f"{piece.kind} {piece.name}",
                                   value=dtype_name(piece.tensor),
                                   remedy=f"Keep it in one of these: {', '.join(ITEM_BYTES)}.")
@@ -86,7 +85,8 @@ def pieces_to_write(engine: Engine) -> list[Piece]:
 
 
 def pieces_held(engine: Engine) -> list[Piece]:
-    """All that this rank has, whoever else has it too; but for torch's generators, which stay with their process."""
+    """All state that this rank has, also if other ranks have it, except torch's generators, which stay with their
+    process."""
     layout, at = engine.layout, engine.coordinates
     ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
     pieces = [Piece(kind="parameter", name=layout[key].owner, shape=layout[key].shape,
@@ -125,27 +125,27 @@ def _states_to_write(engine: Engine, own: Mapping[str, Sequence[Slice]]) -> Iter
                 continue
             for kind, state in states.items():
                 if kind == "master" and state.dtype is parameters[name].dtype:
-                    continue  # the parameter itself says it
+                    continue  # the same as the parameter
                 yield from _pieces(engine, kind, name, first, last, state.reshape(-1)[first - start:last - start])
     yield from (found for found in _whole_states(engine) if _has_first_element(own.get(found.name, ())))
     yield from _numbers_of_users(engine, own)
 
 
 def _has_first_element(slices: Sequence[Slice]) -> bool:
-    """Whether these slices of a parameter have its first element: of all ranks that have a part, one does."""
+    """Whether these slices of a parameter have its first element, which exactly one of the ranks with a part has."""
     return any(piece.interval[0] == 0 and not any(start for start, _ in piece.box) for piece in slices)
 
 
 def _whole_states(engine: Engine) -> Iterator[Piece]:
-    """States with a shape of their own, which every rank that updates a part of the parameter has whole."""
+    """States with their own shape, which every rank that updates a part of the parameter has in full."""
     for part in engine.flat_optimizer.slices() if engine.flat_optimizer is not None else ():
         for kind, state in part.whole.items():
             yield Piece.from_tensor(kind, part.parameter, state)
 
 
 def _flat_states(engine: Engine) -> Iterator[tuple[str, int, int, Mapping[str, Tensor]]]:
-    """Name, elements [start, stop) of what this rank holds of it, row by row, and their states: flat, or of a user's
-    optimizer in the parameter's shape."""
+    """Name, elements [start, stop) of this rank's part of the parameter, row by row, and their states: flat, or, for a
+    user's optimizer, in the parameter's shape."""
     if engine.flat_optimizer is not None:
         for part in engine.flat_optimizer.slices():
             yield part.parameter, part.start, part.stop, part.states
@@ -197,7 +197,7 @@ def _buffers(engine: Engine, *, first_only: bool) -> Iterator[Piece]:
 
 
 def _random(engine: Engine) -> Iterator[Piece]:
-    """States of torch's generators: a mesh of another shape has no use for them."""
+    """States of torch's generators; they are not used on a mesh of another shape."""
     for device in {"cpu", engine.world.device.type}:
         state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(engine.world.device)
         yield Piece.from_tensor("random", f"{engine.mesh}, rank {engine.world.rank}, {device}", state)
@@ -207,7 +207,7 @@ def _random(engine: Engine) -> Iterator[Piece]:
 
 
 def check_fits(engine: Engine, saved: StateSource) -> None:
-    """CheckpointError where the checkpoint is of another model; the same on every rank."""
+    """CheckpointError if the checkpoint is of another model; the same on every rank."""
     saved = with_origins(engine, saved)
     parameters = saved.manifest.tensors.get("parameter", {})
     wanted = {parameter.name: parameter.shape for parameter in engine.layout.parameters if parameter.is_owner}
@@ -245,15 +245,15 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
                     "Build the engine with the optimizer that it was written with.", used)
     if trains and steps != 0 and (steps is None) != (engine.flat_optimizer is None):
         was, now = ("a torch optimizer", "optim=") if steps is None else ("optim=", "a torch optimizer")
-        raise unfit("checkpoint-of-other-kind-of-optimizer", f"was written by an engine with {was}, and this one has "
-                    f"{now}", "Build the engine with the kind of optimizer that it was written with.")
+        raise unfit("checkpoint-of-other-kind-of-optimizer", f"was written by an engine with {was}, and this engine "
+                    f"has {now}", "Build the engine with the kind of optimizer that it was written with.")
 
 
 _SAME_MODEL = "Resume with the model settings that it was written with (its manifest.json has them all)."
 
 
 def _is_import_without_adapters(saved: StateSource) -> bool:
-    """Whether the checkpoint has a model's weights, and nothing was trained yet."""
+    """Whether the checkpoint is an imported model without adapters, on which nothing has been trained."""
     return saved.manifest.optimizer_steps == 0 and not any(map(is_adapter, saved.manifest.tensors.get("parameter", {})))
 
 
@@ -267,22 +267,22 @@ class StateSource(Protocol):
         """Location of the source, for errors."""
 
     def tensor(self, kind: str, name: str) -> SavedTensor:
-        """The entry for a tensor. CheckpointError where there is none."""
+        """The entry for a tensor. CheckpointError if there is none."""
 
     def read(self, kind: str, name: str) -> Tensor:
         """All of a tensor, on the CPU."""
 
     def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
-        """Copy a box of a tensor to `target`, of the box's shape, at once or when `elastic.transition` moves it."""
+        """Copy a box of a tensor to `target`, of the box's shape, immediately or when `elastic.transition` moves it."""
 
 
 def _origins(engine: Engine) -> dict[str, str]:
-    """Parameter that has left a tie -> the owner of that tie."""
+    """Parameter that is no longer tied -> the owner of its former tie."""
     return {parameter.name: parameter.origin for parameter in engine.layout.parameters if parameter.origin is not None}
 
 
 def with_origins(engine: Engine, source: StateSource) -> StateSource:
-    """`source`, in which parameters that were still tied when it was written are found under their own names, too."""
+    """`source` with additional names: parameters that were still tied when it was written also have their own names."""
     saved_parameters = source.manifest.tensors.get("parameter", {})
     origins = {name: origin for name, origin in _origins(engine).items() if name not in saved_parameters
                and origin in saved_parameters}
@@ -316,7 +316,7 @@ class _Untied:
 
 
 def load(engine: Engine, saved: Saved) -> None:
-    """This rank's part of the checkpoint becomes its state. CheckpointError for what the checkpoint lacks."""
+    """Load this rank's part of the checkpoint. CheckpointError if the checkpoint lacks something."""
     check_fits(engine, saved)
     saved_buffers, buffers = saved.manifest.tensors.get("buffer", {}), engine.named_buffers()
     own_names = {name for name in saved_buffers if _block_of(engine, name) in (None, *engine.blocks)}
@@ -349,8 +349,8 @@ def _block_of(engine: Engine, name: str) -> str | None:
 
 
 def extra_states(engine: Engine, source: StateSource) -> dict[str, Tensor]:
-    """Tensors for what modules of this rank have saved as extra state, of which shape and format may be others by now,
-    and which `source` fills: for `set_extra_states` when it has."""
+    """Tensors for the saved extra states of this rank's modules, in their saved shapes and formats, which may have
+    changed since. `source` fills them; pass them to `set_extra_states` afterwards."""
     found, saved_buffers = {}, source.manifest.tensors.get("buffer", {})
     for name in (name for name in engine.named_buffers() if name.endswith(EXTRA_STATE) and name in saved_buffers):
         saved = saved_buffers[name]
@@ -360,8 +360,8 @@ def extra_states(engine: Engine, source: StateSource) -> dict[str, Tensor]:
 
 
 def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
-    """Read parameters, states and buffers of this rank from `source`, but for the `extra_states`. freezes: parameters
-    that were not being trained there are frozen here, too."""
+    """Read parameters, states and buffers of this rank from `source`, except the `extra_states`. freezes: freeze the
+    parameters that were not being trained there."""
     source = with_origins(engine, source)
     with torch.no_grad():
         _load_parameters(engine, source)
@@ -376,8 +376,9 @@ def fill(engine: Engine, source: StateSource, *, freezes: bool = True) -> None:
 
 
 def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> None:
-    """Parameters of this rank, and their master copies, become their boxes of whole ones, as the engine's first step
-    will find them. value: a parameter's name (of a tied group, its owner's) -> all of it; None leaves it as it is."""
+    """Set parameters of this rank, and their master copies, to their boxes of full tensors, before the engine's first
+    step. value: a parameter's name (of a tied group, its owner's) -> the full tensor; None leaves the parameter
+    unchanged."""
     at, layout, ends = engine.coordinates, engine.layout, engine.layout.ends_on(engine.coordinates.pipeline_rank)
     with torch.no_grad():
         for key, parameter in engine.named_parameters().items():
@@ -396,8 +397,8 @@ def set_parameters(engine: Engine, value: Callable[[str], Tensor | None]) -> Non
 
 
 def restore_counters(engine: Engine, manifest: Manifest) -> None:
-    """All tensors have been read: the engine's counts become those of the manifest. What was frozen and had no states
-    has begun with them now."""
+    """Set the engine's counts to those of the manifest, after all tensors have been read. Parameters that were frozen
+    and had no states start with new states now."""
     scale = manifest.loss_scale
     trained = {parameter.name for parameter in engine.layout.parameters if parameter.trainable}
     has_states = {name for kind, tensors in manifest.tensors.items() if kind not in NO_STATES and kind not in (
@@ -420,8 +421,8 @@ def _check_shape(saved: StateSource, piece: Piece) -> None:
 
 
 def _load_parameters(engine: Engine, saved: StateSource) -> None:
-    """Parameters from their own kind; where they were saved in another number format than this run's, from the master
-    copies, which are exact."""
+    """Load parameters; if they were saved in another number format than this run's, from the master copies, which are
+    exact."""
     at, layout = engine.coordinates, engine.layout
     masters = saved.manifest.tensors.get("master", {})
     ends = engine.layout.ends_on(engine.coordinates.pipeline_rank)
@@ -434,7 +435,7 @@ def _load_parameters(engine: Engine, saved: StateSource) -> None:
 
 
 def _load_states(engine: Engine, saved: StateSource) -> None:
-    """Load the optimizer's states. A checkpoint from before the first update may have none of it."""
+    """Load the optimizer's states. A checkpoint from before the first update may have none."""
     tensors, frozen = saved.manifest.tensors, set(saved.manifest.frozen)
     fresh = saved.manifest.optimizer_steps == 0
     _make_room(engine, saved)
@@ -443,7 +444,7 @@ def _load_states(engine: Engine, saved: StateSource) -> None:
             continue
         for kind, state in states.items():
             source = kind
-            if kind in ("master", EMA) and name not in tensors.get(kind, {}):  # an average begins with the parameters
+            if kind in ("master", EMA) and name not in tensors.get(kind, {}):  # an average starts from the parameters
                 source = "master" if name in tensors.get("master", {}) else "parameter"
             if name not in tensors.get(source, {}) and (fresh or name in frozen):
                 state.zero_()
@@ -464,13 +465,13 @@ def _names_of_updated(engine: Engine) -> dict[nn.Parameter, str]:
 
 
 def optimizer_groups(engine: Engine) -> list[OptimizerGroup]:
-    """The groups of a user's optimizer on this rank. CheckpointError for what has no place in a checkpoint."""
+    """The groups of a user's optimizer on this rank. CheckpointError for state that cannot be saved in a checkpoint."""
     engine.unsaved.warn()
     return [] if engine.optimizer is None else groups_of(engine.optimizer, _names_of_updated(engine))
 
 
 def _make_room(engine: Engine, saved: StateSource) -> None:
-    """The settings and states that a user's optimizer had when the checkpoint was written, whatever it has now."""
+    """Give a user's optimizer the settings, and tensors for the states, that it had when the checkpoint was written."""
     if engine.optimizer is None:
         return
     numbers: dict[nn.Parameter, Sequence[str]] = {}
@@ -482,7 +483,7 @@ def _make_room(engine: Engine, saved: StateSource) -> None:
     for name, parameter in _trained_here(engine).items():
         updated = engine.updated(parameter)
         if not updated.numel():
-            continue  # whose states are on no rank
+            continue  # no rank has states for it
         engine.optimizer.state.pop(updated, None)
         usual = saved.manifest.tensors.get("master", {}).get(name, saved.tensor("parameter", name)).dtype
         for kind, tensors in saved.manifest.tensors.items():
@@ -499,7 +500,7 @@ def _make_room(engine: Engine, saved: StateSource) -> None:
 
 
 def numbers(engine: Engine) -> dict[str, Any]:
-    """The manifest's fields that are numbers of this engine, the same on every rank."""
+    """The manifest's fields about this engine, the same on every rank."""
     scale = engine.loss_scale
     return {"step": engine.steps, "optimizer": optimizer_name(engine),
             "optimizer_steps": engine.flat_optimizer and engine.flat_optimizer.steps, "last_norm": engine.last_norm,
@@ -507,7 +508,7 @@ def numbers(engine: Engine) -> dict[str, Any]:
 
 
 def optimizer_name(engine: Engine) -> str | None:
-    """A user's optimizer by its class; None where there is none on this rank, or it is Ranvier's own."""
+    """The class name of a user's optimizer; None if this rank has none, or it is Ranvier's own."""
     return None if engine.optimizer is None else type(engine.optimizer).__name__
 
 
@@ -526,8 +527,8 @@ def frozen_parameters(engine: Engine) -> list[str]:
 
 
 def _pieces(engine: Engine, kind: str, name: str, start: int, stop: int, state: Tensor) -> Iterator[Piece]:
-    """Elements [start, stop) of what this rank holds of a parameter, as boxes of the whole, views of `state`: flat, or
-    all of them in the shape of what it holds."""
+    """Elements [start, stop) of this rank's part of a parameter, as boxes of the full parameter, with views of `state`:
+    flat, or the full part in its shape."""
     shape, at = engine.layout[name].shape, 0
     held = engine.layout.box(engine.layout[name], engine.coordinates.position)
     for box in Slice(name, held, (start, stop)).boxes():

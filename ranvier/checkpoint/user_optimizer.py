@@ -1,7 +1,7 @@
 """A user's torch optimizer in a checkpoint: the settings of its groups, such as learning rates, by parameter.
 
-A rank has the groups of its own parameters, and another mesh has others, so settings are kept by parameter name. A
-group takes up the settings that its parameters had. What cannot be kept is refused when the checkpoint is written.
+A rank has the groups of its own parameters, which differ on another mesh, so settings are saved by parameter name. A
+group loads the settings that its parameters had. State that cannot be saved is refused when the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BESIDE = ("params", "param_names")
 
 
 def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[OptimizerGroup]:
-    """The groups as JSON has them. names: of the parameters that the engine knows. CheckpointError for settings or
-    states that have no place in a checkpoint."""
+    """The groups in a JSON-serialisable form. names: of the engine's parameters. CheckpointError for settings or states
+    that cannot be saved in a checkpoint."""
     for key in optimizer.state_dict().keys() - {"state", "param_groups"}:
-        raise _error("optimizer-part-of-its-own", f"has a part of its own in its state_dict, {key}",
+        raise _error("optimizer-part-of-its-own", f"has an additional part in its state_dict, {key}",
                      type(optimizer).__name__)
     found = []
     for group in optimizer.param_groups:
@@ -35,7 +35,7 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str
             names[parameter] for parameter in group["params"] if parameter in names)))
     for parameter in optimizer.state:
         if not isinstance(parameter, Tensor) and optimizer.state[parameter]:
-            raise _error("optimizer-state-of-no-parameter", "has a state of no parameter", str(parameter))
+            raise _error("optimizer-state-of-no-parameter", "has a state that belongs to no parameter", str(parameter))
     return found
 
 
@@ -65,7 +65,7 @@ def _error(code: str, what: str, value: str) -> CheckpointError:
 
 
 def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, ...]:
-    """The groups of all ranks, as they come from JSON, as those of the whole model."""
+    """Merge the groups of all ranks, parsed from JSON, into those of the full model."""
     found: dict[str, OptimizerGroup] = {}
     for each in groups:
         group = OptimizerGroup(**{**each, **{key: tuple(each[key]) for key in ("numbers", "parameters")}})
@@ -77,8 +77,8 @@ def merge_groups(groups: Iterable[Mapping[str, Any]]) -> tuple[OptimizerGroup, .
 
 def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], saved: Iterable[OptimizerGroup],
                  where: str) -> list[tuple[dict[str, Any], OptimizerGroup]]:
-    """Each group of the optimizer with parameters that the checkpoint knows, and what it has of them. CheckpointError
-    where their settings differ there, and where it knows parameters of this rank that no group has."""
+    """Each group of the optimizer with parameters that are in the checkpoint, and the saved group. CheckpointError if
+    their settings differ there, or if it has parameters of this rank that no group has."""
     of = {name: group for group in saved for name in group.parameters}
     found = []
     for parameter in names.keys() - {parameter for group in optimizer.param_groups for parameter in group["params"]}:
@@ -100,7 +100,7 @@ def saved_groups(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, 
 
 
 def take_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """A group takes up saved settings, in the types that it has."""
+    """Set a group's settings to the saved ones, in the types that the group has."""
     for key, value in settings.items():
         now = group.get(key)
         if isinstance(now, Tensor):
@@ -110,8 +110,8 @@ def take_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def state_on_device(kind: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """A state that is one number where torch's optimizers expect it: counts of steps on the CPU, unless the update runs
-    on the device alone."""
+    """Move a state that is one number to the device where torch's optimizers expect it: step counts on the CPU, unless
+    the update runs only on the device."""
     if kind == "step" and not (group.get("capturable") or group.get("fused")):
         return value
     return value.to(parameter.device)

@@ -1,1 +1,1 @@
-"""Hugging Face models in and out."""
+"""Import and export of Hugging Face models."""

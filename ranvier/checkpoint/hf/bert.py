@@ -1,7 +1,7 @@
 """BERT in Hugging Face's format: names, layout, config.json.
 
 Queries, keys and values are separate tensors there; here the rows of one head are together. Files of pretrained models
-often have other heads than the one that a run trains, or none.
+often have other heads than the one that a run trains, or no head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ranvier.models.family import inner_width, num_classes
 
 
 def places(config: Transformer, head: str) -> dict[str, hf.TensorMapping]:
-    """Our parameters, in our order, and where they are."""
+    """Our parameters, in our order, and their places there."""
     hidden, width = config.hidden, inner_width(config)
     found = {"embedding.token.weight": hf.same("bert.embeddings.word_embeddings.weight", config.vocab, hidden),
              "embedding.position.weight": hf.same("bert.embeddings.position_embeddings.weight", config.sequence,
@@ -68,7 +68,7 @@ def write(config: Transformer, head: str) -> dict[str, object]:
 def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """The inverse of `write`, for any config.json: (settings, notes on what they leave out).
 
-    ModelError if it is of a BERT that computes something else than ours.
+    ModelError for a BERT that does not compute the same as ours.
     """
     config = hf.read_settings(document, _SIZES, _FUNCTION, {
         "family": "bert", "dropout": document.get("hidden_dropout_prob", 0.1),

@@ -1,7 +1,7 @@
 """Export of a checkpoint to a folder in Hugging Face's format, which transformers loads; tensor by tensor, in one
 process.
 
-The folder gets its name when the files have been read again and give the logits of the checkpoint.
+The folder gets its name when the files have been read again and give the same logits as the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ranvier.system.tensor_file import STORED, Slot, write_model
 
 SHARD_BYTES = 1_000_000_000
 _PARAMETERS_OF_LAYER = 9
-"""Least number of parameters of a layer."""
+"""Smallest number of parameters of a layer."""
 _run = TypeAdapter(Run)
 
 
@@ -55,9 +55,9 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
         shard_bytes: size of the largest file of tensors, unless one tensor is larger.
         tokenizer: a tokenizer.json; by default the one in the run's folder.
         tell: takes one line about what was done.
-        ema: takes the moving average of the parameters (optim.ema) in their place.
+        ema: export the moving average of the parameters (optim.ema) instead.
 
-    CheckpointError or DataError if that is not possible; nothing is left at `out` then.
+    CheckpointError or DataError if that is not possible; then nothing is left at `out`.
     """
     check_free(out)
     with closing(newest_whole(run, tell)) as saved:
@@ -85,10 +85,10 @@ def export(run: Path, out: Path, *, dtype: str | None = None, shard_bytes: int =
 
 def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Progress = print, ema: bool = False
                     ) -> None:
-    """Write the adapters of the newest complete checkpoint of `run`, and its head where that was trained, to `out` in
-    PEFT's format. dtype, tell, ema: as of `export`.
+    """Write the adapters of the newest complete checkpoint of `run`, and its head if it was trained, to `out` in PEFT's
+    format. dtype, tell, ema: as of `export`.
 
-    CheckpointError if it has none; nothing is left at `out` then.
+    CheckpointError if it has none; then nothing is left at `out`.
     """
     check_free(out)
     with closing(newest_whole(run, tell)) as saved:
@@ -113,8 +113,8 @@ def export_adapters(run: Path, out: Path, *, dtype: str | None = None, tell: Pro
 
 
 def _check_base(base: str | None, tell: Progress) -> None:
-    """CheckpointError where the modules of the base model of adapters have names there that we do not write. Nothing
-    is fetched for that, since a checkpoint may name any model: of one that is not here a line says so."""
+    """CheckpointError if the modules of the adapters' base model have names there that we do not write. Nothing is
+    fetched for the check, since a checkpoint may name any model: a line reports a model that is not here."""
     if base is None:
         return
     is_on_hub = hub_model.is_name(base) and not Path(os.path.expanduser(base)).is_dir()
@@ -132,7 +132,7 @@ def _check_base(base: str | None, tell: Progress) -> None:
 
 
 def tokenizer_of(run: Path, source: TrainedSource) -> Path | None:
-    """The tokenizer.json with which the checkpoint of `source` at `run` was trained, where it is still there."""
+    """The tokenizer.json with which the checkpoint of `source` at `run` was trained, if it still exists."""
     about = source.saved.manifest.about
     named = source.named_tokenizer
     imported = None if named in ("bpe", "gpt2") else Path(os.path.expanduser(named))
@@ -159,8 +159,8 @@ def newest_whole(path: Path, tell: Progress) -> Saved:
 
 
 def averages_in(saved: Saved) -> Mapping[str, SavedTensor]:
-    """The moving averages of parameters by name; those of frozen parameters are these themselves. CheckpointError if
-    the run keeps none."""
+    """The moving averages of parameters by name; frozen parameters are their own averages. CheckpointError if the run
+    keeps none."""
     found = saved.manifest.tensors.get(EMA)
     if not found:
         raise CheckpointError("has no moving average of the parameters", code="checkpoint-without-ema",
@@ -173,8 +173,8 @@ class TrainedSource:
     """The parameters of a checkpoint of `ranvier train`, in the number format of the export.
 
     config: the model's settings; head: of the model; form: its names and layout in Hugging Face's format; dtype: of the
-    export. ema: whether they are the moving averages. CheckpointError if the model has no such form, or the checkpoint
-    no averages.
+    export. ema: use the moving averages. CheckpointError if the model has no such form, or the checkpoint has no
+    averages.
     """
 
     def __init__(self, saved: Saved, dtype: str | None, *, ema: bool = False) -> None:
@@ -221,12 +221,13 @@ class TrainedSource:
                 for name, shape in zip(place.names, place.shapes, strict=True)]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Their values."""
+        """The values of these tensors."""
         for name, place in self.places.items():
             yield from hf.tensors_there(place, self.value(name))
 
     def _adapters(self, names: set[str], masters: Mapping[str, object], averages: Mapping[str, object]) -> Adapters:
-        """CheckpointError for adapters that are of no layer of the model, or that its settings do not describe."""
+        """The adapters of the checkpoint. CheckpointError if they belong to no layer of the model, or do not match its
+        settings."""
         lora, targets = self.run.lora, {name.rpartition(".lora.")[0] for name in names}
         kinds = ("A", "B", *(["magnitude_change"] if lora.method == "dora" else []))
         known = modules_of(self.config, self.head)
@@ -281,7 +282,7 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
     CheckpointError if they are missing or invalid."""
     found = run_of(saved)
     for setting, name in (("model.family", found.model.family), ("data.task", found.data.task)):
-        if is_object_name(name):  # importing it would run code that a checkpoint names, and no user
+        if is_object_name(name):  # importing it would run code that the checkpoint names, not the user
             raise _other_model_error("export-of-own-model", saved,
                                      f"is of a {setting} outside of Ranvier, which has no form there", name)
     for problem in families.problems(replace(found, lora=Lora())):
@@ -310,7 +311,7 @@ def _write_config(folder: Path, source: TrainedSource, ends: dict[str, object]) 
     """Write config.json. ends: the tokens that begin and end texts."""
     assert source.form.write is not None, "form_of gives forms that can be written"
     settings = source.form.write(source.config, source.head)
-    dtype = str(source.dtype).removeprefix("torch.")  # under its old name and its new one
+    dtype = str(source.dtype).removeprefix("torch.")  # under its old and its new key
     document = {**settings, **_labels(source), **ends, "torch_dtype": dtype, "dtype": dtype}
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 

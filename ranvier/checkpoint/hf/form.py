@@ -8,9 +8,9 @@
     Llama        llama, mistral, phi3, qwen2, qwen3, gemma, gemma2, gemma3_text, olmo2, olmo3, smollm3,
                  granite; llama.py: one block with settings
 
-"Here" and "ours" are Ranvier's names and layout, "there" are Hugging Face's. A form gives, for every parameter of ours,
-the tensors there that hold it (`TensorMapping`). All of this is linear, so the same functions
-convert gradients.
+"Here" and "ours" mean Ranvier's names and layout, "there" means Hugging Face's. A form gives, for each of our
+parameters, the tensors there that hold it (`TensorMapping`). All conversions are linear, so the same functions convert
+gradients.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """An architecture in Hugging Face's format. A new one is an object of this class in a file of its own.
+    """An architecture in Hugging Face's format. To add one, create an object of this class in its own file.
 
     Attributes:
         title: its name in messages.
-        family: of ours.
+        family: ours.
         prefix: of names in files; a file may leave it out.
-        places: (settings, head) -> our parameters, without tied ones, and where they are.
-        read: content of config.json -> (settings, notes on what of its training they leave out). ModelError if the
-            model there computes something else.
+        places: (settings, head) -> our parameters, without tied ones, and their places there.
+        read: content of config.json -> (settings, notes on training options that they leave out). ModelError if the
+            model there does not compute the same.
         write: (settings, head) -> content of config.json; None if the form is import only.
-        per_layer: number of tensors of a layer there, at least.
-        class_of: head -> class of transformers; the first head is that of files that do not name one.
-        tied: settings -> parameter of ours -> the one that owns its values.
+        per_layer: smallest number of tensors of a layer there.
+        class_of: head -> class of transformers; the first head is assumed for files that do not name one.
+        tied: settings -> our tied parameter -> the parameter that owns its values.
         aside: regular expression for names of tensors that are ignored.
         layers_key: key of config.json with the number of layers.
         any_head: whether files may have other heads than ours, or none.
@@ -80,7 +80,7 @@ class Form:
 
 
 def tensors_there(place: TensorMapping, tensor: Tensor) -> list[Tensor]:
-    """A parameter of ours, or its gradient, as the tensors `place.names`."""
+    """One of our parameters, or its gradient, as the tensors `place.names`."""
     return [one.contiguous() for one in place.part(tensor)]
 
 
@@ -102,14 +102,14 @@ def finite(tensor: Tensor, name: str, where: Path) -> Tensor:
 
 
 def same(name: str, *shape: int, theirs: tuple[int, ...] | None = None) -> TensorMapping:
-    """A tensor that is equal in both models. theirs: its shape there, if that is another one."""
+    """A tensor that is equal in both models. theirs: its shape there, if it differs."""
     theirs = theirs or shape
     return TensorMapping(names=(name,), shapes=(theirs,), shape=shape, join=lambda tensors: tensors[0].reshape(shape),
                          part=lambda tensor: [tensor.reshape(theirs)])
 
 
 def linear(ours: str, theirs: str, *shape: int, bias: bool = True) -> dict[str, TensorMapping]:
-    """A weight, and a bias where there is one; likewise of a norm."""
+    """The mappings of a weight and, with `bias`, a bias; also for a norm."""
     found = {f"{ours}.weight": same(f"{theirs}.weight", *shape)}
     return found | ({f"{ours}.bias": same(f"{theirs}.bias", shape[0])} if bias else {})
 
@@ -163,7 +163,7 @@ def read_settings(document: Mapping[str, object], sizes: Mapping[str, str],
         if key not in document:
             raise wrong_key("config-json-missing", key, "is missing")
     try:
-        # Of JSON, strict reading takes no text or truth value for a number, but a dict for a dataclass.
+        # From JSON, strict validation accepts no string or bool as a number, but accepts a dict for a dataclass.
         config = _adapter.validate_json(json.dumps({**{ours: document[key] for key, ours in sizes.items()}, **more}),
                                         strict=True)
     except ValidationError as error:
@@ -188,7 +188,7 @@ def wrong_key(code: str, key: str, what: str, value: object = None,
 
 
 def label_keys(names: Sequence[str]) -> dict[str, object]:
-    """The names of classes, by their numbers, as config.json has them."""
+    """The names of classes, by their numbers, in the form of config.json."""
     return {"id2label": {str(number): name for number, name in enumerate(names)},
             "label2id": {name: number for number, name in enumerate(names)}}
 
@@ -199,7 +199,7 @@ def numbered_labels(count: int) -> dict[str, object]:
 
 
 def num_labels(document: Mapping[str, object]) -> object:
-    """The number of classes of a classifier. ModelError for one whose scores are no logits of classes."""
+    """The number of classes of a classifier. ModelError for a classifier whose scores are not logits of classes."""
     labels, kind = document.get("id2label"), document.get("problem_type")
     found = len(labels) if isinstance(labels, dict) and labels else document.get("num_labels", 2)
     if kind not in (None, "single_label_classification") and (kind != "regression" or found != 1):
@@ -210,7 +210,7 @@ def num_labels(document: Mapping[str, object]) -> object:
 
 
 def left_out(document: Mapping[str, object], config: Transformer, defaults: Mapping[str, float | None]) -> list[str]:
-    """Notes on dropout that our training does not have. defaults: key -> the default of transformers."""
+    """Notes on dropout that our training leaves out. defaults: key -> the default of transformers."""
     found = []
     for key, default in defaults.items():
         value = document.get(key, default)

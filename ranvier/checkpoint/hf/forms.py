@@ -29,12 +29,12 @@ def form_of_type(model_type: object) -> Form:
                          where="model_type in config.json", value=model_type,
                          remedy="Name one of these, or train any language model that transformers builds with "
                                 "`--model.family transformers`, and generate or evaluate from the run's folder; "
-                                "`ranvier.from_transformers(model)` trains it in a loop of your own.")
+                                "`ranvier.from_transformers(model)` trains it in your own loop.")
     return _FORMS[model_type]
 
 
 def check_head(config: Transformer, head: str) -> None:
-    """ModelError for scores of an architecture that has no such class in transformers."""
+    """ModelError for a head with scores if transformers has no such class for the architecture."""
     form = form_of(config)
     if head in ("classes", "score") and head not in form.class_of:
         raise ModelError(f"has no form in transformers, whose {form.title} has no classifier",
@@ -55,8 +55,7 @@ def form_of(config: Transformer) -> Form:
 # --- any model of transformers ----------------------------------------------------------------------------------------
 
 # The family `transformers` in Hugging Face's format: names and settings of the folder that its run started from.
-#
-# Tensors have the names of transformers' own modules, under which it reads them, too.
+# Tensors have the names of transformers' own modules, under which it also reads them.
 
 
 def _cut(config: Transformer) -> CutModel:

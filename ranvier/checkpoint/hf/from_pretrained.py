@@ -1,8 +1,8 @@
-"""Training from a folder in Hugging Face's format: a run gets its sizes, and an engine its parameters.
+"""Training from a folder in Hugging Face's format: a run takes its sizes, and an engine its parameters.
 
 Each rank reads the parameters of its own blocks, one at a time, and keeps its part of each, on any mesh. Parameters
 that the folder does not have, such as a classifier, keep the values initialised from the seed. A run with a larger
-`model.vocab` than the folder has gets further rows for it (`with_rows`).
+`model.vocab` than the folder's gets additional rows (`with_rows`).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _SIZES = ("family", "num_layers", "hidden", "heads", "vocab", "intermediate", "n
 
 
 def _sizes(config: Transformer) -> dict[str, Any]:
-    """The settings that a folder decides."""
+    """The settings that a folder determines."""
     more: tuple[str, ...] = {"vit": ("patch_size",), "gpt": ("untied",), "llama": (*COMPUTED, "max_positions")}.get(
         config.family, ())
     return {name: getattr(config, name) for name in (*_SIZES, *more) if config.family != "vit" or name != "vocab"}
 
 
 def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
-    """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's: positions
-    are cut or resized. So does a larger vocabulary than the folder has. ConfigError where the sequence is longer than
-    the folder has positions for, and for rows of the vocabulary that would not train."""
+    """The run with a model of the folder's sizes. Sequence, image size, dropout and classes stay the run's (positions
+    are cut or resized), as does a vocabulary that is larger than the folder's. ConfigError if the sequence is longer
+    than the folder's number of positions, and for rows of the vocabulary that would not train."""
     found = pretrained.config
     positions = found.max_positions or found.sequence
     _check_sequence(run, pretrained.folder, None if found.family == "vit" else positions)
@@ -63,7 +63,7 @@ def with_sizes(run: Run, pretrained: PretrainedConfig) -> Run:
 
 
 def _with_vocabulary(run: Run, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sizes of a model, with the run's vocabulary where it is set and larger. ConfigError where adapters train."""
+    """The sizes of a model, with the run's vocabulary if it is set and larger. ConfigError if adapters train."""
     size, wanted = sizes.get("vocab"), run.model.vocab
     if size is None or wanted in (Transformer.vocab, size) or wanted < size:
         return sizes
@@ -71,7 +71,7 @@ def _with_vocabulary(run: Run, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"is larger than that of the pretrained model, {size}, and with adapters the embeddings of "
                           "further tokens would not train", code="vocab-above-pretrained", where="model.vocab",
                           value=wanted,
-                          remedy="Leave it out and take the model's own tokenizer, or set `--lora.rank 0`.")
+                          remedy="Leave it out and use the model's own tokenizer, or set `--lora.rank 0`.")
     return {**sizes, "vocab": wanted}
 
 
@@ -83,8 +83,8 @@ def with_model(run: Run, pretrained: PretrainedConfig) -> Run:
 
 
 def resolve_pretrained(run: Run) -> Run:
-    """The run with the sizes of its pretrained model, and the settings of its adapters. Of a model on the hub
-    config.json is fetched, of a known model nothing; a folder needs no weights (`missing_weights`). RanvierError if
+    """The run with the sizes of its pretrained model, and the settings of its adapters. For a model on the hub,
+    config.json is fetched; for a known model, nothing; a folder needs no weights (`missing_weights`). RanvierError if
     there is no such model, or a setting of the run differs."""
     found = _with_known_sizes(run)
     if run.data.task in ("reward", "classification") and (config := families.config_of(found)).family == "llama":
@@ -93,8 +93,8 @@ def resolve_pretrained(run: Run) -> Run:
 
 
 def missing_weights(run: Run) -> list[RanvierError]:
-    """The error for a local folder with sizes but without weights, or for a known model that no installed package
-    reads: a run can be predicted from it, but not start."""
+    """The error for a local folder with sizes but without weights, or for a known model whose package is not installed:
+    a run can be predicted from it, but cannot start."""
     if run.model.pretrained is not None:
         problem = missing_package(run.model.pretrained, cache_folder(run))
         if problem is not None:
@@ -120,7 +120,7 @@ def _with_known_sizes(run: Run) -> Run:
 
 
 def _with_sizes_there(run: Run, folder: str) -> Run:
-    """Likewise, of a model that transformers builds."""
+    """The run with the sizes of a model that transformers builds."""
     for problem in TRANSFORMERS.problems(run.model, "tokens"):
         raise problem
     sizes = sizes_there(folder)
@@ -131,7 +131,7 @@ def _with_sizes_there(run: Run, folder: str) -> Run:
 
 def _check_sequence(run: Run, folder: Path | str, positions: int | None) -> None:
     if positions is not None and run.model.sequence > positions:
-        raise ConfigError(f"is longer than {folder} has positions for, which is {positions}",
+        raise ConfigError(f"is longer than the {positions} positions of {folder}",
                           code="sequence-beyond-pretrained", where="model.sequence", value=run.model.sequence,
                           remedy=f"Set `--model.sequence {positions}`.")
 
@@ -150,7 +150,7 @@ def _check_same(run: Run, sizes: Mapping[str, object]) -> None:
 
 
 def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
-    """Set every parameter of this rank that the folder has to its part of the folder's, and its master copy as well.
+    """Set every parameter of this rank that the folder has, and its master copy, to its part of the folder's.
 
     Call it on every rank, before the first step. Returns notes for the user, the same on every rank. ModelError for a
     parameter of another shape; CheckpointError for a value that is NaN or infinite.
@@ -186,7 +186,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
 
 
 def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list[str]) -> bool:
-    """Whether a parameter of the folder fits the run, after it is cut or resized, which is added to `notes`."""
+    """Whether a parameter of the folder fits the run, if necessary cut or resized, which is added to `notes`."""
     there, family = pretrained.places[name].shape, pretrained.config.family
     if there == shape:
         return True
@@ -211,8 +211,8 @@ def _fits(pretrained: Pretrained, name: str, shape: tuple[int, ...], notes: list
 
 
 def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Tensor:
-    """`value`, with position embeddings cut or resized to `shape`: the first positions of a text; the grid of patches
-    of an image, bicubically interpolated as transformers does (interpolate_pos_encoding). A vocabulary gets further
+    """`value`, with position embeddings cut or resized to `shape`: for text, the first positions; for images, the grid
+    of patches, bicubically interpolated as in transformers (interpolate_pos_encoding). A vocabulary gets additional
     rows.
 
     value: [positions, hidden] for position embeddings, with the class token first in an image model; [vocabulary,
@@ -232,11 +232,11 @@ def resized(value: Tensor, name: str, shape: tuple[int, ...], family: str) -> Te
 
 
 def with_rows(value: Tensor, count: int, name: str) -> Tensor:
-    """`value` [rows, hidden] with further rows, up to `count`: [count, hidden].
+    """`value` [rows, hidden] with additional rows, up to `count`: [count, hidden].
 
-    They have the mean and 1e-9 of the covariance of the others, as those of transformers have (mean_resizing; Hewitt,
-    Initializing new word embeddings for pretrained language models, 2021): the mean, and a small part of how another
-    row, drawn at random, differs from it. The same on every mesh; name: of the parameter, for that.
+    The new rows have the mean of the others and 1e-9 of their covariance, as in transformers (mean_resizing; Hewitt,
+    Initializing new word embeddings for pretrained language models, 2021): the mean, plus a small part of a random
+    row's difference from it. The same on every mesh; name: of the parameter, for the random key.
     """
     mean = torch.zeros(value.shape[1], dtype=torch.float64)
     for part in value.split(_ROWS):
@@ -248,4 +248,4 @@ def with_rows(value: Tensor, count: int, name: str) -> Tensor:
 
 
 _DEVIATION = 1e-9 ** 0.5
-"""Deviation of further rows from their mean, as a part of the others' deviation."""
+"""Deviation of new rows from the mean, relative to the deviation of the others."""

@@ -1,7 +1,7 @@
 """GPT in Hugging Face's format, as its GPT-2: names, layout, config.json.
 
 Hugging Face stores these weights as [in, out], and the rows of all queries before all keys before all values; here
-weights are [out, in], and one head's query, key and value rows lie together.
+weights are [out, in], and one head's query, key and value rows are together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ranvier.config.run import Transformer
 
 
 def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping]:
-    """Our parameters, in our order, and where they are."""
+    """Our parameters, in our order, and their places there."""
     hidden = config.hidden
     found = {"embedding.token.weight": same("transformer.wte.weight", config.vocab, hidden),
              "embedding.position.weight": same("transformer.wpe.weight", config.sequence, hidden)}
@@ -35,7 +35,7 @@ def places(config: Transformer, head: str = "tokens") -> dict[str, TensorMapping
 
 
 def tied(config: Transformer) -> Mapping[str, str]:
-    """The head's projection, where it is the token embedding."""
+    """The head's projection, if it is tied to the token embedding."""
     return {} if config.untied else {"head.projection.weight": "embedding.token.weight"}
 
 
@@ -77,7 +77,7 @@ def write(config: Transformer, head: str = "tokens") -> dict[str, object]:
 def read(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """The inverse of `write`, for any config.json: (settings, notes on what they leave out).
 
-    ModelError if it is of a GPT-2 that computes something else than ours.
+    ModelError for a GPT-2 that does not compute the same as ours.
     """
     config = read_settings(document, _SIZES, _FUNCTION,
                            {"family": "gpt", "dropout": document.get("resid_pdrop", 0.1),
@@ -92,4 +92,4 @@ GPT2 = Form(title="GPT-2's language model", family="gpt", prefix="transformer.",
             per_layer=12, class_of={"tokens": "GPT2LMHeadModel"}, layers_key="n_layer",
             tied=tied,
             aside=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", any_head=False)
-"""aside: the causal mask, which old files have among the parameters."""
+"""aside: the causal mask, which old files list among the parameters."""

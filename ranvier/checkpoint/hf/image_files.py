@@ -1,4 +1,4 @@
-"""preprocessor_config.json, which says how images become pixels: written for an image model, and compared."""
+"""preprocessor_config.json, which defines how images become pixels: written for an image model, and compared."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _OF_SOME = ("rescale_offset", "do_flip_channel_order", "do_grayscale", "crop_pct
 
 
 def processor(size: int, *, crops: bool = True) -> dict[str, object]:
-    """The content of the file for images as the task `images` reads them: those of files, or of CIFAR, which are not
-    cropped."""
+    """The content of the file for the task `images`. crops: for images from files; CIFAR's are not cropped."""
     return {"image_processor_type": "BitImageProcessor", "do_convert_rgb": True, "do_resize": True,
             "size": {"shortest_edge": short_side(size)} if crops else {"height": size, "width": size}, "resample": 3,
             "do_center_crop": crops, "crop_size": {"height": size, "width": size}, "do_rescale": True,
@@ -32,14 +31,14 @@ def processor(size: int, *, crops: bool = True) -> dict[str, object]:
 
 
 def import_processor(model: Path, folder: Path) -> None:
-    """Copy the file of the folder `model`, where it has one, for an export of the imported model."""
+    """Copy the file of the folder `model`, if it has one, for an export of the imported model."""
     if (model / PREPROCESSOR).exists():
         shutil.copyfile(own_file(model, PREPROCESSOR), folder / PREPROCESSOR)
 
 
 def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> None:
-    """Write the file for a model of `run`. places: folders that may have that of an import, which holds until the model
-    is trained."""
+    """Write the file for a model of `run`. places: folders that may have the file of an import, which is valid until
+    the model is trained."""
     own = next((place for place in places if (place / PREPROCESSOR).is_file()), None) if not step else None
     if own is not None:
         shutil.copyfile(own_file(own, PREPROCESSOR), folder / PREPROCESSOR)
@@ -49,8 +48,8 @@ def export_processor(folder: Path, run: Run, step: int, places: list[Path]) -> N
 
 
 def _differences(folder: Path) -> dict[str, object]:
-    """What the file of a folder says otherwise than `processor` of its size; nothing where none can be read. Without
-    image_mean or image_std, transformers takes those of the class, which are seldom ImageNet's."""
+    """The keys in which the file of a folder differs from `processor` of its size; empty if it cannot be read. Without
+    image_mean or image_std, transformers uses those of the class, which are seldom ImageNet's."""
     stored = json_object(folder / PREPROCESSOR, _MOST_BYTES)
     if stored:
         stored = dict.fromkeys(("image_mean", "image_std"), "of its class") | stored
@@ -63,7 +62,7 @@ def _differences(folder: Path) -> dict[str, object]:
 
 
 def notes_on_images(folder: Path) -> list[str]:
-    """A note for the user where images become other pixels here than the file of a folder says."""
+    """A note for the user if images become other pixels here than in the file of a folder."""
     found = _differences(folder)
     listed = ", ".join(f"{key} {json.dumps(value)}" for key, value in found.items())
     return [f"{folder / PREPROCESSOR} has {listed}: here images are resized (bicubic), cropped and normalised as for "
@@ -71,11 +70,11 @@ def notes_on_images(folder: Path) -> list[str]:
 
 
 def check_pixels(folder: Path, tell: Progress) -> None:
-    """CheckpointError where a model that is not trained further would see other pixels than those of its training;
-    `tell` takes a note where images are resized or cropped otherwise."""
+    """CheckpointError if a model that is not trained further would see other pixels than in its training; `tell` gets a
+    note if images are resized or cropped differently."""
     for key, value in _differences(folder).items():
         if key in _PIXELS:
-            raise CheckpointError(f"has {key} of its own: images are normalised otherwise here, so scores would be "
+            raise CheckpointError(f"has another {key}: images are normalised differently here, so scores would be "
                                   "wrong", code="image-processor-differs", where=str(folder / PREPROCESSOR),
                                   value=value,
                                   remedy="Train the model first (`ranvier train --model.pretrained`), which adapts it, "

@@ -1,14 +1,14 @@
-"""Import of a model in Hugging Face's format as a checkpoint to train from; tensor by tensor, in one process. Below it
-is the check of every kind of import against transformers.
+"""Import of a model in Hugging Face's format as a checkpoint to train from; tensor by tensor, in one process. The
+second part of the module compares every kind of import with transformers.
 
     OUT/
       checkpoint/step-0/    parameters, and fp32 master copies where they are in half precision; no optimizer state
       run.toml              a recipe with the model's settings: ranvier train OUT/run.toml --resume OUT
-      tokenizer.json        the model's, which run.toml names; without one that can be read, training is refused until
+      tokenizer.json        the model's, which run.toml names; without a readable one, training is refused until
                             the user puts it there
-      generation_config.json, tokenizer_config.json, ...      of language models: as they are, for an export
+      generation_config.json, tokenizer_config.json, ...      of language models: unchanged, for an export
 
-OUT gets its name when the checkpoint has been read again and gives the logits of the model.
+OUT gets its name when the checkpoint has been read again and gives the same logits as the model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from ranvier.system.untrusted_file import open_regular_file
 
 PART_BYTES = 1_000_000_000
 LEARNING_RATE = 1e-4
-"""Learning rate of the recipe: the default is meant for weights that start from random values."""
+"""Learning rate of the recipe: the default is meant for random initial weights."""
 
 
 def import_model(model: Path, out: Path, *, precision: str | None = None, part_bytes: int = PART_BYTES,
@@ -69,7 +69,7 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
         part_bytes: size of the largest file of tensors, unless one tensor is larger.
         tell: takes one line about what was done.
 
-    ModelError, CheckpointError or DataError if that is not possible; nothing is left at `out` then.
+    ModelError, CheckpointError or DataError if that is not possible; then nothing is left at `out`.
     """
     check_free(out)
     source = Pretrained(model)
@@ -96,7 +96,7 @@ def import_model(model: Path, out: Path, *, precision: str | None = None, part_b
                                     source=source)
         saved.close()
         logits.check(comparison, out)
-        part = compare_source(source) if comparison.note else None  # which fits where the whole model does not
+        part = compare_source(source) if comparison.note else None  # which fits if the full model does not
         if isinstance(part, logits.Comparison):
             check_equal(part, source.folder)
     _report(tell, source, slots, precision, out / TOKENIZER, comparison)
@@ -139,8 +139,8 @@ def _write_checkpoint(folder: Path, source: Pretrained, slots: dict[tuple[str, s
 
 
 def _recipe(source: Pretrained, precision: str, tokenizer: Path, *, has_tokenizer: bool) -> dict[str, object]:
-    """The settings for the model, nested like a recipe, without defaults that have no effect. A model of text is
-    trained with its own tokenizer, at this path, and with no other: a new one would give its tokens other meanings."""
+    """The settings for the model, nested like a recipe, without defaults that have no effect. A text model is trained
+    with its own tokenizer, at this path, and with no other: a new one would give its token numbers other meanings."""
     model = {name: value for name, value in asdict(source.config).items() if value is not None}
     data: dict[str, object] = {"tokenizer": str(tokenizer)}
     if source.head == "tokens":
@@ -181,7 +181,7 @@ def _report(tell: Progress, source: Pretrained, slots: dict[tuple[str, str], Slo
         tell(note)
     if not tokenizer.exists() and source.config.family != "vit":
         tell("no tokenizer of the model was found: " + (
-            "training takes GPT-2's" if _is_gpt2(source) else f"put its tokenizer.json at {tokenizer} before training"))
+            "training uses GPT-2's" if _is_gpt2(source) else f"put its tokenizer.json at {tokenizer} before training"))
     if source.head == "tokens":
         tell(f"run.toml trains on {Data.corpus}: name other text with --data.corpus")
     logits.report(comparison, tell)
@@ -193,14 +193,12 @@ def _report(tell: Progress, source: Pretrained, slots: dict[tuple[str, str], Slo
 #
 #     ranvier import, --model.pretrained, generate, evaluate    check_source      config.json and tensors
 #     --lora.adapters                                           check_adapters    adapters on the model of the run
-#
-# A setting that is known there and not here changes what is computed, and nothing else tells. transformers gets all of
-# config.json that could, and the logits of 32 tokens are compared. What begins beyond them, such as a sliding window,
-# is not seen. Once compared, a folder with the same content is not compared again.
-#
-# The comparison takes at most `MOST_BYTES`, and half of the free memory: of a model that needs more the first layers
-# and tokens are compared, and it is not compared where one layer needs more. Without the packages it is not compared
-# either. Both are said in one line.
+# A setting that is known there but not here may change the result unnoticed. transformers therefore gets all settings
+# of config.json that could change it, and the logits of 32 tokens are compared. Effects beyond them, such as of a
+# sliding window, are not detected. A folder with the same content is compared only once.
+# The comparison uses at most `MOST_BYTES`, and half of the free memory. Of a model that needs more, the first layers
+# and tokens are compared; if one layer needs more, or the packages are missing, it is not compared. Both are reported
+# in one line.
 
 
 MOST_BYTES = 8 << 30
@@ -208,17 +206,18 @@ MOST_BYTES = 8 << 30
 FEW_TOKENS = 4096
 """Tokens of the vocabulary of a model that is compared in part."""
 _HASHED_BYTES = 1 << 26
-"""Files up to this size are known by their content, larger ones by size and time of the last change."""
+"""Files up to this size are identified by their content, larger ones by size and time of the last change."""
 _NAMES_AND_PLACES = frozenset({
     "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
     "layers_to_transform", "megatron_core", "modules_to_save", "peft_type", "peft_version", "revision",
     "runtime_config", "target_modules", "task_type"})
-"""Keys of adapter_config.json that PEFT is not given: the names of the tensors say which modules have adapters."""
+"""Keys of adapter_config.json that are not passed to PEFT: the names of the tensors define which modules have
+adapters."""
 
 
 def check_source(source: Pretrained, cache: Path, tell: Progress, adapters: Path | None = None) -> None:
     """Compare the logits of a folder's model with those of transformers, unless that has been done; `tell` takes a line
-    about it. CheckpointError where they differ, and for a folder with adapters that are not those of the run."""
+    about it. CheckpointError if they differ, and for a folder with adapters that are not the run's."""
     if adapters is None or adapters.expanduser().resolve() != source.folder.resolve():
         _check_without_adapters(source.folder)
     _compare_once(source, None, cache, tell, lambda: compare_source(source))
@@ -226,14 +225,14 @@ def check_source(source: Pretrained, cache: Path, tell: Progress, adapters: Path
 
 def _check_without_adapters(folder: Path) -> None:
     if (folder / ADAPTERS).exists():
-        raise CheckpointError(f"has adapters ({ADAPTERS}) beside the weights of its model, with which transformers "
+        raise CheckpointError(f"has adapters ({ADAPTERS}) next to the weights of its model, with which transformers "
                               "loads it", code="pretrained-with-adapters", where=f"model {folder}",
-                              remedy="Move them into a folder of their own, or train them with `--lora.adapters`.")
+                              remedy="Move them into a separate folder, or train them with `--lora.adapters`.")
 
 
 def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Transformer, head: str, cache: Path,
                    tell: Progress) -> None:
-    """Likewise, of adapters on a base model, with PEFT. config, head: of the run's model."""
+    """Compare adapters on a base model with PEFT in the same way. config, head: of the run's model."""
     if base is None:
         tell(f"adapters {adapters.folder}: not compared with PEFT, since model.pretrained names no base model")
     else:
@@ -241,7 +240,7 @@ def check_adapters(base: Pretrained | None, adapters: AdapterFolder, config: Tra
 
 
 def check_equal(comparison: logits.Comparison, folder: Path) -> None:
-    """CheckpointError where what we compute of a folder is something else. folder: for the error."""
+    """CheckpointError if our logits of a folder's model differ. folder: for the error."""
     if not comparison.is_equal:
         raise CheckpointError(f"has other logits in Ranvier than in transformers or PEFT: {comparison}",
                               code="source-computes-otherwise", where=str(folder), value=comparison.largest,
@@ -250,7 +249,7 @@ def check_equal(comparison: logits.Comparison, folder: Path) -> None:
 
 
 def compare_source(source: Pretrained) -> logits.Comparison | str:
-    """The comparison of a folder's model with transformers', in part where it is large; or why there is none."""
+    """The comparison of a folder's model with transformers', in part if it is large; or why it was not compared."""
     try:
         import transformers
     except ImportError:
@@ -262,23 +261,24 @@ def compare_source(source: Pretrained) -> logits.Comparison | str:
 
 def _compare(transformers: Any, part: Pretrained, read: logits.Read, peer: str, what: str,
              change: Callable[[Any], Any] = lambda model: model) -> logits.Comparison | str:
-    """The comparison of our parameters with transformers' model of `part`, which `change` changes; or why there is
-    none. what: `peer` loads."""
+    """The comparison of our parameters with transformers' model of `part`, which `change` changes; or why they were not
+    compared. what: the thing that `peer` loads, in words."""
     try:
         theirs = logits.source_logits(transformers, part, part.head, partial(value_of, part), change)
     except RanvierError:  # of a folder
         raise
-    except Exception as error:  # whatever the packages raise for settings of another version
+    except Exception as error:  # any error of the packages, for settings of another version
         return f"{peer} does not load {what} ({logits.first_line(error)})"
     ours = logits.logits(part.config, read, logits.inputs_of(part.config), part.head)
-    if not any(torch.isfinite(one).all() for one in (ours, theirs)):  # the error for the parameters says more
+    if not any(torch.isfinite(one).all() for one in (ours, theirs)):  # the error for the parameters is more precise
         return "logits are NaN or infinite on both sides"
     return logits.comparison_of(part.config, part.head, ours, theirs, peer)
 
 
 def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transformer, head: str
                      ) -> logits.Comparison | str:
-    """The comparison of adapters on a base model with PEFT's, likewise. config, head: of the run's model."""
+    """The comparison of adapters on a base model with PEFT's; or why they were not compared. config, head: of the run's
+    model."""
     try:
         import peft
         import transformers
@@ -297,7 +297,7 @@ def compare_adapters(base: Pretrained, adapters: AdapterFolder, config: Transfor
 
 
 def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str, tuple[Module, str, str]]) -> Any:
-    """transformers' model with PEFT's adapters of these places."""
+    """transformers' model with PEFT's adapters at these places."""
     known = {field.name for field in fields(peft.LoraConfig)} - _NAMES_AND_PLACES
     settings = {key: value for key, value in adapters.document.items() if key in known and value is not None}
     config = peft.LoraConfig(**settings, target_modules=sorted({module.name for module, _, _ in places.values()}))
@@ -309,7 +309,7 @@ def _peft_model(peft: Any, model: Any, adapters: AdapterFolder, places: dict[str
 
 
 def value_of(source: Pretrained, name: str) -> Tensor:
-    """A parameter of ours; one that the folder does not have is initialised from the seed 0."""
+    """One of our parameters; if the folder does not have it, it is initialised from the seed 0."""
     if name not in source.missing:
         return source.read(name)
     config, head = source.config, source.head
@@ -321,7 +321,8 @@ def value_of(source: Pretrained, name: str) -> Tensor:
 
 
 def _part(source: Pretrained) -> Pretrained | str:
-    """The model, or as many of its first layers as fit into memory with a few tokens; or why not one does."""
+    """The model, or as many of its first layers as fit into memory with a few tokens; or why not even one layer
+    does."""
     most = min(MOST_BYTES, available_memory_bytes() // 2)
 
     def needed(part: Pretrained) -> int:
@@ -333,7 +334,7 @@ def _part(source: Pretrained) -> Pretrained | str:
     counts = range(source.config.num_layers, 0, -1)
     part = next((part for part in (source.part(layers, tokens) for layers in counts) if needed(part) <= most), None)
     return part or (f"the first layer needs {needed(source.part(1, tokens)) / 2**30:.1f} GiB of memory, and "
-                    f"{most / 2**30:.1f} are used for that at most")
+                    f"at most {most / 2**30:.1f} are used")
 
 
 # --- once ------------------------------------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ def _part(source: Pretrained) -> Pretrained | str:
 
 def _compare_once(source: Pretrained, adapters: AdapterFolder | None, cache: Path, tell: Progress,
                   compare: Callable[[], logits.Comparison | str]) -> None:
-    """Compare unless the cache says that it was done; one process does it, and the others wait for it."""
+    """Compare unless the cache records that it was done; one process compares, and the others wait for it."""
     folder = source.folder if adapters is None else adapters.folder
     path = cache / "compared" / _key([source.folder, *([adapters.folder] if adapters else [])])
     if _exists(path):
@@ -366,7 +367,7 @@ def _compare_once(source: Pretrained, adapters: AdapterFolder | None, cache: Pat
 
 
 def _exists(path: Path) -> bool:
-    """Whether a file is there that nobody else can have written."""
+    """Whether a file exists that no other user can have written."""
     try:
         open_regular_file(path, unshared=True).close()
     except OSError:

@@ -3,19 +3,19 @@
 
     model_type     what it adds to Llama's block
     mistral        a sliding window
-    phi3           the same, with several matrices in one tensor there; import only
+    phi3           a sliding window; several matrices in one tensor there; import only
     qwen2          biases of queries, keys and values
     qwen3          a norm of each head's queries and keys
     olmo2          norms after sublayers, and of all queries and keys together
     gemma          norms that add 1 to their weight, scaled embeddings, GeGLU
     gemma2         norms on both sides, caps of scores and logits, a window in every other layer
-    gemma3_text    the same with a norm of each head, and another rotary base in layers with a window
+    gemma3_text    Gemma 2's with a norm of each head, and another rotary base in layers with a window
     olmo3          OLMo 2's with a window in three of four layers, whose rotary embeddings are not scaled
     smollm3        layers without rotary embeddings
     granite        multipliers of embeddings, scores and residuals, and a divisor of logits
 
-Weights have the same layout here and there. A model is exported under the type that its settings need: one without a
-window that came as Mistral or Phi-3 leaves as Llama, which computes the same.
+Weights have the same layout here and there. A model is exported under the type that its settings need: a model without
+a window that was imported as Mistral or Phi-3 is exported as Llama, which computes the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
     """A model_type. defaults: of transformers, for keys that config.json lacks; fixed: settings that it always has.
-    is_fused: whether projections of one input are one tensor there, which is read alone."""
+    is_fused: whether projections of one input are one tensor there, which can only be read."""
 
     model_type: str
     title: str
@@ -56,7 +56,7 @@ class _Kind:
 
 
 _DEFAULTS = {"rms_norm_eps": 1e-6}
-"""Defaults that a kind has unless it has others."""
+"""Defaults of all kinds, unless they have others."""
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
 _GEMMA_FIXED = {"norm_offset": 1, "embedding_scale": "sqrt-hidden"}
 _GEMMA_WINDOW = {**_GEMMA, "sliding_window": 4096, "hidden_activation": "gelu_pytorch_tanh",
@@ -90,25 +90,26 @@ _KINDS = {kind.model_type: kind for kind in (
 
 
 def _class_of(kind: _Kind) -> Mapping[str, str]:
-    """Head -> class of transformers, which has no classifiers of Granite."""
+    """Head -> class of transformers, which has no classifiers for Granite."""
     stem = kind.model_class.removesuffix("ForCausalLM") + ("Text" if kind.model_type == "gemma3_text" else "")
     scores = () if kind.model_type == "granite" else ("classes", "score")
     return {"tokens": kind.model_class, **dict.fromkeys(scores, f"{stem}ForSequenceClassification")}
 
 
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}
-"""Interval of layers with full attention, without layer_types and where not all have the window."""
+"""Interval of layers with full attention if config.json has no layer_types; other types have the window in all
+layers."""
 _SWITCHED = ("qwen2", "qwen3", "smollm3")
-"""Types whose window counts with use_sliding_window alone."""
+"""Types whose window has an effect only with use_sliding_window."""
 _TWO_ROTARY = ("gemma3_text", "olmo3")
-"""Types whose layers with a window have rotary embeddings of their own."""
+"""Types whose layers with a window have separate rotary embeddings."""
 
 
 # --- places ----------------------------------------------------------------------------------------------------------
 
 
 def places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapping]:
-    """Our parameters, in our order, and where they are."""
+    """Our parameters, in our order, and their places there."""
     hidden = config.hidden
     found = {"embedding.token.weight": hf.same("model.embed_tokens.weight", config.vocab, hidden)}
     for layer in range(config.num_layers):
@@ -161,7 +162,7 @@ _FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_
 
 
 def _fused_places(config: Transformer, head: str = "tokens") -> dict[str, hf.TensorMapping]:
-    """Likewise, where rows of several matrices are one tensor there."""
+    """`places` if rows of several matrices are one tensor there."""
     found = places(config, head)
     for whole, parts in _FUSED:
         by_tensor: dict[str, list[str]] = {}
@@ -189,7 +190,7 @@ def _not_written(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def tied(config: Transformer) -> Mapping[str, str]:
-    """The head's projection, where it is the token embedding."""
+    """The head's projection, if it is tied to the token embedding."""
     return {"head.projection.weight": "embedding.token.weight"} if config.tied else {}
 
 
@@ -207,15 +208,15 @@ _DROPS = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 def _read(kind: _Kind, document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
-    """The settings in config.json, and notes on what they leave out. ModelError if it is of a model that computes
-    something else than ours."""
+    """The settings in config.json, and notes on what they leave out. ModelError for a model that does not compute the
+    same as ours."""
     document = {**_DEFAULTS, **kind.defaults, **document}
     activation = document.get(kind.activation_key, "silu")
     if kind.model_type == "gemma" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # as transformers reads Gemma's first files
     functions: dict[str, tuple[object, tuple[object, ...]]] = {**_FUNCTION, kind.activation_key: (
         "silu", tuple(_ACTIVATIONS))}
-    if kind.model_type == "gemma3_text":  # transformers has the key and no cap
+    if kind.model_type == "gemma3_text":  # transformers has the key but no cap
         functions["attn_logit_softcapping"] = (None, (None, 0.0))
     named = document.get("architectures")
     has_classes = isinstance(named, list) and _class_of(kind).get("classes") in named
@@ -233,7 +234,7 @@ def _bias(document: Mapping[str, object]) -> str:
     attention, mlp = bool(document.get("attention_bias")), bool(document.get("mlp_bias"))
     if mlp and not attention:
         raise _config_error("llama-mlp-bias", "mlp_bias", True,
-                            "is set without attention_bias, which no model here has")
+                            "is set without attention_bias, which no model here supports")
     return "all" if mlp else "attention" if attention else "none"
 
 
@@ -258,7 +259,7 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
     """The sliding window, and which layers have none."""
     window, layers = document.get("sliding_window"), document.get("num_hidden_layers")
     if "sliding_window" not in kind.defaults or not isinstance(layers, int) or not 0 < layers < MOST_LAYERS:
-        return {}  # such a number of layers is refused with the other sizes
+        return {}  # this number of layers is refused with the other sizes
     is_on = window is not None and (kind.model_type not in _SWITCHED or bool(document.get("use_sliding_window")))
     kinds = document.get("layer_types")
     if kinds is None:
@@ -274,12 +275,12 @@ def _window(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
         nope = _nope(kind, document).get("nope_layers", ())
         windows = nope if kind.model_type == "smollm3" else range(first, layers)
         kinds = ["sliding_attention" if layer in windows else "full_attention" for layer in range(layers)]
-    has_both = kind.model_type in (*_SWITCHED, *_FULL_EVERY)  # others read layer_types nowhere
+    has_both = kind.model_type in (*_SWITCHED, *_FULL_EVERY)  # the other types do not read layer_types
     allowed = (["full_attention"] if has_both or not is_on else []) + (["sliding_attention"] if is_on else [])
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
         raise _config_error("llama-layer-types", "layer_types", kinds,
                             f"must be {' or '.join(allowed)} for each of the "
-                            f"{layers} layers, as other keys say")
+                            f"{layers} layers, according to other keys")
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == layers:
         return {}
@@ -307,14 +308,14 @@ _ROPE_READ = {
     "default": (), "linear": ("factor",), "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")}
-"""Kind of rotary scaling -> its keys that are read, beside rope_type and rope_theta."""
+"""Kind of rotary scaling -> its keys that are read, in addition to rope_type and rope_theta."""
 _ROPE_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1.0,), "truncate": (True,), "attention_factor": (1.0,), "factor": (1.0,)}
-"""Further keys -> values beside null that leave what is computed as it is."""
+"""Further keys -> values, in addition to null, that do not change what is computed."""
 
 
 def _rotary(kind: _Kind, document: Mapping[str, object]) -> dict[str, object]:
-    """Rotary embeddings of all layers, or of those without a window and the base of the others."""
+    """Rotary embeddings of all layers, or of the layers without a window, and the base of those with one."""
     if kind.model_type not in _TWO_ROTARY:
         return _rope(document)
     rope = document.get("rope_parameters") or {}
@@ -358,7 +359,7 @@ def _rope(document: Mapping[str, object]) -> dict[str, object]:
     if rope.get("factor") is None:
         raise _config_error("rope-factor-missing", "factor", None, f"of the rotary scaling {named} is missing")
     found["rope_factor"] = rope["factor"]
-    if scaling == "dynamic":  # whatever original_max_position_embeddings says
+    if scaling == "dynamic":  # original_max_position_embeddings has no effect
         found["rope_positions"] = document.get("max_position_embeddings")
     elif scaling != "linear":
         key = "original_max_position_embeddings"
@@ -383,7 +384,7 @@ def _config_error(code: str, key: str, value: object, what: str) -> ModelError:
 
 
 def model_type(config: Transformer) -> str:
-    """The type under which a model is exported: the first whose block has what the settings need."""
+    """The type under which a model is exported: the first whose block supports the settings."""
     windows = [window_of(config, layer) for layer in range(config.num_layers)]
     needs = {"gemma3_text": config.norms == "both" and config.qk_norm == "head", "gemma2": config.norms == "both",
              "gemma": bool(config.norm_offset), "olmo3": config.norms == "after" and config.window is not None,
@@ -396,7 +397,8 @@ def model_type(config: Transformer) -> str:
 
 
 def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, object]:
-    """The content of config.json for the same function as `config`'s. ModelError where no architecture there has it."""
+    """The content of config.json for the same function as `config`'s. ModelError if no architecture there computes
+    it."""
     document: dict[str, object] = {
         "model_type": kind.model_type, "architectures": [_class_of(kind)[head]], "vocab_size": config.vocab,
         "hidden_size": config.hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": config.heads,
@@ -433,18 +435,18 @@ def _write(kind: _Kind, config: Transformer, head: str = "tokens") -> dict[str, 
 
 
 def _written_scores(config: Transformer, head: str) -> dict[str, object]:
-    """Labels; and no padding, unless the tokenizer has some: defaults of transformers name any token, before which it
-    would take the scores of a text that ends in it."""
+    """Labels, and no padding token unless the tokenizer has one: the defaults of transformers name an arbitrary token,
+    and a text that ends in it would be scored at the token before."""
     return {} if head == "tokens" else {**hf.numbered_labels(num_scores(config, head)), "pad_token_id": None}
 
 
 def _int_if_whole(value: float) -> float:
-    """An int where it is one: transformers takes no other number."""
+    """The number as an int if it is whole: transformers accepts only ints there."""
     return int(value) if value == int(value) else value
 
 
 def _with_defaults(config: Transformer, name: str) -> object:
-    """A setting with what none stands for."""
+    """A setting, or its default if it is not set."""
     match name:
         case "kv_heads":
             return kv_heads(config)
@@ -455,10 +457,10 @@ def _with_defaults(config: Transformer, name: str) -> object:
         case "norm_epsilon":
             return config.norm_epsilon or NORM_EPSILON
         case "query_pre_attn_scalar":
-            return float(f"{config.query_pre_attn_scalar or head_dim(config):.9g}")  # Granite has its inverse root
+            return float(f"{config.query_pre_attn_scalar or head_dim(config):.9g}")  # Granite stores its inverse root
         case "nope_layers":
             return [layer for layer in range(config.num_layers) if layer in config.nope_layers]
-        case "full_every" | "full_layers":  # without a window, or with one in all layers
+        case "full_every" | "full_layers":  # the same without a window, or with one in all layers
             return [window_of(config, layer) for layer in range(config.num_layers)]
         case "rope_limits":
             return config.rope_limits or {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}.get(config.rope_scaling)
@@ -466,13 +468,13 @@ def _with_defaults(config: Transformer, name: str) -> object:
 
 
 def _written_rope(config: Transformer) -> dict[str, object]:
-    """Under the keys of transformers 4, which 5 reads, too."""
+    """Rotary settings under the keys of transformers 4, which 5 reads, too."""
     if config.rope_scaling == "none":
         return {"rope_theta": config.rope_base, "rope_scaling": None}
     rope: dict[str, object] = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
     positions: dict[str, object] = {}
     if config.rope_scaling == "dynamic":
-        positions["max_position_embeddings"] = config.rope_positions  # from which its base starts to rise
+        positions["max_position_embeddings"] = config.rope_positions  # from which on its base rises
     elif config.rope_scaling in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = config.rope_positions
     limits = _with_defaults(config, "rope_limits")
@@ -493,7 +495,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
         return found
     kinds = ["full_attention" if window_of(config, layer) is None else "sliding_attention"
              for layer in range(config.num_layers)]
-    if kind.model_type in _FULL_EVERY:  # transformers makes a mask for it also where no layer has it
+    if kind.model_type in _FULL_EVERY:  # transformers makes a mask for it even if no layer has it
         found["sliding_window"] = config.window or kind.defaults["sliding_window"]
     found["layer_types"] = kinds
     if kind.model_type in _SWITCHED:
@@ -501,7 +503,7 @@ def _written_window(kind: _Kind, config: Transformer) -> dict[str, object]:
             (layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"), config.num_layers)}
     if kind.model_type == "smollm3":
         del found["max_window_layers"]
-        found["pad_token_id"] = None  # its default is beyond a smaller vocabulary
+        found["pad_token_id"] = None  # its default may be outside the vocabulary
         found["no_rope_layers"] = [int(layer not in config.nope_layers) for layer in range(config.num_layers)]
     return found
 
@@ -512,4 +514,4 @@ LLAMA_FORMS: Mapping[str, hf.Form] = {name: hf.Form(
     read=partial(_read, kind), write=None if kind.is_fused else partial(_write, kind),
     class_of=_class_of(kind), tied=tied,
     aside=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", any_head=False) for name, kind in _KINDS.items()}
-"""model_type -> form. aside: frequencies, which old files have among the parameters."""
+"""model_type -> form. aside: frequencies, which old files list among the parameters."""

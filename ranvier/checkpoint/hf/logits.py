@@ -1,8 +1,8 @@
-"""Compares the logits of two copies of a model for a short text or an image, with one block of ours in memory at a
+"""Compares the logits of two copies of a model for a short text or an image, with one of our blocks in memory at a
 time.
 
-The other copy is the model of transformers if it is installed and fits into memory, as files in Hugging Face's format
-are written for it; otherwise the files are read again as our model.
+The other copy is transformers' model, for which files in Hugging Face's format are written, if transformers is
+installed and the model fits into memory; otherwise the files are read again as our model.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from ranvier.models.vit import CHANNELS
 from ranvier.system.machine import available_memory_bytes
 
 TOLERANCE = 1e-3
-"""Tolerance in standard deviations of the logits. Both models have equal weights and compute in fp32, so rounding makes
-differences of about 1e-6, and a wrong weight differences of 0.1 and more."""
+"""Tolerance in standard deviations of the logits. Both models have equal weights and compute in fp32, so rounding gives
+differences of about 1e-6, and a wrong weight gives differences of 0.1 and more."""
 _TOKENS = 32
 _COPIES = 2
 """Copies of the model in fp32 that transformers may have in memory while it loads one."""
 _SPARE_BYTES = 1 << 29
 _NOT_COMPUTED = frozenset({"architectures", "attn_implementation", "auto_map", "dtype", "model_type", "out_features",
                            "out_indices", "quantization_config", "stage_names", "torch_dtype", "transformers_version"})
-"""Keys of config.json that transformers is not given: they choose code, kernels, number formats and outputs between
-layers. All others are given, those that are not known here, too."""
+"""Keys of config.json that are not passed to transformers: they choose code, kernels, number formats and outputs
+between layers. All others are passed, including those that are not known here."""
 Read = Callable[[str], Tensor]
 """Our parameter's name -> its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """largest: difference of two logits; scale: their standard deviation over the vocabulary, or their root mean square
-    without a vocabulary; what: the inputs, in words; peer: the other model; note: why that is not transformers'."""
+    """Result of a comparison. largest: difference of two logits; scale: their standard deviation over the vocabulary,
+    or their root mean square without a vocabulary; what: the inputs, in words; peer: the other model; note: why it is
+    not transformers'."""
 
     largest: float
     scale: float
@@ -65,7 +66,7 @@ class Comparison:
 
 
 def inputs_of(config: Transformer) -> State:
-    """A fixed text with tokens of the whole vocabulary; two of them, one padded, for BERT; two images for ViT."""
+    """A fixed text with tokens of the full vocabulary; two texts, one padded, for BERT; two images for ViT."""
     if config.family == "vit":
         shape = (2, CHANNELS, config.image_size, config.image_size)
         return torch.sin(torch.arange(prod(shape)) * 0.7919 % 100).view(shape)
@@ -87,7 +88,7 @@ def describe_inputs(config: Transformer) -> str:
 
 @torch.no_grad()
 def logits(config: Transformer, read: Read, inputs: State, head: str = "tokens") -> Tensor:
-    """The output of the head in fp32, with one block in memory at a time; of GPT [batch, tokens, vocabulary]."""
+    """The output of the head in fp32, with one block in memory at a time; for GPT [batch, tokens, vocabulary]."""
     state, tied = inputs, form_of(config).tied(config)
     family = family_named("gpt" if config.family == "auto" else config.family)
     for name, build in family.model(config, head, dtype=torch.float32).blocks.items():
@@ -106,9 +107,8 @@ def compare(config: Transformer, read: Read, folder: Path, *, head: str = "token
             source: Pretrained | None = None) -> Comparison:
     """Compare the logits of our parameters with those of the files in `folder`.
 
-    source: build the model of transformers from config.json and the tensors that were checked in `folder`, and use
-    nothing else that may be there; parts of a head that are missing there are then ours. By default transformers loads
-    the folder as any user would.
+    source: build transformers' model from config.json and the checked tensors in `folder`, and use no other files
+    there; missing parts of a head are then ours. By default, transformers loads the folder as it does for any user.
     """
     inputs = inputs_of(config)
     ours = logits(config, read, inputs, head)
@@ -145,7 +145,7 @@ def report(comparison: Comparison, line: Callable[[str], None]) -> None:
 
 def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pretrained | None,
             inputs: State) -> tuple[Tensor, str, str | None]:
-    """(the logits of the files in `folder`, the model that computed them, why that is not transformers')."""
+    """(the logits of the files in `folder`, the model that computed them, why it is not transformers')."""
     def ours_again(note: str) -> tuple[Tensor, str, str]:
         found = Pretrained(folder)
         ours = logits(found.config, lambda name: read(name) if name in found.missing else found.read(name), inputs,
@@ -157,14 +157,14 @@ def _theirs(config: Transformer, head: str, read: Read, folder: Path, source: Pr
     except ImportError:
         return ours_again("transformers is not installed")
     needed = needed_bytes(place.shape for place in form_of(config).places(config, head).values())
-    if (free := available_memory_bytes()) < needed and config.family != "transformers":  # which is in memory already
+    if (free := available_memory_bytes()) < needed and config.family != "transformers":  # which is already in memory
         return ours_again(f"transformers' model needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are "
                           "free")
     peer = f"transformers {transformers.__version__}"
     if source is not None:
         try:
             return source_logits(transformers, source, head, read), peer, None
-        except Exception as error:  # whatever transformers raises for settings of another version
+        except Exception as error:  # any error of transformers, for settings of another version
             return ours_again(f"{peer} does not load the model ({first_line(error)})")
     with quiet(transformers), torch.no_grad():
         kind = getattr(transformers, form_of(config).class_of[head])
@@ -180,8 +180,8 @@ def needed_bytes(shapes: Iterable[tuple[int, ...]]) -> int:
 
 def source_logits(transformers: Any, source: Pretrained, head: str, read: Read,
                   change: Callable[[Any], Any] = lambda model: model) -> Tensor:
-    """The logits of transformers' model of a folder; missing parts of a head are ours. change: gives another model in
-    its place, such as one with adapters. Draws none of this process's random numbers."""
+    """The logits of transformers' model of a folder; missing parts of a head are ours. change: returns another model to
+    use instead, such as one with adapters. Draws none of this process's random numbers."""
     with quiet(transformers), torch.no_grad(), torch.random.fork_rng(devices=()):
         model = change(_build_peer(transformers, source, head, read).float().eval()).eval()
         found = _forward(model, inputs_of(source.config), head)
@@ -202,16 +202,16 @@ def _build_peer(transformers: Any, source: Pretrained, head: str, read: Read) ->
             tensors |= zip(places[ours].names, hf.tensors_there(places[ours], read(ours).float()), strict=True)
     settings = {key: value for key, value in source.document.items()
                 if key not in _NOT_COMPUTED and not key.startswith("_") and not key.endswith("_token_id")}
-    if source.form.family == "llama" or head == "tokens":  # Phi-3's default is beyond the tokens of a part of a model
+    if source.form.family == "llama" or head == "tokens":  # Phi-3's default may be outside a cut vocabulary
         settings["pad_token_id"] = None
     return kind.from_pretrained(None, config=kind.config_class(**settings), state_dict=tensors,
                                 attn_implementation="eager", local_files_only=True)
 
 
 def _forward(model: Any, inputs: State, head: str) -> Tensor:
-    """The logits of a model of transformers, or the scores of each token; of one without a head, the features of the
-    first token."""
-    if hasattr(model, "score"):  # its forward gives those of the last token alone
+    """The logits of a model of transformers, or the scores of each token; for a model without a head, the features of
+    the first token."""
+    if hasattr(model, "score"):  # its forward returns only those of the last token
         scores: Tensor = model.score(model.base_model(inputs).last_hidden_state)
         return scores
     found = model(inputs) if isinstance(inputs, Tensor) else model(
@@ -223,5 +223,5 @@ def _forward(model: Any, inputs: State, head: str) -> Tensor:
 
 
 def first_line(error: Exception) -> str:
-    """An error of another package."""
+    """The first line of another package's error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

@@ -5,7 +5,7 @@
                                    the tensors of a trained head
 
 "Here" and "there" are as in `form`. A module there is a linear layer here, or one part of it: BERT's query is a part of
-`qkv`. PEFT's magnitude is ours plus the norm of each row of the weight.
+`qkv`. PEFT's magnitude is our magnitude change plus the norm of each row of the weight.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ NEUTRAL: Mapping[str, tuple[object, ...] | None] = {
     "target_parameters": ([],), "use_qalora": (False,), "lora_bias": (False,), "megatron_config": (),
     "alora_invocation_tokens": (), "velora_config": (), "monteclora_config": (), "use_bdlora": (False,),
     "arrow_config": (), "kasa_config": (), "ensure_weight_tying": (False,)}
-"""Further keys -> values beside null that leave what is computed as it is; _ANY where all do, since the names and
-shapes of the tensors say the same. Of the initial values pissa, olora, corda and others, which change the base weights,
-an adapter is right on these weights only."""
+"""Further keys -> values, in addition to null, that do not change what is computed; _ANY if no value does, since the
+names and shapes of the tensors have the same information. Initial values such as pissa, olora and corda, which change
+the base weights, are refused: such an adapter is correct only on the changed weights."""
 Read = Callable[[str], Tensor]
 """Our parameter's name -> its value."""
 
@@ -68,7 +68,7 @@ class Module:
     """A module there that can have an adapter.
 
     name: there. weight: our parameter that holds its weight. target: our name of the layer, or of its part. part:
-    (number, count) of a part, whose rows lie in each of `units` units after those of the parts before it.
+    (number, count) of a part; in each of `units` units, its rows follow those of the previous parts.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Module:
         return found
 
     def to_peft(self, kind: str, tensor: Tensor, transposes: bool) -> Tensor:
-        """A parameter of an adapter, in the order of rows there."""
+        """A parameter of an adapter, with its rows in their order."""
         if kind == "A" or not transposes:
             return tensor.contiguous()
         return self.place.part(tensor)[0].t().contiguous()
@@ -109,7 +109,7 @@ class Module:
 
 
 def modules_of(config: Transformer, head: str) -> dict[str, Module]:
-    """Our name of a layer, or of its part -> the module there, of all that can have an adapter."""
+    """Our name of a layer, or of its part -> the module there, for all modules that can have an adapter."""
     found = {}
     for name, place in form_of(config).places(config, head).items():
         layer, _, kind = name.rpartition(".")
@@ -145,7 +145,7 @@ class Adapters:
         return self.read(f"{module.target}.lora.{kind}")
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Our parameter with its adapters, in fp32 or wider; where it has none as it is."""
+        """Our parameter with its adapters merged, in fp32 or wider; unchanged if it has none."""
         for module in _modules_of(self.config, self.head, self.names):
             if module.weight == name:
                 wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -176,7 +176,7 @@ def write(folder: Path, adapters: Adapters, weight: Read, *, dtype: torch.dtype,
     """Write the two files.
 
     weight: our parameter's value without adapters. dtype: of the files. base: folder or name of the model that they
-    belong to. trained: our parameters beside the adapters that were trained.
+    belong to. trained: our parameters that were trained in addition to the adapters.
     """
     config, lora, tensors = adapters.config, adapters.lora, {}
     transposes, modules = _transposes(config), list(_modules_of(config, adapters.head, adapters.names))
@@ -209,7 +209,7 @@ def write(folder: Path, adapters: Adapters, weight: Read, *, dtype: torch.dtype,
 
 
 def _target_modules(modules: Sequence[Module], config: Transformer, head: str) -> list[str]:
-    """The ends of names that stand for these modules and no others, the shortest ones."""
+    """The shortest name suffixes that match these modules and no others."""
     wanted = {module.name for module in modules}
     places = form_of(config).places(config, head).values()
     every = {name.removesuffix(".weight") for place in places for name in place.names if name.endswith(".weight")}
@@ -228,11 +228,11 @@ def _target_modules(modules: Sequence[Module], config: Transformer, head: str) -
 
 
 class AdapterFolder:
-    """A folder in PEFT's format, read as untrusted input. CheckpointError where it is damaged, or of adapters that we
-    do not compute.
+    """A folder in PEFT's format, read as untrusted input. CheckpointError if it is damaged, or has adapters that we do
+    not support.
 
-    rank, alpha, method, dropout: its settings; alpha is that of the scale alpha / rank, also with use_rslora. document:
-    the content of adapter_config.json.
+    rank, alpha, method, dropout: its settings; alpha is defined by the scale alpha / rank, also with use_rslora.
+    document: the content of adapter_config.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -272,7 +272,7 @@ class AdapterFolder:
 
     def places(self, config: Transformer, head: str) -> tuple[dict[str, tuple[Module, str, str]], dict[str, str]]:
         """Our parameter of an adapter -> (its module, its kind, its name in the file); and our parameter of a head ->
-        its name there. CheckpointError for tensors that fit no layer, by name and shape, and for missing ones."""
+        its name there. CheckpointError for tensors whose name or shape fits no layer, and for missing tensors."""
         modules = {module.name: module for module in modules_of(config, head).values()}
         places = form_of(config).places(config, head)
         heads = {theirs: ours for ours, place in places.items() for theirs in place.names
@@ -288,8 +288,8 @@ class AdapterFolder:
                 others[heads[inner]] = name
                 continue
             if module is None or ending is None:
-                raise self._error("adapter-of-unknown-layer", "has a tensor that is of no linear layer of the model",
-                                  name)
+                raise self._error("adapter-of-unknown-layer", "has a tensor that belongs to no linear layer of the "
+                                  "model", name)
             features, width = module.place.shape
             features //= module.part[1] if module.part else 1
             wanted = {"A": (self.rank, width), "B": (features, self.rank)}.get(_KINDS[ending], (features,))
@@ -306,7 +306,7 @@ class AdapterFolder:
         return found, others
 
     def targets(self, config: Transformer, head: str) -> tuple[str, ...]:
-        """Patterns of our layers with adapters: names within a layer where all layers have them, else whole names."""
+        """Patterns of our layers with adapters: names within a layer if all layers have them, else full names."""
         names = list(dict.fromkeys(module.target for module, _, _ in self.places(config, head)[0].values()))
         within: dict[str, list[str]] = {}
         for name in names:
@@ -334,12 +334,12 @@ def _is_number(value: object) -> bool:
 
 
 def with_adapter_settings(run: Run) -> Run:
-    """The run with rank, alpha, targets and method of `lora.adapters`, whose model has its sizes. RanvierError where a
-    setting of the run differs, or the folder does not fit the model."""
+    """The run with rank, alpha, targets and method of `lora.adapters`; the sizes of its model must be resolved.
+    RanvierError if a setting of the run differs, or the folder does not fit the model."""
     if run.lora.adapters is None:
         return run
     if is_object_name(run.model.family) or is_object_name(run.data.task):
-        raise ConfigError("cannot be read into a model or a task of your own", code="family-without-adapters",
+        raise ConfigError("cannot be loaded into your own model or task", code="family-without-adapters",
                           where="lora.adapters", value=str(run.lora.adapters),
                           remedy="Leave it out: only shipped families have names in PEFT's format.")
     config, head = families.config_of(run), families.head_of(run)
@@ -357,7 +357,7 @@ def with_adapter_settings(run: Run) -> Run:
 
 def _value(folder: AdapterFolder, module: Module, kind: str, name: str, transposes: bool,
            norms: Callable[[Module], Tensor]) -> Tensor:
-    """Our parameter of an adapter, from its tensor `name`. norms: of the rows of a module's weight."""
+    """Our parameter of an adapter, from its tensor `name`. norms: gives the norms of the rows of a module's weight."""
     tensor = hf.finite(module.from_peft(kind, folder.read(name), transposes), f"{module.target}.lora.{kind}",
                        folder.folder)
     return tensor if kind != "magnitude_change" else tensor - norms(module).cpu().to(tensor.dtype)
@@ -377,8 +377,8 @@ def adapters_of(folder: AdapterFolder, config: Transformer, head: str, weight: R
 
 
 def load_adapters(engine: Engine, folder: AdapterFolder, config: Transformer, head: str) -> list[str]:
-    """Set the adapters of this rank, and the parameters of a trained head, to the folder's. Collective, before the
-    first step, when the model's own weights are there. Returns notes for the user, the same on every rank."""
+    """Set the adapters of this rank, and the parameters of a trained head, to the folder's. Collective; call it before
+    the first step, after the model's own weights are loaded. Returns notes for the user, the same on every rank."""
     found, others = folder.places(config, head)
     transposes, places = _transposes(config), form_of(config).places(config, head)
     norms = {f"{block}.{target}": adapter.weight_norms(weight.detach())

@@ -3,7 +3,8 @@
     config.json
     model.safetensors | model.safetensors.index.json and the files it names | pytorch_model.bin, without unpickling
 
-Everything is checked before it is used: the files have exactly the tensors that config.json asks for, in their shapes.
+Everything is checked before it is used: the files must have exactly the tensors that config.json requires, with their
+shapes.
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ _INDEX_BYTES = 1 << 27
 _FORMATS = {name: dtype for dtype, name in STORED.items()}
 _ROWS_BYTES = 1 << 24
 _OTHER_CLASSIFIERS = ("ForTokenClassification", "ForMultipleChoice")
-"""Ends of names of classes whose classifier has the name of one of whole texts."""
+"""Suffixes of classes whose classifier has the same name as a classifier of full texts."""
 _SHARED = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
-"""Tied tensors, which old files list a second time without values of their own."""
+"""Tied tensors, which old files list a second time, sharing their values."""
 
 
 class Tensors(Protocol):
     """Named tensors on disk."""
 
     def heads(self) -> Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]]:
-        """Name -> (dtype, or the file's name of it if parameters cannot have it; shape)."""
+        """Name -> (dtype, or its name in the file if parameters cannot have it; shape)."""
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows."""
 
 
 class PretrainedConfig:
-    """The config.json in `folder`. ModelError or CheckpointError if it is damaged, or not of a model that we compute.
+    """The config.json in `folder`. ModelError or CheckpointError if it is damaged, or of a model that we do not
+    support.
 
     Attributes:
         form: its names and layout.
         config: its settings, with the family.
-        head: that config.json names, or the form's first.
-        notes: what of its training the settings leave out.
+        head: the one that config.json names, or the form's first.
+        notes: on training options that the settings leave out.
         document: the content of config.json.
     """
 
@@ -68,10 +70,10 @@ class PretrainedConfig:
 
 
 class Pretrained(PretrainedConfig):
-    """The model in `folder`. ModelError or CheckpointError if it is damaged, or not one that we compute.
+    """The model in `folder`. ModelError or CheckpointError if it is damaged, or not supported.
 
     Attributes:
-        missing: our parameters that it does not have, all of them of the head.
+        missing: our parameters that it does not have, all of the head.
         left_out: its tensors of other heads.
         dtypes: of its tensors.
     """
@@ -103,7 +105,7 @@ class Pretrained(PretrainedConfig):
         return hf.tensor_here(place, [self._tensor(name) for name in place.names])
 
     def part(self, layers: int, vocab: int) -> Pretrained:
-        """The model of its first `layers` layers and its first `vocab` tokens."""
+        """The model cut to its first `layers` layers and its first `vocab` tokens."""
         found = copy.copy(self)
         found.config = replace(self.config, num_layers=layers, vocab=vocab)
         found.document = {**self.document, self.form.layers_key: layers} | (
@@ -118,7 +120,7 @@ class Pretrained(PretrainedConfig):
         return found
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor under Hugging Face's full name; of a part of the model its rows there."""
+        """A tensor under Hugging Face's full name; for a cut model, only its rows."""
         rows = self._rows.get(name)
         return self._tensors.read(self._called[name], None if rows is None else slice(0, rows))
 
@@ -133,11 +135,11 @@ class Pretrained(PretrainedConfig):
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All tensors for transformers: under its names, in its layout, in fp32."""
+        """All tensors for transformers: with its names and layout, in fp32."""
         return {name: self._tensor(name).float() for place in self.places.values() for name in place.names}
 
     def _names_of_files(self, heads: Mapping[str, object]) -> dict[str, str]:
-        """Names in Hugging Face's full form -> the files', which may leave out the prefix, or be of an old form."""
+        """Hugging Face's full names -> names in the files, which may lack the prefix, or be old names."""
         prefix = self.form.prefix
         if any(name.startswith(prefix) for name in heads):
             prefix = ""
@@ -176,7 +178,7 @@ class Pretrained(PretrainedConfig):
                 self._check_tied(heads, end, self._called[self.places[owner].names[0]])
 
     def _is_of_a_head(self, name: str, heads: Mapping[str, object]) -> bool:
-        """Whether a tensor lies outside of what all heads have in common."""
+        """Whether a tensor is outside the base model, which all heads share."""
         prefix = self.form.prefix
         if name.removeprefix(prefix).startswith("pooler."):
             return True
@@ -185,7 +187,7 @@ class Pretrained(PretrainedConfig):
         return name.partition(".")[0] not in ("embeddings", "encoder", "layernorm")
 
     def _check_tied(self, heads: Mapping[str, tuple[torch.dtype | str, tuple[int, ...]]], end: str, owner: str) -> None:
-        """The head is the token embedding, here as there."""
+        """Check that a tied head in the files equals the token embedding."""
         rows = max(1, _ROWS_BYTES // (8 * self.config.hidden))
         if heads[end] != heads[owner] or not all(
                 torch.equal(self._tensors.read(end, part), self._tensors.read(owner, part))
@@ -214,13 +216,13 @@ def _head(form: hf.Form, document: Mapping[str, object]) -> str:
     """The head that config.json names, or the form's first."""
     named = _class_names(document)
     found = [head for head, kind in form.class_of.items() if kind in named] or [next(iter(form.class_of))]
-    if len(found) > 1:  # a decoder's "classes" and "score" are one class there
+    if len(found) > 1:  # a decoder's "classes" and "score" are the same class there
         return found[hf.num_labels(document) == 1]
     return found[0]
 
 
 def _is_needed(ours: str, place: hf.TensorMapping, heads: Mapping[str, object], prefix: str) -> bool:
-    """False for a part of a head that files may lack, and these do."""
+    """Whether the files must have a parameter: False for a part of a head that they lack."""
     if not ours.startswith("head.") or ours.startswith("head.norm."):
         return True
     stem = place.names[0].rpartition(".")[0]
@@ -228,20 +230,20 @@ def _is_needed(ours: str, place: hf.TensorMapping, heads: Mapping[str, object], 
 
 
 def _old(name: str) -> str:
-    """A parameter of a norm under its name in the first files of BERT."""
+    """The name of a norm's parameter in BERT's first files."""
     for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
         name = name.removesuffix(new) + old if name.endswith(new) else name
     return name
 
 
 def _folder_error(code: str, folder: Path, what: str, value: object = None,
-                  remedy: str = "Name a folder with a whole model, as save_pretrained writes it.") -> CheckpointError:
+                  remedy: str = "Name a folder with a complete model, as save_pretrained writes it.") -> CheckpointError:
     return CheckpointError(what, code=code, where=f"model {folder}", value=value, remedy=remedy)
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """The file `name` of `folder`. CheckpointError when it is missing, is not a plain file, or is a link to elsewhere:
-    links may lead to the blobs of Hugging Face's own cache, of which its snapshots are made."""
+    """The file `name` of `folder`. CheckpointError when it is missing, is not a regular file, or is a link to
+    elsewhere; links may point to the blobs of Hugging Face's own cache, which its snapshots consist of."""
     try:
         return member(folder, name)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -264,10 +266,10 @@ def _json(folder: Path, name: str, most_bytes: int) -> dict[str, object]:
 
 
 def without_weights(folder: Path) -> CheckpointError:
-    """The error for a folder without a file of tensors, where a run is to start from them."""
-    kinds = {"*.gguf": "Name the GGUF file {} itself.", "*.bin.index.json": "Save it as safetensors: {} names several "
-             "files of pickles, which transformers loads (from_pretrained) and saves so (save_pretrained).",
-             "*.safetensors": "Rename the file model.safetensors, if {} is the whole model."}
+    """The error for a folder without a file of tensors from which a run is to start."""
+    kinds = {"*.gguf": "Name the GGUF file {} itself.", "*.bin.index.json": "Save it as safetensors: {} lists several "
+             "pickle files, which transformers loads (from_pretrained) and saves as safetensors (save_pretrained).",
+             "*.safetensors": "Rename the file model.safetensors, if {} is the complete model."}
     found = next(((remedy, file.name) for kind, remedy in kinds.items() for file in sorted(folder.glob(kind))), None)
     return _folder_error("pretrained-without-weights", folder, f"has none of {', '.join(WEIGHTS)}",
                          **({} if found is None else {"remedy": found[0].format(found[1])}))
@@ -277,7 +279,7 @@ def without_weights(folder: Path) -> CheckpointError:
 
 
 def _open(folder: Path) -> Tensors:
-    """The tensors of `folder`, from the first of the forms that is there."""
+    """The tensors of `folder`, in the first of the supported forms that exists."""
     if _is_there(folder / "model.safetensors"):
         return _Safetensors(folder, ["model.safetensors"])
     if _is_there(folder / "model.safetensors.index.json"):
@@ -289,7 +291,7 @@ def _open(folder: Path) -> Tensors:
         for name in files:
             if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, flags=re.ASCII):
                 raise _folder_error("pretrained-index-names-other-files", folder,
-                                    "has a model.safetensors.index.json that names something else than a file beside "
+                                    "has a model.safetensors.index.json that names something other than a file next to "
                                     "it", name)
         return _Safetensors(folder, files, placed)
     if _is_there(folder / "pytorch_model.bin"):
@@ -302,7 +304,7 @@ def _is_there(path: Path) -> bool:
 
 
 class _Safetensors:
-    """One or several safetensors files. placed: tensor -> file, as the index says."""
+    """One or several safetensors files. placed: tensor -> file, from the index."""
 
     def __init__(self, folder: Path, files: Sequence[str], placed: Mapping[str, str] | None = None) -> None:
         self._folder = folder
@@ -343,8 +345,8 @@ class _Safetensors:
 
 
 class _TorchFile:
-    """pytorch_model.bin. Its pickle may build tensors and nothing else; they are memory-mapped, unless the file has the
-    format before torch 1.6."""
+    """pytorch_model.bin. Its pickle may build only tensors; they are memory-mapped, unless the file has the format
+    before torch 1.6."""
 
     def __init__(self, folder: Path) -> None:
         path = own_file(folder, "pytorch_model.bin")
@@ -352,7 +354,7 @@ class _TorchFile:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about old forms of pickles
                 found = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
-        except Exception as error:  # a stranger's pickle raises what it likes
+        except Exception as error:  # an untrusted pickle may raise anything
             raise _folder_error("pickle-unreadable", folder,
                                 "has a pytorch_model.bin that is not a plain dict of tensors: "
                                  f"{str(error).partition(chr(10))[0]}") from error

@@ -27,7 +27,7 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def import_tokenizer(model: Path, path: Path, config: Transformer, tell: Callable[[str], None]) -> str | None:
     """Write the tokenizer of the folder `model` to `path`, if it has one that fits the model. Returns its fingerprint
-    if training can read it. `tell` takes the reason if it does not fit."""
+    if training can read it. `tell` gets the reason if it does not fit."""
     if config.family == "vit":
         return None
     try:
@@ -71,8 +71,8 @@ def _import_wordpiece(model: Path, path: Path) -> tuple[int, str | None]:
 
 
 def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) -> None:
-    """Copy the generation configuration and what else a language model has beside its tokenizer. Without a generation
-    configuration, one is written with the ends of texts that config.json names."""
+    """Copy the generation configuration and the other files next to a language model's tokenizer. Without a generation
+    configuration, one is written with the end tokens that config.json names."""
     _copy_files_beside(model, folder, tell)
     if not (folder / GENERATION).exists():
         document: Any = read_json(own_file(model, "config.json"), _MOST_BYTES)
@@ -82,8 +82,8 @@ def import_files_beside(model: Path, folder: Path, tell: Callable[[str], None]) 
 
 
 def export_files_beside(folder: Path, source: Path, tell: Callable[[str], None]) -> dict[str, object]:
-    """The inverse, from the folder `source` of the tokenizer or the run. Returns the ends of texts, for config.json.
-    CheckpointError for a link that leads out of that folder."""
+    """Copy these files from `source`, the folder of the tokenizer or the run. Returns the end tokens, for config.json.
+    CheckpointError for a link out of that folder."""
     _copy_files_beside(source, folder, tell)
     if not (folder / GENERATION).exists():
         return {}
@@ -97,8 +97,8 @@ def export_files_beside(folder: Path, source: Path, tell: Callable[[str], None])
 
 
 def padding_of(folder: Path) -> dict[str, object]:
-    """The token that fills up texts in an exported folder, for config.json: transformers takes the score of the token
-    before it. None for tokenizers without one, with which it scores one text at a time."""
+    """The padding token of an exported folder, for config.json: transformers takes the score of the token before it.
+    Empty for tokenizers without one, with which it scores one text at a time."""
     settings: Any = read_json(folder / "tokenizer_config.json", _MOST_BYTES)
     token = settings.get("pad_token") if isinstance(settings, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
@@ -111,14 +111,14 @@ def _copy_files_beside(source: Path, folder: Path, tell: Callable[[str], None]) 
         if (source / name).exists():
             path = own_file(source, name)
             if path.stat().st_size > _MOST_BYTES:
-                tell(f"left out: {source / name} is larger than any")
+                tell(f"left out: {source / name} is too large")
             else:
                 shutil.copyfile(path, folder / name)
 
 
 def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str, object]:
-    """Copy the tokenizer.json at `path` to `folder`, with a tokenizer_config.json. Returns the ends of the texts of a
-    GPT, for config.json. DataError if it is not a tokenizer, or not one for this model."""
+    """Copy the tokenizer.json at `path` to `folder`, with a tokenizer_config.json. Returns the end tokens of a GPT, for
+    config.json. DataError if it is not a tokenizer, or not one for this model."""
     ends: dict[str, object] = {}
     if config.family == "bert":
         vocab = _vocab_of(path)
@@ -143,8 +143,8 @@ def export_tokenizer(folder: Path, path: Path, config: Transformer) -> dict[str,
 
 def tokenizer_beside(run: Path, checkpoint: Path, imported: Path | None = None, fingerprint: object = None
                      ) -> Path | None:
-    """The tokenizer.json in the folder of the run from which `checkpoint` is. imported: the file that the run has read;
-    it is taken where it is still there and has this fingerprint, since files beside it may belong to it."""
+    """The tokenizer.json in the folder of the run that wrote `checkpoint`. imported: the file that the run has read; it
+    is preferred if it still exists with this fingerprint, since files next to it may belong to it."""
     if imported is not None and imported.is_file() and fingerprint is not None:
         with suppress(DataError):
             if tokenizers.load(imported).fingerprint == fingerprint:

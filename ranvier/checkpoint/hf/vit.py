@@ -1,4 +1,4 @@
-"""The vision transformer in Hugging Face's format, and DINOv2 as one: names, layout, config.json.
+"""The vision transformer, and DINOv2 as one, in Hugging Face's format: names, layout, config.json.
 
 Queries, keys and values are separate tensors there; here the rows of one head are together. The projection of patches
 is a convolution there. DINOv2's layer scales are multiplied into the projections before them.
@@ -19,7 +19,7 @@ _DINOV2 = {"norm1": "norm1", "norm2": "norm2", "fc1": "mlp.fc1", "fc2": "mlp.fc2
 
 
 def places(config: Transformer, head: str = "classes", *, dinov2: bool = False) -> dict[str, hf.TensorMapping]:
-    """Our parameters, in our order, and where they are. dinov2: under its names, and without a classifier."""
+    """Our parameters, in our order, and their places there. dinov2: with its names, and without a classifier."""
     hidden, width, patch = config.hidden, inner_width(config), config.patch_size
     base, called = ("dinov2", _DINOV2) if dinov2 else ("vit", _VIT)
     projection = f"{base}.embeddings.patch_embeddings.projection"
@@ -73,7 +73,7 @@ def write(config: Transformer, head: str = "classes") -> dict[str, object]:
 def _read_vit(document: Mapping[str, object]) -> tuple[Transformer, list[str]]:
     """The inverse of `write`, for any config.json: (settings, notes on what they leave out).
 
-    ModelError if it is of a ViT that computes something else than ours.
+    ModelError for a ViT that does not compute the same as ours.
     """
     config = hf.read_settings(document, _SIZES | {"intermediate_size": "intermediate"}, _FUNCTION, {
         "family": "vit", "dropout": document.get("hidden_dropout_prob", 0.0),
