@@ -1,1 +1,1 @@
-"""Settings: what a person asks for, where each value comes from, and what is wrong with it."""
+"""Settings: the values that a user asks for, their origins, and their problems."""

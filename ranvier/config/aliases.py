@@ -1,4 +1,5 @@
-"""Other spellings of settings and values, as in papers, TRL and PEFT. Files that Ranvier writes have its own. Pure."""
+"""Other spellings of settings and values, as in papers, TRL and PEFT. Files that Ranvier writes have its own spellings.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ _VALUES: dict[tuple[str, object], str] = {
 
 
 def canonical(name: str, value: object) -> tuple[str, object]:
-    """A setting's own name, and its value's own spelling."""
+    """A setting's canonical name, and the canonical spelling of its value."""
     name = NAMES.get(name, name)
     if isinstance(value, (list, tuple)):
         return name, [_VALUES.get((name, part), part) if isinstance(part, str) else part for part in value]

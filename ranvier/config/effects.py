@@ -1,7 +1,7 @@
 """Settings without effect: one table for `ranvier check`, the start of a run and the tests.
 
-A setting that always has an effect is listed in the test, which knows every setting, so that a new one cannot be left
-out. A warning is given only for a value that a user has chosen, and not for one that switches the setting off.
+Settings that always have an effect are listed in the test, which checks that every setting is in one of the two places.
+A warning is given only for a value that a user has chosen and that does not switch the setting off.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ranvier.config.task_form import family_name, form_of
 from ranvier.errors import ConfigError
 
 Reason = Callable[[ResolvedRun], str | None]
-"""Why a setting has no effect in a run; None where it has one."""
+"""Why a setting has no effect in a run; None if it has one."""
 
 _OFF = (False, None, 0, "none", "auto", "", ())
-"""Values that ask for nothing."""
+"""Values that switch a setting off."""
 
 
 def _value(run: ResolvedRun, name: str) -> object:
@@ -34,8 +34,8 @@ def _describe_value(run: ResolvedRun, name: str) -> str:
 
 
 def _needs(name: str, *values: object) -> Reason:
-    """The reason for a setting that only has an effect if another one, `name`, has one of `values`; without values, if
-    that is switched on."""
+    """The reason for a setting that has an effect only if another one, `name`, has one of `values`; without values, if
+    `name` is switched on."""
     def reason(run: ResolvedRun) -> str | None:
         value = _value(run, name)
         return None if (value in values if values else value not in _OFF) else _describe_value(run, name)
@@ -49,12 +49,12 @@ def _unless(name: str, *values: object) -> Reason:
 
 
 def _in_runs(holds: Callable[[ResolvedRun], object], why: str) -> Reason:
-    """`why`, in the runs for which this holds."""
+    """`why`, in the runs for which `holds` is true."""
     return lambda run: why if holds(run) else None
 
 
 def _first(*reasons: Reason) -> Reason:
-    """The first reason of several that there is."""
+    """The first of several reasons that is not None."""
     return lambda run: next((why for reason in reasons if (why := reason(run)) is not None), None)
 
 
@@ -69,7 +69,7 @@ def _beyond_the_end(every: int, run: ResolvedRun) -> str | None:
 
 
 def _unused_by_task(name: str) -> Reason:
-    """The reason that the task itself gives (`TaskForm.unused`)."""
+    """The reason that the task gives (`TaskForm.unused`)."""
     return lambda run: form_of(run.data).unused.get(name)
 
 
@@ -104,8 +104,8 @@ def _algorithm(run: ResolvedRun) -> str:
 
 
 def _only_for(name_of: Callable[[ResolvedRun], str], *names: str) -> Reason:
-    """A setting of these families, or of these optimizers. A user's own may read any: a rule that updates whole tensors
-    may leave some to AdamW."""
+    """The reason for a setting of only these families, or optimizers. A user's own may read any: a rule that updates
+    full tensors may leave some to AdamW."""
     def reason(run: ResolvedRun) -> str | None:
         name = name_of(run)
         return None if name in names or is_object_name(name) else f"{name} has no such setting"
@@ -134,7 +134,7 @@ _no_state_elsewhere = _in_runs(
 def _not_offloaded(run: ResolvedRun) -> str | None:
     offload = run.optim.offload
     if offload == "auto" and run.launch.device != "cpu":
-        from torch.cuda import is_available  # where a GPU has too little room, auto is stream
+        from torch.cuda import is_available  # if a GPU has too little memory, auto is stream
 
         return None if is_available() else "optim.offload auto is none on a CPU"
     return "optim.offload is none" if offload in ("none", "auto") else None
@@ -171,13 +171,13 @@ def _tokenizer(run: ResolvedRun) -> str | None:
 
 _all_layers_are_full = _in_runs(lambda run: run.model.full_every == 1 or {*range(run.model.num_layers)} <= {
     *run.model.full_layers}, "no layer has a window")
-_factor_of_one = _in_runs(  # dynamic scaling begins beyond the positions, whatever the factor is
+_factor_of_one = _in_runs(  # dynamic scaling begins beyond the positions with any factor
     lambda run: run.model.rope_factor == 1 and run.model.rope_scaling != "dynamic"
     and run.model.rope_magnitude in (None, 1), "model.rope-factor is 1")
 
 
 def _preference(*losses: str) -> Reason:
-    """A setting of the task preference, with these losses."""
+    """The reason for a setting of the task preference with these losses."""
     return _first(_needs("data.task", "preference"), _needs("preference.loss", *losses))
 
 
@@ -240,7 +240,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "optim.initial_loss_scale": _needs("precision", "fp16"),
     "optim.loss_scale_window": _needs("precision", "fp16"),
     "checkpoint.every": lambda run: _beyond_the_end(run.checkpoint.every, run),
-    # a run that is resumed may find others of before
+    # a resumed run may find earlier checkpoints
     "checkpoint.keep": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
     "checkpoint.keep_every": lambda run: _needs("checkpoint.every")(run) if run.resume == "none" else None,
     "guard.max_bad_steps": _needs("guard.bad_step", "skip", "rollback"),
@@ -253,7 +253,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "launch.stopped_seconds": _one_rank,
     "launch.survive_losses": _no_state_elsewhere,
     "deterministic": _on_cpu("on a CPU runs are bit-identical without it"),
-    "max_restarts": _one_rank,  # what launchers of other kinds do with it is told where they are known
+    "max_restarts": _one_rank,  # its use by other launchers is reported when the launcher is known
     "model.compile": _in_runs(
         lambda run: run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
         and _llama_only(run) is not None, "with several rows or columns only chains of elementwise operations are "
@@ -315,10 +315,10 @@ CONDITIONS: Mapping[str, Reason] = {
 
 def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run | None = None
              ) -> Iterator[ConfigError]:
-    """A warning for each setting that a user has chosen, and on which nothing depends in `run`.
+    """A warning for each setting that a user has chosen and that has no effect in `run`.
 
-    chosen: names of the settings that have a value of the user's; None: those that differ from their defaults.
-    asked: the run before `auto` was planned, where it was.
+    chosen: names of the settings whose values a user has chosen; None: those that differ from their defaults. asked:
+    the run before `auto` was planned, if it was.
     """
     values = read.flatten(run)
     for name in (*CONDITIONS, *ASKED):

@@ -1,10 +1,10 @@
 """Permission to name Python objects in settings: importing a module runs it, so a user must allow it.
 
     flags, recipes as module:function, shipped recipes    may name objects
-    TOML files                                            with --allow-code, or where a flag names the object again
+    TOML files                                            with --allow-code, or if a flag names the object again
     checkpoints                                           never: a flag must name the object again
 
-`ranvier.config.read.merge` refuses the value of any other layer, so that no command sees it.
+`ranvier.config.read.merge` refuses the value of any other layer, so that no command gets it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Permission = Literal["allowed", "on request", "never"]
 """Whether values of a layer may name objects; on request: with --allow-code."""
 
 OBJECTS = ("model.family", "data.task", "data.form", "optim.algorithm", "elastic.freeze")
-"""Settings whose value is an object wherever it has the form module:name."""
+"""Settings whose value is an object whenever it has the form module:name."""
 CORPORA = ("data.corpus", "data.mixture", "data.eval", "data.eval_sets")
 """Settings whose values may be objects, or data sets of the form NAME:CONFIGURATION."""
 
@@ -48,11 +48,11 @@ def objects_of(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def problem(name: str, value: object, origin: str, permission: Permission) -> ConfigError | None:
-    """Why a value that `origin` gives is refused: it names objects without permission. None where it is not."""
+    """The error for a value from `origin` that names objects without permission; None if it is allowed."""
     if permission == "allowed" or not objects_in(name, value):
         return None
     flag = name.replace("_", "-")
     text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    switch = ", or pass `--allow-code`, for all that the file names" if permission == "on request" else ""
+    switch = ", or pass `--allow-code`, for all code that the file names" if permission == "on request" else ""
     return ConfigError(f"names code, but {origin} has no permission for that", code="code-not-allowed", where=flag,
                        value=text, remedy=f"If you trust it, name it yourself: `--{flag} {text}`{switch}.")

@@ -1,16 +1,16 @@
-"""Python objects that a recipe names as `module:name`: found, called where they are functions, and checked.
+"""Python objects that a recipe names as `module:name`: imported, called if they are functions, and checked.
 
-Installed packages and PYTHONPATH are searched first, then the current directory, on every rank and under every
-launcher: no file there can take the place of a package. The name may stand for
+Installed packages and PYTHONPATH are searched first, then the current directory, on every rank and with every launcher:
+a file there cannot replace a package. The name may stand for
 
-    an object      that has what the protocol asks for; it takes no options
+    an object      with the attributes that the protocol requires; it takes no options
     a class        its instance is made with the options as keyword arguments
-    a function     likewise, and what it returns is the object
+    a function     it is called in the same way, and returns the object
 
     family = "mixer:family"                def family(depth: int = 2, gated: bool = False) -> ModelFamily:
     options = ["depth=4", "gated=true"]        return Mixer(depth=depth, gated=gated)
 
-Importing a module runs it; `ranvier.config.named_code` says who may name one.
+Importing a module runs it; `ranvier.config.named_code` decides which sources may name one.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def is_object_name(text: str) -> bool:
 
 
 def package_exists(text: str) -> bool:
-    """Whether the package or module that `module:name` begins with can be found; in a folder without __init__.py, which
-    has no objects itself, the module in it. Imports nothing."""
+    """Whether the package or module that `module:name` begins with can be found, or, for a folder without __init__.py,
+    which has no objects itself, the module in it. Imports nothing."""
     first, *inner = text.partition(":")[0].split(".")
     try:
         spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd()])
-    except ValueError:  # of __main__ of a script
+    except ValueError:  # for __main__ of a script
         return False
     for name in inner:
         if spec is not None and spec.loader is None:
             spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
-    return spec is not None and spec.loader is not None and first != "__main__"  # which `python -m` has one of
+    return spec is not None and spec.loader is not None and first != "__main__"  # `python -m` has a spec for it
 
 
 @cache
@@ -61,7 +61,7 @@ def load_object(text: str, setting: str, attributes: Sequence[str], options: tup
 
 
 def make_object(text: str, setting: str, attributes: Sequence[str], options: tuple[str, ...] = ()) -> object:
-    """The object that `text` names; a new one each time where that is a class or a function.
+    """The object that `text` names; a new one each time if that is a class or a function.
 
     Args:
         text: `module:name`.
@@ -69,7 +69,7 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
         attributes: what the object must have; those that end in "()" must be callable.
         options: NAME=VALUE, keyword arguments of the function or class (`parse_options`).
 
-    ConfigError where the module cannot be imported, has no such name, the call fails, or the object lacks an attribute.
+    ConfigError if the module cannot be imported or has no such name, the call fails, or the object lacks an attribute.
     """
     assert ":" in text, f"{setting} lists {text}, but no code makes its object: see CONTRIBUTING.md, How to add"
     found = _attribute(text, setting)
@@ -91,7 +91,7 @@ def make_object(text: str, setting: str, attributes: Sequence[str], options: tup
 
 
 def missing_attribute(found: object, attributes: Sequence[str]) -> str | None:
-    """The first of `attributes` that `found` does not have, in words; None where it has all of them."""
+    """The first of `attributes` that `found` does not have, in words; None if it has all of them."""
     for name in attributes:
         bare = name.removesuffix("()")
         if not hasattr(found, bare):
@@ -102,8 +102,8 @@ def missing_attribute(found: object, attributes: Sequence[str]) -> str | None:
 
 
 def parse_options(options: Sequence[str], setting: str) -> Mapping[str, object]:
-    """NAME=VALUE as keyword arguments. A value is read as TOML (5, 0.1, true, [1, 2], "text"), and is text where it is
-    none. ConfigError for a text of another form, or a name that comes twice."""
+    """NAME=VALUE as keyword arguments. A value is read as TOML (5, 0.1, true, [1, 2], "text"), and is a string if it is
+    not valid TOML. ConfigError for an option of another form, or a duplicate name."""
     where, found = _options_setting(setting), {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
@@ -116,9 +116,9 @@ def parse_options(options: Sequence[str], setting: str) -> Mapping[str, object]:
 
 @contextmanager
 def blame_user_code(text: str, setting: str, doing: str) -> Iterator[None]:
-    """Turns what a user's object raises into a ConfigError with the file and line; RanvierErrors pass unchanged.
+    """Turn an exception of a user's object into a ConfigError with the file and line; RanvierErrors pass unchanged.
 
-    doing: what it was asked for: "the call", "`model`".
+    doing: the operation, in words: "the call", "`model`".
     """
     try:
         yield
@@ -130,15 +130,15 @@ def blame_user_code(text: str, setting: str, doing: str) -> Iterator[None]:
 
 
 def import_named(module: str, name: str) -> Any:
-    """The attribute of a module, found in the current directory, too. Raises what the import raises, or
+    """The attribute of a module, which may be in the current directory. Raises the errors of the import, or
     AttributeError."""
     _search_current_directory()
     return getattr(importlib.import_module(module), name)
 
 
 def call_named(text: str, where: str, code: str) -> Any:
-    """What the function of `module:function`, which takes no arguments, returns. ConfigError where it cannot be
-    imported, or, with this code, where the call raises; RanvierErrors pass unchanged."""
+    """Call the function of `module:function` without arguments and return its result. ConfigError if it cannot be
+    imported, or, with this code, if the call raises; RanvierErrors pass unchanged."""
     function: Any = _attribute(text, where)
     try:
         return function()
@@ -166,7 +166,7 @@ def _attribute(text: str, setting: str) -> object:
         if missing is not None and f"{module}.".startswith(f"{missing}."):
             raise ConfigError(
                 f"names the module {module}, which cannot be found", code="module-not-found", where=setting, value=text,
-                remedy="Start the run in the folder of the module, or put that into PYTHONPATH.") from error
+                remedy="Start the run in the folder of the module, or add the folder to PYTHONPATH.") from error
         raise ConfigError(f"names a module that cannot be imported: {_first_line(error)}", code="module-not-importable",
                           where=setting, value=text, remedy=f"Correct it {_place(error)}.") from error
     if not hasattr(imported, name):
@@ -184,9 +184,9 @@ def _similar(module: ModuleType, name: str) -> str:
 
 
 def _search_current_directory() -> None:
-    # The console script of an environment, unlike `python -m`, does not search it; nor do ranks of some launchers.
+    # The console script of an environment, unlike `python -m`, does not search it; nor do the ranks of some launchers.
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # never first: a file there would take the place of a package of its name
+        sys.path.append(os.getcwd())  # never first: a file there would replace a package of its name
 
 
 def _options_setting(setting: str) -> str:
@@ -205,7 +205,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The line to show a user: the last one of the traceback, that of a syntax error itself."""
+    """The line to show a user: the last line of the traceback, or the line of a syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"in {error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

@@ -1,16 +1,15 @@
-"""A run on other ranks than it was meant for: another mesh, and the settings that follow from it.
+"""A run on another number of ranks than it was meant for: another mesh, and the settings that follow from it.
 
-A checkpoint fits any mesh, so a run resumes wherever it is legal; of all meshes that use all ranks it takes the first
-in this order, which keeps what was chosen as far as it can and then prefers what needs less memory on each rank:
+A checkpoint fits any mesh, so a run resumes on any valid mesh. It takes the first mesh that uses all ranks in this
+order, which keeps the chosen sizes as far as possible, and then prefers less memory on each rank:
 
-    rows            as they are, then each smaller divisor of them, largest first
-      columns       as they are, then each smaller divisor of them, largest first
-        stages      as they are, then more, fewest first; then fewer, most first
-          replicas  take the rest
+    rows            unchanged, then each smaller divisor of them, largest first
+      columns       unchanged, then each smaller divisor of them, largest first
+        stages      unchanged, then more, fewest first; then fewer, most first
+          replicas  take the remaining ranks
 
-The global batch stays, and with it the numbers of the run. Boundaries between stages, and limits of
-single ranks, are dropped where pipe, row or col change; microbatches become smaller where a replica's share of the
-batch does. Pure.
+The global batch stays the same, and with it the results of the run. Boundaries between stages, and limits of single
+ranks, are dropped if pipe, row or col change; microbatches become smaller if a replica's share of the batch does. Pure.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ def on_mesh(run: ResolvedRun, mesh: Mesh) -> ResolvedRun:
 
 def refit(run: ResolvedRun, num_ranks: int, launcher: str, problems: Callable[[ResolvedRun], Sequence[RanvierError]]
           ) -> tuple[ResolvedRun, ConfigError]:
-    """`run` on the first legal mesh of `num_ranks` ranks, and the warning that says so. problems: those of a run.
+    """`run` on the first valid mesh of `num_ranks` ranks, and the warning about it. problems: gives the problems of a
+    run.
 
-    ConfigError when it is legal on none.
+    ConfigError when there is no valid mesh.
     """
     refitted = on_mesh(run, fallback(run.mesh, num_ranks, lambda mesh: problems(on_mesh(run, mesh))))
     size = refitted.batch.microbatch_size
@@ -50,14 +50,14 @@ def refit(run: ResolvedRun, num_ranks: int, launcher: str, problems: Callable[[R
 
 
 def has_same_replicas(mesh: Mesh, other: Mesh) -> bool:
-    """Whether a replica has the same shape on both meshes, so that they differ in `data` at most."""
+    """Whether a replica has the same shape on both meshes, so that they can differ only in `data`."""
     return set(mesh.changed_axes(other)) <= {*mesh.replica_axes}
 
 
 def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
     """All candidates of `num_ranks` ranks for a run that was meant for `mesh`, in order, each once.
 
-    A tile is kept where pipe, row and col are.
+    A tile is kept if pipe, row and col are.
     """
     mesh.require_known_axes("another number of ranks")
     for row in reversed(divisors(mesh.row)):
@@ -69,9 +69,9 @@ def fallback_meshes(mesh: Mesh, num_ranks: int) -> Iterator[Mesh]:
 
 
 def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[RanvierError]]) -> Mesh:
-    """The first candidate that has no problems; `problems` tells those of the run on a mesh. Deterministic.
+    """The first candidate without problems; `problems` gives those of the run on a mesh. Deterministic.
 
-    ConfigError with what was tried when there is none.
+    ConfigError, with the meshes that were tried, when there is none.
     """
     tried = []
     for candidate in fallback_meshes(mesh, num_ranks):
@@ -83,11 +83,11 @@ def fallback(mesh: Mesh, num_ranks: int, problems: Callable[[Mesh], Sequence[Ran
     raise ConfigError(f"does not fit the {num_ranks} ranks that were started, and the run cannot resume on any other "
                       f"mesh with that many. Tried: {'; '.join(tried[:_MOST_TOLD])}{more}", code="no-mesh-for-ranks",
                       where="mesh", value=str(mesh),
-                      remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these.")
+                      remedy="Start as many ranks as the mesh has, or set a mesh and a batch for these ranks.")
 
 
 def resized(first: Mesh, **sizes: int) -> Mesh:
-    """The mesh of these sizes of a run that was started on `first`, whose tile is for its rows and columns only."""
+    """A mesh of these sizes for a run that was started on `first`, whose tile is only for its rows and columns."""
     first.require_known_axes("a change of mesh")
     return first.resized(**sizes)
 
@@ -101,9 +101,9 @@ def difference(old: Mesh, new: Mesh) -> str:
 
 
 def microbatch_size(size: int, *, global_size: int, mesh: Mesh) -> int:
-    """`size`, or what a replica of `mesh` has of a global batch of `global_size` sequences where that is less.
+    """`size`, or, if it is less, the share of a replica of `mesh` in a global batch of `global_size` sequences.
 
-    It is then the largest number of sequences that the rows can share, if there is any.
+    The share is rounded down to a number of sequences that the rows divide, if possible.
     """
     share = -(-global_size // mesh.data)
     return size if size <= share else max(share - share % mesh.row, 1)

@@ -2,7 +2,7 @@
 
     --optim.groups "*.bias:1:0, embedding.*:0.5:0.01"       pattern : factor on the learning rate : weight decay
 
-The first group that fits counts; parameters without one have the run's settings. Pure.
+The first group that matches applies; parameters without a group have the run's settings. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ranvier.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters whose name fits `pattern` ("*" and "?" as in file names) are updated alike."""
+    """Parameters whose names match `pattern` ("*" and "?" as in file names), updated with the same settings."""
 
     pattern: str
     learning_rate_factor: float
@@ -26,7 +26,7 @@ class Group:
 
 
 def parse(text: str) -> Group:
-    """One group as a run writes it. ConfigError where it is not PATTERN:FACTOR:DECAY."""
+    """Parse one group in a run's notation. ConfigError if it is not PATTERN:FACTOR:DECAY."""
     pattern, *numbers = text.strip().rsplit(":", 2)
     try:
         factor, decay = map(float, numbers)
@@ -40,7 +40,7 @@ def parse(text: str) -> Group:
 
 
 def group_of(optim: Optim, name: str, dims: int) -> Group:
-    """The group of a parameter with this global name and so many dims."""
+    """The group of a parameter with this global name and number of dims."""
     for group in map(parse, optim.groups):
         if fnmatchcase(name, group.pattern):
             return group
@@ -49,7 +49,7 @@ def group_of(optim: Optim, name: str, dims: int) -> Group:
 
 
 def problems(optim: Optim, names: Iterable[str] = ()) -> Iterator[ConfigError]:
-    """Groups that cannot be read, or (where names are given) fit no parameter."""
+    """Problems of groups that cannot be parsed, or, if names are given, match no parameter."""
     names = list(names)
     for text in optim.groups:
         try:

@@ -21,12 +21,12 @@ COMPUTED = ("vocab", "hidden", "num_layers", "heads", "kv_heads", "head_dim", "i
             "full_every", "full_layers", "nope_layers", "rope_base", "window_rope_base", "rope_scaling", "rope_factor",
             "rope_positions", "rope_limits", "rope_magnitude", "embedding_scale", "residual_multiplier",
             "logits_scaling", "attention_softcap", "logit_softcap")
-"""Settings of [model] that decide what a Llama computes."""
+"""Settings of [model] that determine what a Llama computes."""
 OF_WEIGHTS = (*COMPUTED, "max_positions", "untied", "patch_size")
-"""Settings of [model] that pretrained weights decide, whatever a recipe says."""
+"""Settings of [model] that pretrained weights determine, regardless of the recipe."""
 
 SEQUENCE = 2048
-"""Tokens in a training sequence of a preset or a folder, where it has positions for so many."""
+"""Tokens in a training sequence of a preset or a folder, if the model has that many positions."""
 PRETRAINING: _Settings = MappingProxyType({
     "precision": "bf16", "train.steps": 1000, "train.learning_rate": 3e-4, "train.warmup_steps": 100,
     "train.schedule": "cosine", "train.final_learning_rate": 3e-5, "optim.betas": (0.9, 0.95),
@@ -49,11 +49,11 @@ def _read() -> Iterator[tuple[str, _Settings]]:
 
 
 PRESETS: Mapping[str, _Settings] = MappingProxyType(dict(_read()))
-"""Name -> settings of [model], as a recipe has them."""
+"""Name -> settings of [model], in a recipe's form."""
 
 
 def settings_of(name: object) -> dict[str, object]:
-    """Dotted settings of a preset, such as model.hidden. ConfigError where there is none of the name."""
+    """Dotted settings of a preset, such as model.hidden. ConfigError if there is no preset of this name."""
     if not isinstance(name, str) or name not in PRESETS:
         near = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
         raise ConfigError("is not a preset", code="unknown-preset", where="model.preset", value=name,

@@ -1,10 +1,10 @@
-"""Names of settings in errors for those who call Ranvier from Python: the arguments that take them.
+"""Names of settings in errors for callers from Python: the arguments that take the settings.
 
     pipeline.in-flight                              Pipeline(in_flight=...)
     --optim.clip-norm 0                             Optim(clip_norm=0)
 
-Settings are checked in one place, whoever has made them; errors name them as the command does until they leave
-`ranvier.start` or the engine.
+Settings are checked in one place, for commands and Python; errors name them as flags until they leave `ranvier.start`
+or the engine.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ranvier.errors import NamedSetting, RanvierError, command_names
 
 _CALLS = {"mesh": "Mesh", "tensor": "TensorParallel", "optim": "Optim", "guard": "Guard", "pipeline": "Pipeline",
           "memory": "Memory", "launch": "ranvier.start", "comm": "ranvier.start"}
-"""Section of a run's settings -> what takes its fields as arguments."""
+"""Section of a run's settings -> the callable that takes its fields as arguments."""
 _ARGUMENTS = {"precision": "dtype", "model.float8": "float8", "model.compile": "compile",
               "train.learning-rate": "learning_rate"}
-"""Settings that arguments of the engine stand for."""
+"""Settings -> the engine's arguments for them."""
 _DTYPES = {"fp64": "torch.float64", "fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 Parameters = ParamSpec("Parameters")
@@ -36,12 +36,13 @@ AnEngine = TypeVar("AnEngine")
 
 @dataclass(frozen=True)
 class PythonNames:
-    """Names arguments. caller: the function that has failed, which takes those that several take."""
+    """Names settings as arguments. caller: the function that has failed, named for an argument that several functions
+    take."""
 
     caller: str
 
     def __call__(self, parts: Sequence[str | NamedSetting]) -> str:
-        """The text of `parts`; neighbours that one call takes are one call: Mesh(row=1, col=4)."""
+        """The text of `parts`; adjacent settings of the same call become one call: Mesh(row=1, col=4)."""
         found = [self._call(part) if isinstance(part, NamedSetting) else ("", part) for part in parts]
         joined = [one for place, one in enumerate(found)
                   if not (one == ("", " ") and 0 < place < len(found) - 1
@@ -67,7 +68,7 @@ class PythonNames:
 
 @functools.cache
 def _optional() -> frozenset[str]:
-    """The settings whose `none` is None in Python, and no word."""
+    """The settings whose `none` is None in Python, and not a string."""
     sections = get_type_hints(Run)
     return frozenset(f"{name}.{field.replace('_', '-')}" for name in _CALLS for section in alternatives(sections[name])
                      if is_dataclass(section) for field, kind in get_type_hints(section).items()
@@ -80,7 +81,7 @@ def _as_python(value: object) -> str:
 
 @contextmanager
 def naming_arguments(caller: str, *, unless: bool = False) -> Iterator[None]:
-    """Errors that leave this block name arguments. unless: the command called, whose user knows flags."""
+    """A context in which errors name arguments. unless: the caller is a command, whose user knows flags."""
     try:
         yield
     except RanvierError as error:
@@ -91,7 +92,7 @@ def naming_arguments(caller: str, *, unless: bool = False) -> Iterator[None]:
 
 def engine_method(method: Callable[Concatenate[AnEngine, Parameters], Result]
                   ) -> Callable[Concatenate[AnEngine, Parameters], Result]:
-    """A method of an engine whose errors name arguments, unless the engine has `flags`."""
+    """Decorate an engine's method so that its errors name arguments, unless the engine has `flags`."""
     @functools.wraps(method)
     def call(engine: AnEngine, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with naming_arguments("Engine", unless=bool(kwargs.get("flags", getattr(engine, "flags", False)))):

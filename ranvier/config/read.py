@@ -1,8 +1,8 @@
-"""Reads a recipe and flags into one `Run`: every value with its origin, every fault at once.
+"""Reads a recipe and flags into one `Run`: every value with its origin, and all errors together.
 
 Layers, in rising order: the fields' defaults, the recipe (shipped, a TOML file, or a Python function), flags. A value
-from a TOML file must have the field's own type; a flag is text, and is read as the field's type. A value that does not
-fit becomes a problem, and the layer below stands in for it, so that one fault does not hide the next.
+from a TOML file must have the field's type; a flag is text, and is parsed as the field's type. An invalid value becomes
+a problem and is replaced by that of the layer below, so that one error does not hide the next.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ranvier.mesh import AXES, Mesh
 from ranvier.system.atomic_file import write_atomically, write_problem
 from ranvier.system.untrusted_file import is_unicode, json_object, parse_toml, read_bytes, read_toml
 
-_MAX_INT = 1 << 62  # no count of anything here, and no size of a tensor, is that large
+_MAX_INT = 1 << 62  # larger than any count or tensor size
 MOST_BYTES = 1 << 18
-"""Size of a recipe or a run.toml, at most."""
+"""Largest size of a recipe or a run.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The name as flags and messages have it: "batch.global-size"."""
+        """The name in flags and messages: "batch.global-size"."""
         return flag(self.name)
 
     @property
@@ -75,8 +75,8 @@ class Setting:
 class Layer:
     """Values by dotted name, and where they come from: "recipe gpt-tiny", "file mine.toml", "flag".
 
-    is_users: whether a user has chosen the values, which is not so for a shipped recipe and a run's own run.toml. code:
-    whether values may name Python objects; text of flags may.
+    is_users: whether a user has chosen the values; false for a shipped recipe and a run's own run.toml. code: whether
+    values may name Python objects; flags may.
     """
 
     origin: str
@@ -89,9 +89,9 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """The run, where each of its values comes from, and what is wrong with those that were refused.
+    """The run, the origins of its values, and the problems of refused values.
 
-    chosen: the settings whose value a user has chosen.
+    chosen: the settings whose values a user has chosen.
     """
 
     run: Run
@@ -101,7 +101,7 @@ class Merged:
 
 
 def flag(name: str) -> str:
-    """A setting's name as flags and messages have it, with hyphens."""
+    """A setting's name in flags and messages, with hyphens."""
     return name.replace("_", "-")
 
 
@@ -127,7 +127,7 @@ def sections() -> frozenset[str]:
 
 
 def default_folder(recipe: str) -> Path:
-    """runs/RECIPE-DATE-TIME for a recipe's name, file or function; a free one."""
+    """runs/RECIPE-DATE-TIME for a recipe's name, file or function; a folder that does not exist yet."""
     name = re.sub("[^A-Za-z0-9_.-]+", "-", Path(recipe).stem if recipe.endswith(".toml") else recipe).strip("-")
     folder = first = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 2
@@ -141,8 +141,8 @@ _parsing = Lock()
 
 @cache
 def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """The classes of a module, as they are written. To find the source of each by itself would parse the module for
-    each, a quarter of a second in every process of a run."""
+    """The parsed classes of a module. Finding the source of each class separately would parse the module each time,
+    which takes a quarter of a second in every process of a run."""
     with _parsing:  # Python 3.11 counts the depth of all threads' trees together, and raises SystemError
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -159,8 +159,8 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def merge(layers: Sequence[Layer]) -> Merged:
-    """Lay `layers` over the defaults; a later one wins (recipe, flags). Never raises: what is wrong is in
-    `problems`."""
+    """Apply `layers` to the defaults; later ones (flags) override earlier ones (the recipe). Never raises: errors are
+    in `problems`."""
     values = {name: setting.default for name, setting in settings().items()}
     origins = dict.fromkeys(values, "default")
     problems: list[ConfigError] = []
@@ -184,7 +184,7 @@ def merge(layers: Sequence[Layer]) -> Merged:
             if origins[other] != "default":
                 values[other], origins[other] = settings()[other].default, f"{layer.origin} through {flag(name)}"
                 chosen.discard(other)
-    for name, layer in places.items():  # at the end: a flag may have replaced what a file names
+    for name, layer in places.items():  # at the end: a flag may have replaced an object that a file names
         permission = "allowed" if layer.is_text else layer.code
         if (refused := named_code.problem(name, values[name], layer.origin, permission)) is not None:
             problems.append(refused)
@@ -192,14 +192,14 @@ def merge(layers: Sequence[Layer]) -> Merged:
             chosen.discard(name)
     try:
         run = _build(Run, values)
-    except ConfigError as problem:  # of values that are right one by one
+    except ConfigError as problem:  # of values that are valid individually
         problems.append(problem)
         run = _build(Run, {**values, "mesh.tile": None})
     return Merged(run=run, origins=origins, problems=tuple(problems), chosen=frozenset(chosen))
 
 
 def _canonical(layer: Layer) -> Layer:
-    """The layer with the own name and spelling of each setting (`ranvier.config.aliases`)."""
+    """The layer with the canonical name and spelling of each setting (`ranvier.config.aliases`)."""
     values: dict[str, object] = {}
     problems = list(layer.problems)
     for given, value in layer.values.items():
@@ -214,7 +214,7 @@ def _canonical(layer: Layer) -> Layer:
 
 
 def _with_preset(layer: Layer) -> tuple[Layer, ...]:
-    """The layer, and below it the settings of the preset that it names."""
+    """The layers of the preset that `layer` names, if any, and of `layer` itself."""
     name = layer.values.get("model.preset")
     if name in (None, "none"):
         return (layer,)
@@ -228,10 +228,10 @@ def _with_preset(layer: Layer) -> tuple[Layer, ...]:
 
 def _overruled_settings(layer: Layer, before: Mapping[str, object], values: Mapping[str, object],
                         chosen: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(setting, other): what `layer` says of a setting overrules what the layers below it say of the other. Steps
-    overrule epochs; a limit on one corpus or data set is not meant for another; pretrained weights have sizes of their
-    own, in place of a recipe's; the stages, limits and threads in a run's own run.toml are those of its mesh, unless a
-    user has chosen them."""
+    """(setting, other): the value of a setting in `layer` overrides the value of the other in the layers below. Steps
+    override epochs; a limit on one corpus or data set is not meant for another; pretrained weights have their own sizes
+    instead of a recipe's; the stages, limits and threads in a run's own run.toml belong to its mesh, unless a user has
+    chosen them."""
     for shape, resolved in _RESOLVED:
         reshaped = next((name for name in shape if name in layer.values and values[name] != before[name]), "")
         for other in resolved if reshaped else ():
@@ -254,7 +254,7 @@ _RESOLVED = (
     (("mesh.pipe", "mesh.row", "mesh.col", "pipeline.stages_per_rank"),
      ("pipeline.boundaries", "pipeline.in_flight", "pipeline.deferred", "pipeline.defer_last")),
     (("mesh.data", "mesh.pipe", "mesh.row", "mesh.col"), ("launch.threads",)))
-"""Settings, and others that are resolved for them."""
+"""Settings, and the settings that were resolved for them."""
 
 
 def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:
@@ -265,7 +265,7 @@ def _build(tree: type, values: Mapping[str, object], prefix: str = "") -> Any:
 
 
 def _section(hint: Any) -> type | None:
-    """The dataclass whose fields are settings, if `hint` is one; of several (a section as asked for, and closed) the
+    """The dataclass whose fields are settings, if `hint` is one; of several (a section with and without auto), the
     first."""
     return next((option for option in alternatives(hint) if isinstance(option, type) and is_dataclass(option)), None)
 
@@ -287,7 +287,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, object]:
 
 
 def _read(setting: Setting, value: object, layer: Layer) -> object:
-    """`value` as the setting's type. ConfigError when it is not one."""
+    """`value` converted to the setting's type. ConfigError when it is invalid."""
     adapter = _adapter(setting.name)
     if has_user_information(value):
         raise ConfigError("has user information in a URL, which would be in run.toml and on the console",
@@ -298,15 +298,15 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
         if layer.is_text:
             read = adapter.validate_python(_from_text(setting.annotation, str(value)))
         else:
-            # Strict reading of JSON takes a list for a tuple and a text for a path, but no text for a number.
+            # Strict validation of JSON accepts a list for a tuple and a string for a path, but no string for a number.
             read = adapter.validate_json(json.dumps(value, default=os.fspath), strict=True)
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"must be {setting.expected}", code="malformed-value", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value)) from None
     if isinstance(read, Path) and (read := Path(os.path.expanduser(read))).parts and read.parts[0][0] == "~":
         raise ConfigError("is in the home folder of a user who does not exist", code="unknown-home", where=setting.flag,
-                          value=value, remedy=f"Correct --{setting.flag}: your own home folder is ~ alone.")
-    if isinstance(read, Path) and (value == "" or not _can_be(read)):  # a variable of the shell that is not set
+                          value=value, remedy=f"Correct --{setting.flag}: your own home folder is just ~.")
+    if isinstance(read, Path) and (value == "" or not _can_be(read)):  # such as an unset variable of the shell
         raise ConfigError("cannot be a file name", code="invalid-file-name", where=setting.flag, value=value,
                           remedy=_remedy(setting, layer.origin, value))
     for part in read if isinstance(read, tuple) else (read,):
@@ -314,14 +314,14 @@ def _read(setting: Setting, value: object, layer: Layer) -> object:
             raise ConfigError("cannot be written as text", code="value-not-text", where=setting.flag, value=value,
                               remedy=_remedy(setting, layer.origin, setting.default))
         bound = _MAX_INT if isinstance(part, int) else math.inf
-        if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is no less than anything
+        if isinstance(part, (int, float)) and not abs(part) < bound:  # NaN is not less than anything
             raise ConfigError("is too large for any setting", code="value-too-large", where=setting.flag,
                               value=value, remedy=_remedy(setting, layer.origin, value))
     return read
 
 
 def _can_be(path: Path) -> bool:
-    """Whether a system of today may have a file of this name."""
+    """Whether a file may have this name on current systems."""
     try:
         parts = [os.fsencode(part) for part in path.parts]
     except UnicodeEncodeError:
@@ -335,8 +335,8 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def _from_text(annotation: Any, text: str) -> object:
-    """A flag's text in the shape of its type: tuples are comma-separated (no text is an empty one), "none" is None,
-    yes/no is true or false."""
+    """A flag's text in the shape of its type: tuples are comma-separated (empty text is an empty tuple), "none" is
+    None, booleans are true or false."""
     choices = alternatives(annotation)
     if types.NoneType in choices and text == "none":
         return None
@@ -362,13 +362,13 @@ def _remedy(setting: Setting, origin: str, value: object) -> str:
 _FORMATS_ELSEWHERE = types.MappingProxyType({
     **dict.fromkeys(("float16", "half", "16", "16-mixed"), "fp16"), **dict.fromkeys(("bfloat16", "bf16-mixed"), "bf16"),
     **dict.fromkeys(("float32", "float", "32", "tf32"), "fp32"), **dict.fromkeys(("float64", "double", "64"), "fp64")})
-"""Number formats as other programs call them."""
+"""Other programs' names of number formats."""
 _UNITS = types.MappingProxyType({"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30})
 
 
 def _number_of(setting: Setting, value: object) -> str | None:
-    """The whole number that `value` has with a unit, as 8M or, of bytes, 4MiB; of time, as 5min, the seconds. None
-    where the setting has no such number."""
+    """The integer that a number with a unit stands for, such as 8M, or 4MiB for bytes; for times, such as 5min, in
+    seconds. None if the setting takes no such number."""
     number = {int, float} & set(map(bare, alternatives(setting.annotation)))
     found = re.fullmatch(r"(\d{1,9})\s*([A-Za-z]+)", str(value)) if number else None
     if found is None:
@@ -387,7 +387,7 @@ def _number_of(setting: Setting, value: object) -> str | None:
 
 
 def as_text(value: object) -> str:
-    """A value as a flag takes it."""
+    """A value in the form of a flag."""
     if isinstance(value, tuple):
         return ",".join(map(as_text, value))
     if isinstance(value, bool) or value is None:
@@ -422,7 +422,7 @@ _RECIPES_ELSEWHERE = types.MappingProxyType({"nanogpt": "gpt-tiny", "nanochat": 
 
 
 def name_elsewhere(name: str) -> str | None:
-    """Our setting for the name, or the last part of it, that another program has: "train.lr", "batch-size"."""
+    """Our setting for another program's name, or the last part of it: "train.lr", "batch-size"."""
     return _elsewhere().get(name.replace("-", "_").rpartition(".")[2])
 
 
@@ -438,10 +438,10 @@ def recipe_names() -> list[str]:
 def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) -> tuple[str, Layer]:
     """A recipe's short name, for folders and headings, and its layer.
 
-    `recipe` is a shipped recipe's name, a preset's, a folder in Hugging Face format, the folder of a run, which goes
-    on, or of an import, from which a run begins, a TOML file, or module:function, whose function takes nothing and
-    returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml stands for that run itself, rather
-    than for one like it. allow_code: a TOML file may name Python objects.
+    `recipe` is the name of a shipped recipe or a preset, a folder in Hugging Face format, the folder of a run, which
+    resumes, or of an import, from which a new run starts, a TOML file, or module:function, whose function takes no
+    arguments and returns a `Run` or a dict like a TOML file's. keep_folder: a run's own run.toml means that run, and
+    not a new one with its settings. allow_code: a TOML file may name Python objects.
     ConfigError when it is none of these or cannot be read.
     """
     if recipe in recipe_names():
@@ -457,7 +457,7 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
                                                    "model.sequence": _sequence_of(path)})
     if (path / "run.toml").is_file():
         layer = load(str(path / "run.toml"), keep_folder=True, allow_code=allow_code)[1]
-        is_imported = "run_dir" not in layer.values  # its run.toml names no folder of a run
+        is_imported = "run_dir" not in layer.values  # its run.toml names no run folder
         start = {"resume": recipe} if is_imported else {"run_dir": recipe, "resume": "auto"}
         return path.absolute().name, replace(layer, is_users=False, values={**layer.values, **start})
     if (path / "adapter_config.json").is_file():
@@ -467,7 +467,7 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     if path.suffix == ".toml":
         try:
             layer = _parse(read_bytes(path, MOST_BYTES), f"file {recipe}")
-            is_own = _is_own(path, layer)  # it is called by its folder, which is not that of the next run
+            is_own = _is_own(path, layer)  # named after its folder, which is not the folder of the new run
             values = {name: value for name, value in layer.values.items()
                       if keep_folder or not is_own or name != "run_dir"}
             return path.absolute().parent.name if is_own else path.stem, replace(
@@ -485,7 +485,7 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
     remedy = (f"{f'Did you mean {near[0]}? ' if near else ''}Recipes are: {', '.join(recipe_names())}; docs/models.md "
               "lists the presets.")
     if path.suffix == ".py":
-        remedy = (f"Run a program of your own with `python {recipe}`. A function of it that returns a recipe is named "
+        remedy = (f"Run a program of your own with `python {recipe}`. A function in it that returns a recipe is named "
                   f"{path.stem}:FUNCTION.")
     elif path.is_file() and (path.parent / "config.json").is_file():
         remedy = f"Name the folder of the model, {path.parent}."
@@ -497,15 +497,14 @@ def load(recipe: str, *, keep_folder: bool = False, allow_code: bool = False) ->
 
 
 def _may_be_model(path: Path) -> bool:
-    """Whether this may name a model that has to be fetched or converted: OWNER/NAME, with no folder OWNER, or a GGUF
-    file."""
+    """Whether this may name a model to fetch or convert: OWNER/NAME, without a folder OWNER, or a GGUF file."""
     return path.suffix.lower() == ".gguf" or (
         len(path.parts) == 2 and not path.is_absolute() and not path.parent.is_dir())
 
 
 def _sequence_of(folder: Path) -> int:
-    """The training sequence for a folder: a preset's, or all that the folder has positions for."""
-    document = json_object(folder / "config.json", MOST_BYTES)  # who reads the sizes says what is wrong with it
+    """The training sequence for a folder: a preset's, or fewer tokens if the folder has fewer positions."""
+    document = json_object(folder / "config.json", MOST_BYTES)  # the reader of the sizes reports its problems
     positions = document.get("max_position_embeddings", document.get("n_positions"))
     return min(positions, presets.SEQUENCE) if type(positions) is int and positions > 0 else presets.SEQUENCE
 
@@ -549,7 +548,7 @@ def _call(recipe: str) -> Layer:
         return replace(from_dict(made, f"function {recipe}"), code="allowed")
     raise ConfigError("must return a ranvier.Run or a dict", code="recipe-function-result", where="recipe",
                       value=type(made).__name__,
-                      remedy=f"Change what {recipe} returns. A module of your own is trained by a program of your own, "
+                      remedy=f"Change what {recipe} returns. Your own module is trained by your own program, "
                              "as in docs/own-model.md, or as a family (docs/extending.md).")
 
 
@@ -557,8 +556,8 @@ def _call(recipe: str) -> Layer:
 
 
 def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Values of `run`, all or those of the named settings, as TOML and JSON can hold them, by section. Settings that
-    are None are left out."""
+    """Values of `run`, all or those of the named settings, in types of TOML and JSON, by section. Settings that are
+    None are left out."""
     document: dict[str, Any] = {}
     for name, value in flatten(run).items():
         if names is not None and name not in names:
@@ -571,7 +570,7 @@ def document(run: Run, names: Collection[str] | None = None) -> dict[str, Any]:
 
 
 def own_settings(run_dir: Path) -> Mapping[str, object]:
-    """The settings in the run.toml of a folder, by dotted name; none unless that is a file of this user's."""
+    """The settings in the run.toml of a folder, by dotted name; empty unless this user owns the file."""
     try:
         return from_dict(read_toml(run_dir / "run.toml", MOST_BYTES, own=True), "").values
     except (OSError, ValueError):
@@ -579,7 +578,8 @@ def own_settings(run_dir: Path) -> Mapping[str, object]:
 
 
 def origin(run_dir: Path) -> str:
-    """The checkpoint elsewhere with which the run of a folder began, by its run.toml; "none" where it began anew."""
+    """The checkpoint elsewhere from which the run of a folder started, by its run.toml; "none" if it started without
+    one."""
     try:
         resumed_from = read_toml(run_dir / "run.toml", MOST_BYTES).get("resume")
     except (OSError, ValueError):
@@ -588,7 +588,7 @@ def origin(run_dir: Path) -> str:
 
 
 def check_out(path: Path) -> None:
-    """ConfigError where no .toml file can be written to `path` of --out."""
+    """ConfigError if no .toml file can be written to `path` of --out."""
     if (problem := write_problem(path)) is not None:
         raise ConfigError(f"cannot be written: {problem}", code="recipe-not-writable", where="--out", value=str(path),
                           remedy="Name a .toml file in a folder you own.")
@@ -598,18 +598,18 @@ def check_out(path: Path) -> None:
 
 
 def write_changes(run: Run, path: Path, origins: Mapping[str, str]) -> None:
-    """Write the mesh, the batch, what was said of the data, and the values of `run` that differ from the defaults, as a
-    recipe. origins: as of `Merged`. OSError."""
+    """Write the mesh, the batch, the given settings of the data, and the values of `run` that differ from the defaults,
+    as a recipe. origins: as of `Merged`. OSError if it cannot be written."""
     values = flatten(run)
     names = {name for name, setting in settings().items()
              if name.startswith(("mesh.", "batch.")) or values[name] != setting.default
              or (name.startswith("data.") and origins.get(name, "default") != "default")}
     read_back = flatten(merge([Layer(origin="", code="allowed", values={
         name: values[name] for name in names})]).run)
-    names |= {name for name, value in values.items() if read_back[name] != value}  # a preset says another value
+    names |= {name for name, value in values.items() if read_back[name] != value}  # a preset sets another value
     write_atomically(path, tomli_w.dumps(document(run, names)))
 
 
 def write(run: Run, path: Path) -> None:
-    """Write every value of `run`, as a TOML file that is itself a recipe: whole, or as it was. OSError."""
+    """Write every value of `run` atomically, as a TOML file that is also a recipe. OSError if it cannot be written."""
     write_atomically(path, tomli_w.dumps(document(run)))

@@ -2,19 +2,19 @@
 
     resolve(run, facts) -> ResolvedRun
 
-Nothing is decided here. A plan chooses the mesh and the microbatch, the data says how many steps an epoch has, a device
-says where optimizer states have room; each hands its answer over as `Facts`, and `resolve` substitutes it. Answers
-arrive one after the other while a run starts, so a `ResolvedRun` may be resolved again with more facts. What follows
-from closed settings by arithmetic (a replica's share of the batch, the number of microbatches) is computed by
-`ResolvedRun`, and nowhere else. Pure: no torch, no clock, no I/O.
+Nothing is decided here. A plan chooses the mesh and the microbatch, the data determines the steps of an epoch, and a
+device where optimizer states fit; these answers are passed as `Facts`, and `resolve` substitutes them. Answers arrive
+one after the other while a run starts, so a `ResolvedRun` may be resolved again with more facts. Values that follow
+from resolved settings by arithmetic (a replica's share of the batch, the number of microbatches) are computed only by
+`ResolvedRun`. Pure: no torch, no clock, no I/O.
 
-Still `auto` in a `ResolvedRun`, because the answer differs between ranks, or is only known once it is measured:
+Still `auto` in a `ResolvedRun`, because the answer differs between ranks, or is known only after a measurement:
 
     memory.recompute        chosen on each stage, by its blocks
-    optim.offload_share     of the free memory of a rank's device
+    optim.offload_share     from the free memory of a rank's device
     pipeline.in_flight, pipeline.defer_bytes    by counted blocks (`plan/limits`)
-    launch.*                of the machine that a rank runs on
-    tensor.reduce_dtype, optim.reduce_dtype    the format of what is summed
+    launch.*                from the machine that a rank runs on
+    tensor.reduce_dtype, optim.reduce_dtype    the format of the summed tensors
     elastic.cache_from      measured while the run trains
 """
 
@@ -47,19 +47,20 @@ def _with_one_size(batch: object) -> object:
 
 @section
 class ResolvedRun(Run):
-    """A run with a mesh and a microbatch size, and what follows from them. `dataclasses.replace` keeps it closed."""
+    """A run with a mesh and a microbatch size, and the values that follow from them. `dataclasses.replace` keeps it
+    resolved."""
 
     mesh: Mesh = Mesh()
     batch: Annotated[ResolvedBatch, BeforeValidator(_with_one_size)] = ResolvedBatch()
 
     @property
     def replica_batch_size(self) -> int:
-        """Samples of a global batch on one replica, at most."""
+        """Most samples of a global batch on one replica."""
         return -(-self.batch.global_size // self.mesh.data)
 
     @property
     def device_type(self) -> str:
-        """torch's name of what predictions are made for: auto counts as a CPU."""
+        """torch's name of the device type for predictions; auto counts as a CPU."""
         return "cuda" if self.launch.device == "cuda" else "cpu"
 
     @property
@@ -84,18 +85,18 @@ class ResolvedRun(Run):
 
 
 def stage_placement(pipe: int, pipeline: Pipeline) -> StagePlacement:
-    """Stages of each of `pipe` ranks; a single rank has one."""
+    """Placement of stages on `pipe` ranks; a single rank has one stage."""
     return StagePlacement(num_ranks=pipe, per_rank=pipeline.stages_per_rank if pipe > 1 else 1, how=pipeline.placement)
 
 
 @section
 class Facts:
-    """Answers to what a run leaves open. None: not known (yet), so the setting stays as it is.
+    """Answers for settings that a run leaves open. None: not known (yet), so the setting stays unchanged.
 
     mesh, microbatch_size: from a plan, or the shape of the tensor mesh with the fewest bytes. tile: rows and columns of
     the tensor mesh on one node. num_samples: training samples in an epoch, from which `train.epochs` gives the steps.
-    num_classes: of the data. device: kind of device of the ranks. offload: where optimizer states have room.
-    offload_share: of them in host memory, with offload hybrid.
+    num_classes: of the data. device: kind of device of the ranks. offload: where optimizer states fit. offload_share:
+    their share in host memory, with offload hybrid.
     """
 
     mesh: Mesh | None = None
@@ -109,10 +110,10 @@ class Facts:
 
 
 def resolve(run: Run, facts: Facts | None = None) -> ResolvedRun:
-    """`run` with the answers of `facts` in place of what it leaves open; settings with a value of their own stay.
+    """`run` with the answers of `facts` for the settings that it leaves open; other settings stay unchanged.
 
-    ConfigError where an axis of the mesh or the microbatch size is still auto, and where the data has another number of
-    classes than the run says.
+    ConfigError if an axis of the mesh or the microbatch size is still auto, or if the data has another number of
+    classes than the run's setting.
     """
     facts = facts or Facts()
     size = run.batch.microbatch_size if facts.microbatch_size is None else facts.microbatch_size
@@ -155,17 +156,18 @@ def _fields(section: Any) -> dict[str, Any]:
 def auto_offload(device: str, needed_bytes: int, free_bytes: int) -> Literal["none", "stream"]:
     """The place of optimizer states that `auto` stands for: the device, unless it is a GPU with too little free memory.
 
-    needed_bytes: what the rank needs of its device if states are there: predicted before a run starts, and twice the
-    bytes of the states for an engine that is built from Python, of which nothing is predicted.
+    needed_bytes: memory that the rank needs on its device with the states there: predicted before a run starts; twice
+    the bytes of the states for an engine built from Python, for which nothing is predicted.
     """
     return "stream" if device == "cuda" and needed_bytes > free_bytes else "none"
 
 
 def auto_offload_share(device: str, needed_bytes: int, state_bytes: int, free_bytes: int) -> float:
-    """The share of the optimizer states in host memory that `auto` stands for, between 0 and 1: as little as leaves the
-    device enough, rounded up to a thousandth. On a CPU, where nothing is to be gained, one half.
+    """The share of the optimizer states in host memory that `auto` stands for, between 0 and 1: the smallest share that
+    leaves enough device memory, rounded up to a thousandth. On a CPU, where it has no benefit, one half.
 
-    needed_bytes: what the rank needs of its device if all states are there. state_bytes: of that, what leaves it.
+    needed_bytes: memory that the rank needs on its device with all states there. state_bytes: the part that can leave
+    it.
     """
     if device != "cuda":
         return 0.5
@@ -174,12 +176,12 @@ def auto_offload_share(device: str, needed_bytes: int, state_bytes: int, free_by
 
 
 def bucket_size(optim: Optim, device: str) -> int:
-    """`optim.bucket_size`, or for auto the parameters that keep a GPU's link busy, or stay in a CPU's cache."""
+    """`optim.bucket_size`, or, for auto, a number that keeps a GPU's link busy, or fits into a CPU's cache."""
     if optim.bucket_size != "auto":
         return optim.bucket_size
     return 4_194_304 if device == "cuda" else 262_144
 
 
 def chunk_size(optim: Optim, device: str) -> int:
-    """Elements of gradients that are reduced in one piece, before rounding up to a multiple of the group's size."""
+    """Gradient elements that are reduced together, before rounding up to a multiple of the group's size."""
     return bucket_size(optim, device) * optim.chunk_buckets

@@ -3,9 +3,8 @@
     problems(run)      each a reason to refuse the run
     warnings(run)      settings that contradict each other without harm
 
-Nothing is built and nothing is read: no torch, no clock, no I/O. `ranvier.planner.problems` adds what the model family,
-the task and the disk have against a run. Rules that also hold for an engine that is built from Python are functions of
-its arguments.
+Nothing is built and nothing is read: no torch, no clock, no I/O. `ranvier.planner.problems` adds problems of the model
+family, the task and the disk. Rules that also apply to an engine built from Python are functions of its arguments.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from ranvier.errors import ConfigError
 from ranvier.mesh import Mesh, StagePlacement
 
 MAX_LAYERS = 10_000
-"""Layers of a model that can be cut into stages, at most."""
+"""Most layers of a model that can be cut into stages."""
 
 
 def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int | None) -> Iterator[ConfigError]:
-    """Every reason why `run` cannot work. num_ranks: ranks that are started, where that is known. num_blocks: of the
-    run's model; None where it cannot be built."""
+    """Every reason why `run` cannot work. num_ranks: number of started ranks, if known. num_blocks: of the run's model;
+    None if it cannot be built."""
     yield from mesh_problems(run, num_ranks, num_blocks)
     yield from batch_problems(run)
     yield from update_problems(run)
@@ -43,7 +42,7 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
                           code="join-needs-torch", where="launch.join-address", value=run.launch.join_address,
                           remedy="Leave `--comm.transport auto`, or `--launch.join-address` out.")
     if run.launch.join_address is not None and run.data.task == "preference" and run.preference.needs_reference:
-        yield ConfigError("cannot be where the loss has a reference: ranks that join would not have its "
+        yield ConfigError("cannot be used if the loss has a reference: ranks that join would not have its "
                           "log-probabilities", code="join-with-reference", where="launch.join-address",
                           value=run.launch.join_address,
                           remedy="Leave `--launch.join-address` out, or set `--preference.loss simpo`.")
@@ -59,7 +58,7 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, num_blocks: int 
 
 
 def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | None) -> Iterator[ConfigError]:
-    """A mesh that the ranks, the model or the batch do not suit."""
+    """Problems of a mesh that does not fit the ranks, the model or the batch."""
     mesh, num_layers = run.mesh, run.model.num_layers
     try:
         mesh.require_known_axes("a run")
@@ -99,7 +98,7 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
 
 def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[int, ...] | None
                       ) -> Iterator[ConfigError]:
-    """A schedule that does not know several stages on a rank; limits of other ranks than there are."""
+    """Problems of a schedule without support for several stages per rank, and of a wrong number of per-rank limits."""
     if deferred is not None and len(deferred) != placement.num_ranks:
         yield ConfigError(f"has {len(deferred)} numbers for {placement.num_ranks} ranks of the pipeline",
                           code="deferred-count", where="pipeline.deferred", value=deferred,
@@ -111,8 +110,8 @@ def schedule_problems(placement: StagePlacement, policy: str, deferred: tuple[in
 
 
 def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Dynamic rotary scaling chooses its base by the length of a sequence, which with packing or padding is not that of
-    the sample."""
+    """Problems of dynamic rotary scaling, which chooses its base by the length of a sequence: with packing or padding,
+    that is not the length of the sample."""
     task, longest = run.data.task, run.model.rope_positions
     if run.model.rope_scaling != "dynamic" or longest is None or run.model.sequence <= longest:
         return
@@ -129,7 +128,7 @@ def _rotary_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def tensor_problems(mesh: Mesh, tensor: TensorParallel) -> Iterator[ConfigError]:
-    """A scheme of tensor parallelism that does not exist on this shape of tensor mesh."""
+    """Problems of a tensor parallel scheme that does not support this shape of tensor mesh."""
     if tensor.scheme == "megatron" and mesh.row > 1:
         yield ConfigError(f"splits blocks over columns only, and `mesh.row` is {mesh.row}", code="megatron-with-rows",
                           where="tensor.scheme", value="megatron",
@@ -142,21 +141,21 @@ def float8_problems(mesh: Mesh, *, is_fp64: bool) -> Iterator[ConfigError]:
         yield ConfigError("would round the products of an fp64 run to 8 bits", code="float8-in-fp64",
                           where="model.float8", value=True, remedy="Set `--precision bf16`, or `--model.float8 false`.")
     if mesh.stage_size > 1:
-        yield ConfigError(f"is for layers that are whole on a rank, and {mesh.stage_size} ranks split them",
+        yield ConfigError(f"is for layers that are not split, and {mesh.stage_size} ranks split them",
                           code="float8-split", where="model.float8", value=True,
                           remedy="Set `--mesh.row 1` `--mesh.col 1`, or `--model.float8 false`.")
 
 
 def recompute_problems(memory: Memory, mesh: Mesh, *, compile: bool | Literal["auto"], float8: bool
                        ) -> Iterator[ConfigError]:
-    """Selective recomputation beside what it is not understood with."""
+    """Problems of selective recomputation with incompatible settings."""
     if memory.recompute != "selective":
         return
     if compile is True and mesh.stage_size == 1:
-        yield ConfigError("keeps outputs of operations, and a compiled block is a single one",
+        yield ConfigError("keeps outputs of operations, and a compiled block is a single operation",
                           code="recompute-selective-compiled", where="memory.recompute", value=memory.recompute,
                           remedy="Set `--model.compile false`, or `--memory.recompute none`: compiled blocks compute "
-                                 "elementwise operations again by themselves.")
+                                 "elementwise operations again automatically.")
     if float8:
         yield ConfigError("does not keep products in float8", code="recompute-selective-float8",
                           where="memory.recompute", value=memory.recompute,
@@ -164,7 +163,7 @@ def recompute_problems(memory: Memory, mesh: Mesh, *, compile: bool | Literal["a
 
 
 def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
-    """A run in which no layer would multiply in float8."""
+    """Problems of a run in which no layer would multiply in float8."""
     if run.lora.rank:
         yield ConfigError("is for layers that train, and the layers below adapters are frozen", code="float8-with-lora",
                           where="model.float8", value=True, remedy="Set `--lora.rank 0`, or `--model.float8 false`.")
@@ -175,7 +174,7 @@ def _no_float8_layers(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Sizes that rows or columns must divide, and do not. Heads of keys and values they need not divide
+    """Problems of sizes that rows or columns must divide but do not. They need not divide the heads of keys and values
     (`Split.for_cols`), unless a norm is over all of them."""
     mesh, model, tensor = run.mesh, run.model, run.tensor
     shares: list[tuple[str, str, int]] = [("row", "batch.microbatch-size", run.batch.microbatch_size),
@@ -185,7 +184,7 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
     if tensor.shards_sequence:
         shares.append(("col", "model.sequence", model.sequence))
     if model.qk_norm == "all" and model.kv_heads:
-        shares.append(("col", "model.kv-heads beside `model.qk-norm all`:", model.kv_heads))
+        shares.append(("col", "model.kv-heads with `model.qk-norm all`:", model.kv_heads))
     for axis, what, size in shares:
         count = getattr(mesh, axis)
         if size % count:
@@ -206,7 +205,7 @@ def divisibility_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Boundaries given by hand, if they cut `num_blocks` into `num_stages` non-empty stages. ConfigError otherwise."""
+    """Return manual boundaries if they cut `num_blocks` into `num_stages` non-empty stages. ConfigError otherwise."""
     boundaries = tuple(boundaries)
     remedy = (f"Give {num_stages - 1} rising block numbers between 1 and {num_blocks - 1}, "
               f"the first block of each stage after the first.")
@@ -224,7 +223,7 @@ def check_boundaries(boundaries: Sequence[int], num_blocks: int, num_stages: int
 
 
 def batch_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Replicas without a sample, and microbatches that are larger than a replica's share."""
+    """Problems of replicas without a sample, and of microbatches that are larger than a replica's share."""
     mesh, batch, share = run.mesh, run.batch, run.replica_batch_size
     if batch.global_size < mesh.data:
         yield ConfigError(f"leaves replicas without a sequence: `mesh.data` is {mesh.data}",
@@ -237,7 +236,7 @@ def batch_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Problems of settings that contradict the way in which parameters are updated."""
+    """Problems of settings that contradict how parameters are updated."""
     count = run.num_microbatches
     if run.optim.update_in_backward and count > 1:
         yield ConfigError(f"needs batches of one microbatch, not {count}: blocks share the memory of gradients, in "
@@ -249,7 +248,8 @@ def update_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def in_backward_problems(optim: Optim, *, scales_loss: bool, own: bool = True) -> Iterator[ConfigError]:
-    """Updates in the backward cannot wait for what is known only after it. own: whether the optimizer is Ranvier's."""
+    """Problems of updates in the backward, which cannot wait for values that are known only after it. own: whether the
+    optimizer is Ranvier's."""
     for wrong, code, what, remedy in (
             (not own, "in-backward-own-optimizer", "needs Ranvier's own optimizer",
              "Give the engine optim=, and no optimizer=."),
@@ -263,8 +263,8 @@ def in_backward_problems(optim: Optim, *, scales_loss: bool, own: bool = True) -
 
 
 def looks_before_update(guard: Guard, optim: Optim) -> bool:
-    """Whether steps are judged before they are applied. Blocks that are updated in the backward change before anything
-    is known of the step: there, stop has the effect of none."""
+    """Whether steps are checked before they are applied. With updates in the backward, blocks change before the step
+    can be checked, so that stop has the effect of none."""
     return guard.bad_step != "none" and not optim.update_in_backward
 
 
@@ -286,7 +286,7 @@ _OF_RANVIERS_OPTIMIZER = ("algorithm", "options", "betas", "epsilon", "momentum"
 
 
 def idle_beside_torch_optimizer(optim: Optim) -> list[str]:
-    """The fields that are set and change nothing where a torch optimizer updates the parameters."""
+    """The fields that are set but have no effect if a torch optimizer updates the parameters."""
     default = Optim()
     return [name for name in _OF_RANVIERS_OPTIMIZER if (value := getattr(optim, name)) and value != getattr(
         default, name)]
@@ -296,7 +296,7 @@ def idle_beside_torch_optimizer(optim: Optim) -> list[str]:
 
 
 def collectives_problems(transport: str, collectives: str) -> Iterator[ConfigError]:
-    """Collectives over MPI where messages travel otherwise."""
+    """Problems of collectives over MPI if messages use another transport."""
     if transport == "torch" and collectives == "mpi":
         yield ConfigError("needs MPI for messages, too", code="mpi-collectives-alone", where="comm.collectives",
                           value=collectives,
@@ -304,18 +304,18 @@ def collectives_problems(transport: str, collectives: str) -> Iterator[ConfigErr
 
 
 def resume_problems(run: ResolvedRun) -> Iterator[ConfigError]:
-    """A run that is to resume, and has no folder to look into."""
+    """Problems of a run that is to resume but has no folder to look into."""
     if run.resume == "auto" and run.run_dir is None and run.checkpoint.dir is None:
         yield ConfigError("needs a folder to look for checkpoints in", code="resume-without-folder", where="resume",
                           value="auto", remedy="Set `--run-dir`, or `--checkpoint.dir`, to the same folder each time.")
 
 
 _SMALL_BUCKET = 1024
-"""Parameters; a run with smaller buckets gets a warning."""
+"""Number of parameters; a run with smaller buckets gets a warning."""
 
 
 def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
-    """Values that have not the effect that was meant."""
+    """Warnings about values that do not have the intended effect."""
     asked = run.pipeline.in_flight
     if asked != "auto" and run.pipeline.policy != "gpipe" and asked < run.mesh.pipe:
         yield ConfigError(f"leaves some of the {run.mesh.pipe} stages idle", code="in-flight-below-stages",
@@ -329,7 +329,8 @@ def warnings(run: ResolvedRun) -> Iterator[ConfigError]:
                               code="clip-from-saves-nothing", where="optim.clip-from", value=run.optim.clip_from,
                               remedy="Leave it out" + ("." if scales else ", or set `--guard.bad-step none`."))
     if run.optim.bucket_size != "auto" and run.optim.bucket_size < _SMALL_BUCKET:
-        yield ConfigError("makes updates slow: each bucket has a call of its own, and a few of them a collective",
+        yield ConfigError("makes updates slow: each bucket needs a separate call, and each chunk of a few "
+                          "buckets a collective",
                           code="bucket-size-small", where="optim.bucket-size", value=run.optim.bucket_size,
                           remedy="Leave it out, or set 65,536 parameters or more.")
     if run.train.epochs is None:
@@ -384,7 +385,7 @@ def elastic_problems(run: ResolvedRun) -> Iterator[ConfigError]:
 
 
 def manual_depth(text: str) -> tuple[int, int]:
-    """(step, layers) of a text STEP:LAYERS. ConfigError when it is none."""
+    """(step, layers) of a text STEP:LAYERS. ConfigError when it has another form."""
     found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", text)
     if found is None:
         raise ConfigError("is not of the form STEP:LAYERS", code="malformed-manual-freeze", where="elastic.manual",
@@ -394,7 +395,7 @@ def manual_depth(text: str) -> tuple[int, int]:
 
 
 def freeze_problems(elastic: Elastic, num_layers: int) -> Iterator[ConfigError]:
-    """Problems of the freeze settings, for a model of so many layers."""
+    """Problems of the freeze settings, for a model with `num_layers` layers."""
     if elastic.freeze != "manual":
         if elastic.manual:
             yield ConfigError(f"is given, but `elastic.freeze` is {elastic.freeze}", code="manual-freeze-unused",

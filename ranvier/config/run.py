@@ -2,8 +2,8 @@
 
 The text under a field is its help on the command line and its documentation. Flags are the fields' names with hyphens
 (`--batch.global-size`); run.toml has the same names with underscores. A recipe (or a run.toml) overrides the defaults,
-and a flag overrides the recipe. `auto` is a value: it is replaced here when it is resolved, and the run's folder keeps
-the result.
+and a flag overrides the recipe. `auto` is a value: it is replaced in this tree when it is resolved, and the run's
+folder keeps the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ObjectName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z
 
 @section
 class MeshSettings:
-    """Sizes of the mesh along its four axes, of which some may be auto."""
+    """Sizes of the mesh along its four axes, some of which may be auto."""
 
     data: Size | Literal["auto"] = 1
     """Data parallel size: replicas of the model, which share each global batch. auto: the planner chooses the fastest
@@ -53,7 +53,7 @@ class MeshSettings:
         return tuple(axis for axis in AXES if getattr(self, axis) == "auto")
 
     def with_sizes(self, **sizes: int) -> Mesh:
-        """The mesh with these sizes along its open axes. ConfigError where an axis stays open, and from `Mesh`."""
+        """The mesh with these sizes along its open axes. ConfigError if an axis stays open, or from `Mesh`."""
         known = {axis: getattr(self, axis) for axis in AXES if axis not in self.open_axes} | sizes
         for axis in self.open_axes:
             if axis not in known:
@@ -120,10 +120,10 @@ class Pipeline:
     """Pipeline parallelism: schedule, in-flight limit, partition into stages, deferred weight gradients."""
 
     policy: Literal["message-driven", "1f1b", "gpipe"] = "message-driven"
-    """Pipeline schedule: message-driven runs work whose inputs have arrived, and of it what is due first; 1f1b and
+    """Pipeline schedule: message-driven runs work whose inputs have arrived, in the order in which it is due; 1f1b and
     gpipe follow a fixed order."""
     in_flight: Positive | Literal["auto"] = "auto"
-    """In-flight limit: microbatches of one replica that may be in the pipeline at once. auto: the fastest in a
+    """In-flight limit: microbatches of one replica that may be in the pipeline at the same time. auto: the fastest in a
     simulation of the schedule, within `memory`. Unused with gpipe, which has all of them in flight."""
     boundaries: tuple[Positive, ...] | None = None
     """First block of each stage after the first, by number; overrides `partition`."""
@@ -194,13 +194,13 @@ class Comm:
     """Communication between ranks."""
 
     transport: Literal["auto", "torch", "mpi"] = "auto"
-    """Communication library: torch.distributed (Gloo, NCCL) or MPI. auto: MPI on CPU where mpi4py and mpiexec are
+    """Communication library: torch.distributed (Gloo, NCCL) or MPI. auto: MPI on CPU if mpi4py and mpiexec are
     installed, otherwise torch."""
     collectives: Literal["auto", "torch", "mpi"] = "auto"
-    """Library of the collectives, where `transport` is mpi: torch.distributed (Gloo, NCCL) or MPI. auto: NCCL between
-    CUDA devices, MPI between CPUs. AxoNN has MPI for messages and NCCL for collectives."""
+    """Library of the collectives, if `transport` is mpi: torch.distributed (Gloo, NCCL) or MPI. auto: NCCL between CUDA
+    devices, MPI between CPUs. AxoNN uses MPI for messages and NCCL for collectives."""
     timeout_seconds: Seconds = 300.0
-    """Timeout of one message or collective, in seconds; the run then fails with a report of which rank waits for
+    """Timeout of one message or collective, in seconds; after it, the run fails with a report of which rank waits for
     which."""
 
 
@@ -235,7 +235,7 @@ class Optim:
     """Gradient clipping: maximum global gradient norm (L2); larger gradients are scaled down to it. 0 does not clip."""
     clip_from: Literal["step", "previous-step"] = "step"
     """Norm by which `clip_norm` clips: that of the step itself, or that of the step before, so that no update waits for
-    the whole gradient, not even in the backward (`update_in_backward`). With previous-step the results differ: a step
+    the full gradient, not even in the backward (`update_in_backward`). With previous-step the results differ: a step
     whose gradient grows suddenly is clipped too little, and the first step of a run is not clipped."""
     accumulate: Literal["fp32", "half"] = "fp32"
     """Number format of gradient accumulation over microbatches, with bf16 and fp16 parameters."""
@@ -245,7 +245,7 @@ class Optim:
     offload: Literal["none", "stream", "host", "hybrid", "auto"] = "auto"
     """CPU offload of optimizer states. none: states on the device; stream: states in host memory, streamed through the
     device bucket by bucket for the update; host: states in host memory, updated by the CPU; hybrid: a part of the
-    states on the device, the others streamed. auto: none where the device has enough memory, otherwise stream."""
+    states on the device, the others streamed. auto: none if the device has enough memory, otherwise stream."""
     offload_share: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
     """Share of the optimizer states in host memory with offload hybrid. auto: the smallest share with which the other
     states fit on the device; 0.5 on a CPU."""
@@ -280,14 +280,15 @@ class Memory:
 
     recompute: Literal["none", "auto", "selective", "alternate", "axonn"] | Positive = "none"
     """Activation recomputation (activation checkpointing): layers between stored activations; the others are computed
-    again in the backward. auto: on each stage what needs the least memory; selective: of every block the outputs of
-    matrix products and attention are kept, and only norms, activations and other elementwise operations run again;
-    alternate: every second layer keeps its activations, which costs half of the time of 1; axonn: AxoNN's rule."""
+    again in the backward. auto: on each stage, the choice that needs the least memory; selective: the outputs of matrix
+    products and attention in every block are kept, and only norms, activations and other elementwise operations run
+    again; alternate: every second layer keeps its activations, which costs half of the time of 1; axonn: AxoNN's
+    rule."""
 
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, given: Any) -> Any:
-        """With the other spellings (`ranvier.config.aliases`) as keyword arguments too."""
+        """Accept the other spellings (`ranvier.config.aliases`) as keyword arguments, too."""
         if not isinstance(given, ArgsKwargs) or given.kwargs is None:
             return given
         if {"checkpoint", "recompute"} <= given.kwargs.keys():  # as dataclasses.replace passes them
@@ -310,9 +311,9 @@ class Checkpoint:
     keep_every: Annotated[int, Ge(0)] = 0
     """Checkpoints of steps that are a multiple of this are never deleted; 0 for none."""
     best: Annotated[str, StringConstraints(pattern=r"^eval_\w+$")] | None = None
-    """Metric of the best checkpoint, which is kept beside the latest ones and marked by the link `best` in their
-    folder: eval_loss, eval_accuracy, or that of an evaluation set, such as eval_wiki_loss. Losses are minimised, other
-    metrics maximised. none keeps no best one."""
+    """Metric of the best checkpoint, which is kept in addition to the latest ones and marked by the link `best` in
+    their folder: eval_loss, eval_accuracy, or a metric of an evaluation set, such as eval_wiki_loss. Losses are
+    minimised, other metrics maximised. none keeps no best checkpoint."""
     background: bool = True
     """Copy parameters and optimizer states to host memory, and write them while training continues. false: training
     waits until they are written, and no memory is needed for copies."""
@@ -327,7 +328,7 @@ class Guard:
     bad_step: Literal["stop", "skip", "rollback", "none"] = "stop"
     """Reaction to a loss or gradient that is NaN or infinite, or to a loss spike. stop: end the run before the step is
     applied, and name the block and the microbatch; skip: skip the step; rollback: roll back to the last checkpoint and
-    skip the data since then; none: check the loss alone, after the step, and end the run."""
+    skip the data since then; none: check only the loss, after the step, and end the run."""
     loss_spike_factor: Annotated[float, Ge(0)] = 0.0
     """Loss spikes: a step is bad when its loss is more than this times the median of the last 20 good steps; 0 for no
     limit."""
@@ -339,7 +340,7 @@ class Guard:
 
 @section
 class Log:
-    """Console output, and experiment trackers beside the run's own files and TensorBoard."""
+    """Console output, and experiment trackers in addition to the run's own files and TensorBoard."""
 
     tracker: tuple[Literal["wandb", "mlflow", "aim"], ...] = ()
     """Experiment trackers that get the curves and settings of the run: wandb (Weights & Biases), mlflow, aim; several
@@ -366,15 +367,15 @@ class Launch:
     threads: Positive | Literal["auto"] = "auto"
     """Compute threads per rank; auto divides the cores of the machine among its ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks; auto is CUDA when each rank of a machine can have a device of its own."""
+    """Device of the ranks; auto is CUDA when each rank of a machine can have its own device."""
     cluster: str | None = None
     """Cluster for which `auto` in mesh.data, mesh.pipe and batch.microbatch-size is planned, and a pipeline's limits
     that are `auto` are chosen: a shipped cluster or a TOML file (`ranvier doctor --measure`); none uses nominal figures
     of the devices here."""
     trial: Annotated[int, Ge(0)] = 0
     """Number of best predicted plans for `auto` that are run for a few steps each before the run starts; the fastest is
-    taken. On CPUs one rank with all cores is tried, too. 0: the best prediction is taken. No trial where it would take
-    more than a tenth of the run's predicted time, when a run is resumed, and under torchrun, mpiexec and srun."""
+    used. On CPUs one rank with all cores is tried, too. 0: the best prediction is used. No trial if it would take more
+    than a tenth of the run's predicted time, when a run is resumed, or under torchrun, mpiexec and srun."""
     stopped_seconds: Annotated[float, Ge(0), Le(1e8)] = 5.0
     """Seconds for which a rank may be stopped by a signal (SIGSTOP) before the run ends and names the rank; 0 for no
     limit."""
@@ -424,8 +425,8 @@ class Transformer:
     keep the run's precision, and so do parameters, activations and evaluation. Needs compute capability 8.9 or more on
     CUDA; a CPU computes the same products slowly."""
     attention_kernel: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """On CUDA: kernel of attention that is preferred to the others: FlashAttention, cuDNN's, the memory-efficient one,
-    or plain products (math). auto measures them at the start, on the run's shapes, and takes the fastest."""
+    """On CUDA: attention kernel that is preferred: FlashAttention, cuDNN's, the memory-efficient one, or plain products
+    (math). auto measures them at the start, on the run's shapes, and uses the fastest."""
     num_layers: Positive = 4
     """Transformer layers."""
     hidden: Positive = 128
@@ -450,7 +451,7 @@ class Transformer:
     patch_size: Positive = 4
     """vit: pixels of a patch's height and width; divides `image_size`."""
     untied: bool = False
-    """gpt, transformers: whether the projection onto the vocabulary has weights of its own, as in models that were
+    """gpt, transformers: whether the projection onto the vocabulary has its own weights, as in models that were
     exported after layers had frozen. Otherwise it shares the weights of the token embedding."""
     max_positions: Positive | None = None
     """llama: maximum number of positions of the model, for exports (max_position_embeddings); none is `sequence`."""
@@ -475,7 +476,7 @@ class Transformer:
     query_pre_attn_scalar: Annotated[float, Gt(0)] | None = None
     """llama: number by whose square root attention scores are divided; none is `head_dim`."""
     window: Positive | None = None
-    """llama: sliding window: tokens that a token attends to, itself included; none is all before it."""
+    """llama: sliding window: tokens that a token attends to, including itself; none is all tokens up to it."""
     full_every: Annotated[int, Ge(0)] = 0
     """llama: one layer in this many attends to all tokens instead of the window (Gemma 2: 2); 0 for none."""
     full_layers: tuple[Annotated[int, Ge(0)], ...] = ()
@@ -502,13 +503,13 @@ class Transformer:
     embedding_scale: Literal["one", "sqrt-hidden"] | Annotated[float, Gt(0)] = "one"
     """llama: factor of token embeddings: one, the square root of `hidden` (Gemma), or a number (Granite)."""
     residual_multiplier: Annotated[float, Gt(0)] = 1.0
-    """llama: factor of what a sublayer adds (Granite)."""
+    """llama: factor of the sublayers' outputs (Granite)."""
     logits_scaling: Annotated[float, Gt(0)] = 1.0
     """llama: number by which logits are divided (Granite)."""
     attention_softcap: Annotated[float, Ge(0)] = 0.0
     """llama: cap of attention scores, as cap x tanh(score / cap) (Gemma 2); 0 for none."""
     logit_softcap: Annotated[float, Ge(0)] = 0.0
-    """llama: cap of logits, likewise; 0 for none."""
+    """llama: cap of logits, in the same form; 0 for none."""
 
 
 @section
@@ -518,17 +519,17 @@ class Lora:
     rank: Annotated[int, Ge(0)] = 0
     """Rank of the adapters, PEFT's `r`; 0 for no adapters."""
     alpha: Annotated[float, Gt(0)] = 16.0
-    """Scale of the adapters: what they add is multiplied by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: tuple[str, ...] | Literal["auto"] = "auto"
     """Linear layers with adapters, as patterns of their names or of the ends of their names, for example query,value or
-    layer?.mlp.*. auto: the projections of queries and values; of gpt, where they are one layer with the keys, qkv."""
+    layer?.mlp.*. auto: the projections of queries and values; for gpt, where they are one layer with the keys, qkv."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Dropout probability of the adapters' inputs."""
     method: Literal["lora", "dora"] = "lora"
     """lora (Hu et al., 2021); dora: with a separate magnitude for each row (Liu et al., 2024)."""
     train_head: bool | Literal["auto"] = "auto"
-    """Whether the linear layers of the model's head train beside the adapters. auto: those of classifiers and of
-    question answering, not of language models."""
+    """Whether the linear layers of the model's head train in addition to the adapters. auto: those of classifiers and
+    of question answering, not of language models."""
     base_format: Literal["precision", "int8", "nf4"] = "precision"
     """Number format in which the frozen weights of the layers' linear layers are stored: that of `precision`, int8, or
     nf4 (QLoRA; Dettmers et al., 2023), which needs ranvier[quantized]. Products are computed in `precision`."""
@@ -548,8 +549,8 @@ class Data:
 
     task: Literal["lm", "chat", "preference", "reward", "classification", "qa", "images"] | ObjectName = "lm"
     """Task: language modelling (lm), fine-tuning on conversations (chat), preference tuning on pairs of a chosen and a
-    rejected answer (preference), a reward model of such pairs (reward), classification of sentences or pairs of them,
-    extractive question answering (qa), or classification of images. Or a task of your own, as module:function
+    rejected answer (preference), a reward model trained on such pairs (reward), classification of sentences or sentence
+    pairs, extractive question answering (qa), or classification of images. Or a task of your own, as module:function
     (docs/extending.md)."""
     options: tuple[str, ...] = ()
     """Keyword arguments of the function that a `task` of your own names, as NAME=VALUE, for example length=16."""
@@ -560,7 +561,7 @@ class Data:
     folder with one folder of images for each class."""
     eval: str | None = None
     """Evaluation data, in the formats of `train`; none takes the data set's own evaluation split, or every tenth sample
-    if there is none. lm: a corpus, of which all text is held out; none holds out a part of `corpus`."""
+    if there is none. lm: a corpus, all of whose text is held out; none holds out a part of `corpus`."""
 
     eval_sets: tuple[str, ...] = ()
     """Further evaluation data in the same formats, as NAME=DATA, for example wiki=wiki.jsonl,code=code.jsonl. Each set
@@ -575,13 +576,13 @@ class Data:
     """Column of the text. none: `text`, or the only column of text (lm); `sentence`, else `text`
     (classification)."""
     pair_column: str | None = None
-    """classification: column of the second text of a pair, for example hypothesis beside premise; none for single
-    texts."""
+    """classification: column of the second text of a pair, for example hypothesis, with premise as the first; none for
+    single texts."""
     label_column: str | None = None
     """classification: column of the label; none is `label`."""
     messages_column: str | None = None
-    """chat: column of the conversation, a list of messages with `role` and `content`; none is the first
-    of `messages`, `conversation` and `conversations` that there is."""
+    """chat: column of the conversation, a list of messages with `role` and `content`; none is the first existing one of
+    `messages`, `conversation` and `conversations`."""
     form: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion"] | ObjectName = "auto"
     """chat, preference and reward: form of the rows (docs/data.md). auto: by their columns; messages: OpenAI's;
     sharegpt: turns with `from` and `value`; alpaca: instruction, input and output; prompt-completion; or a function of
@@ -589,18 +590,17 @@ class Data:
     chat_template: Path | None = None
     """chat: file of a Jinja template that replaces the chat template of the tokenizer."""
     mixture: tuple[str, ...] = ()
-    """lm and chat: several corpora or data sets in place of `corpus` or `train`, as NAME=WEIGHT, for example
+    """lm and chat: several corpora or data sets instead of `corpus` or `train`, as NAME=WEIGHT, for example
     wiki.jsonl=3,code=1. Weights are shares of the samples of a batch."""
     packing: bool = False
-    """Pack several samples (documents, conversations) into one sequence, for the tasks lm and chat. Tokens attend to
-    their own sample only, and positions start again with each sample. Without packing, lm cuts the text into sequences
+    """Pack several samples (documents, conversations) into one sequence, for the tasks lm and chat. Tokens attend only
+    to their own sample, and positions restart with each sample. Without packing, lm cuts the text into sequences
     regardless of documents, and chat pads each conversation."""
     padding: Literal["longest", "maximum"] = "longest"
-    """Padding of samples with different lengths. longest: batches are grouped by length, in an order that depends on
-    the seed alone, and each microbatch is padded to its longest sample; maximum: to `model.sequence`, in random
-    order."""
+    """Padding of samples with different lengths. longest: batches are grouped by length, in an order that depends only
+    on the seed, and each microbatch is padded to its longest sample; maximum: to `model.sequence`, in random order."""
     augment: Literal["none", "flip-crop"] = "none"
-    """images: data augmentation by random flips and shifted crops, which depend on seed, epoch and sample only."""
+    """images: data augmentation by random flips and shifted crops, which depend only on seed, epoch and sample."""
     augment_repeats: bool = False
     """Each epoch repeats the augmentation of the first, so that outputs of frozen layers can be cached."""
     corpus: str = "python-stdlib"
@@ -609,11 +609,11 @@ class Data:
     is a document, whose column `text_column` is its text."""
     tokenizer: str = "bpe"
     """Tokenizer. bpe: a byte-level BPE with model.vocab entries, trained on the first 4 MB of the corpus; gpt2: GPT-2's
-    own; or the path of a tokenizer.json (of decoders a byte-level BPE, of bert a WordPiece). chat takes a folder
+    own; or the path of a tokenizer.json (for decoders a byte-level BPE, for bert a WordPiece). chat takes a folder
     with tokenizer.json, tokenizer_config.json and a chat template."""
     max_bytes: Positive | Literal["auto"] = "auto"
-    """Bytes of text to read from the corpus; a warning says when the rest is left out. auto: all of a file or folder,
-    16 MB of a corpus that is given by name."""
+    """Bytes of text to read from the corpus; a warning reports when the rest is left out. auto: all of a file or
+    folder, 16 MB of a corpus that is given by name."""
     cache_dir: Path | None = None
     """Cache folder for downloaded corpora, tokenizers and token files; by default the user's cache folder."""
 
@@ -624,12 +624,12 @@ class Preference:
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     """dpo (Rafailov et al., 2023) and ipo (Azar et al., 2023) compare with the likelihoods of a reference, which are
-    computed before the first step, by the weights with which the run begins, without adapters; simpo (Meng et al.,
-    2024) needs no reference."""
+    computed before the first step, with the run's initial weights, without adapters; simpo (Meng et al., 2024) needs no
+    reference."""
     beta: Annotated[float, Gt(0)] = 0.1
     """Scale of the rewards: the larger, the closer the model stays to the reference. simpo is used with 2 to 2.5."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """dpo and simpo: probability that a pair's answers are the wrong way round."""
+    """dpo and simpo: probability that a pair's answers are swapped."""
     gamma: Annotated[float, Ge(0)] = 0.0
     """simpo: target margin between the rewards of a pair."""
 
@@ -641,7 +641,7 @@ class Preference:
 
 @section
 class Elastic:
-    """Freezing of layers, and what follows from it: AutoPipe, AutoDP, AutoCache (PipeTransformer; He et al., 2021)."""
+    """Freezing of layers, and its consequences: AutoPipe, AutoDP, AutoCache (PipeTransformer; He et al., 2021)."""
 
     freeze: Literal["none", "gradient-norm", "cap", "manual", "untrained"] | ObjectName = "none"
     """Freeze policy: which layers stop training, from the first on. gradient-norm: up to the layer with the smallest
@@ -687,7 +687,7 @@ class Elastic:
 
 @section
 class Run:
-    """All settings of a run, of which some may be auto; `ranvier.config.resolve` replaces auto by values."""
+    """All settings of a run, some of which may be auto; `ranvier.config.resolve` replaces auto by values."""
 
     mesh: MeshSettings | Mesh = Mesh()
     batch: Batch = Batch()
@@ -723,7 +723,7 @@ class Run:
     number of ranks is started."""
     max_restarts: Annotated[int, Ge(0)] = 0
     """Under plain python: how often the run restarts from its newest checkpoint after a fault, on the remaining ranks
-    if one was killed, stopped or hung. Other launchers have settings of their own for this."""
+    if one was killed, stopped or hung. Other launchers have their own settings for this."""
     run_dir: Path | None = None
     """Folder of the run's outputs; by default runs/RECIPE-DATE."""
 

@@ -25,8 +25,8 @@ Section = TypeVar("Section")
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[Section]) -> type[Section]:
-    """Make a class a frozen, keyword-only dataclass that checks its fields. A value that does not fit, and a name that
-    is not a field, is a ConfigError that names the argument; so is one in `dataclasses.replace`."""
+    """Make a class a frozen, keyword-only dataclass that checks its fields. An invalid value, or a name that is not a
+    field, is a ConfigError that names the argument, also in `dataclasses.replace`."""
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
     made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
     made.__init__ = _check_values(made.__init__)
@@ -42,7 +42,7 @@ def _check_values(construct: Callable[..., None]) -> Callable[..., None]:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise _refusal(type(self), str(first["loc"][0]) if first["loc"] else "", first["input"]) from None
-        for name, value in values.items():  # which pydantic takes for 1, 0 and the current directory
+        for name, value in values.items():  # pydantic accepts them as 1, 0 and the current directory
             kind = type(getattr(self, name, value))
             if (isinstance(value, bool) and kind is not bool) or (value == "" and issubclass(kind, Path)):
                 raise _refusal(type(self), name, value)

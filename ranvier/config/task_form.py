@@ -1,4 +1,5 @@
-"""Facts about a task that a run needs before its data is there: its model, its unit, and what it ignores.
+"""Facts about a task that a run needs before its data is prepared: its model, its unit, and the settings that it
+ignores.
 
     task             family    head       counts
     lm               gpt       tokens     tokens of sequences (llama too)
@@ -25,10 +26,10 @@ from ranvier.errors import ConfigError
 class TaskForm:
     """Facts about a task.
 
-    family: the model family that `auto` takes; others: shipped families that do the task too. head: what the
-    model's last block gives: "tokens" (logits of the next token), "score" (one number for each token), "classes"
-    (logits of a sample's class), "span" (scores of each token as an answer's first and last), or any other name
-    that the run's own family understands. targets: what the loss is averaged over, in the plural: "tokens".
+    family: the model family for `auto`; others: shipped families that also support the task. head: the output of the
+    model's last block: "tokens" (logits of the next token), "score" (one number for each token), "classes" (logits of a
+    sample's class), "span" (scores of each token as an answer's first and last), or any other name that the run's own
+    family supports. targets: what the loss is averaged over, in the plural: "tokens".
     samples: what a batch consists of, in the plural: "sequences". writes_text: whether the model can write sample
     text at the end of a run. takes_wordpiece: whether the family's tokenizer must be a WordPiece. unused: settings
     without effect in this task, by dotted name with underscores -> the reason, for warnings.
@@ -83,7 +84,7 @@ TASK_ATTRIBUTES = ("form", "problems()", "warnings()", "prepare()")
 
 
 def form_of(data: Data) -> TaskForm:
-    """The facts about the task of a run. ConfigError where data.task names an object that is not a task."""
+    """The facts about the task of a run. ConfigError if data.task names an object that is not a task."""
     if not is_object_name(data.task):
         return SHIPPED[data.task]
     found = load_object(data.task, "data.task", TASK_ATTRIBUTES, data.options)
@@ -96,6 +97,6 @@ def form_of(data: Data) -> TaskForm:
 
 
 def family_name(run: Run) -> str:
-    """The model family of a run, a shipped one's name or module:name: that of the task where the run says auto.
-    ConfigError as `form_of`."""
+    """The model family of a run, a shipped one's name or module:name: the task's if the run says auto. ConfigError as
+    `form_of`."""
     return form_of(run.data).family if run.model.family == "auto" else run.model.family

@@ -14,6 +14,6 @@ def has_user_information(value: object) -> bool:
 
 
 def without_user_information(value: object) -> str:
-    """The value as text that may be shown."""
+    """The value as text, with user information removed."""
     entries = value if isinstance(value, (list, tuple)) else (value,)
     return ",".join(_USER.sub(r"\1...@", str(entry)) for entry in entries)

@@ -196,7 +196,7 @@ def test_values_that_are_not_finite_are_not_hidden():
 
 @pytest.mark.parametrize(("changed", "words"), [
     ({"precision": "fp64"}, "would round the products of an fp64 run to 8 bits"),
-    ({"mesh": Mesh(col=2)}, "is for layers that are whole on a rank, and 2 ranks split them"),
+    ({"mesh": Mesh(col=2)}, "is for layers that are not split, and 2 ranks split them"),
     ({"lora": Lora(rank=2)}, "is for layers that train"),
     ({"model": Transformer(float8=True, hidden=40)}, "needs a hidden size that 16 divides"),
 ])
