@@ -1,1 +1,1 @@
-"""Using a trained model on any mesh: text that it writes, and what it scores."""
+"""Inference with a trained model on any mesh: text generation and evaluation."""

@@ -28,7 +28,7 @@ from ranvier.tensor.activations import layout_of
 from ranvier.tensor.split.loss import IGNORED
 
 SAMPLES_AT_ONCE = 256
-"""Samples of a replica that are in memory at once in an evaluation."""
+"""Samples of a replica that are in memory at the same time in an evaluation."""
 _TELL_SECONDS = 10.0
 
 
@@ -36,7 +36,7 @@ _TELL_SECONDS = 10.0
 class Evaluated:
     """Result of an evaluation; the same on every rank.
 
-    loss: sum of losses over the valid targets, over their weight; NaN where nothing was valid.
+    loss: sum of losses over the valid targets, over their weight; NaN if nothing was valid.
     weight: of the valid targets. scores: "eval_accuracy", "eval_count", ..., as the task's scoring names them.
     """
 
@@ -50,11 +50,11 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
              tell: Callable[[str], None] = lambda line: None) -> Evaluated:
     """Go through the samples of `loader` once, without dropout. Collective over `ranks`, those of the engine.
 
-    scoring: makes the scoring of one evaluation; None for the loss alone. tell: takes a line every ten seconds.
+    scoring: makes the scoring of one evaluation; None for only the loss. tell: takes a line every ten seconds.
     """
     began = reported = time.monotonic()
     own_scoring = scoring() if scoring is not None and engine.is_last_stage else None
-    assert loader.total is not None  # held-out samples are gone through once
+    assert loader.total is not None  # held-out samples are read once
     total = weight = 0.0
     for number in range(-(-loader.total // loader.global_size)):
         batch = loader.microbatches(number)
@@ -72,7 +72,7 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
             tell(f"{min(loader.total, (number + 1) * loader.global_size):,} of {loader.total:,} samples evaluated")
     scores: dict[str, float] = {}
     if scoring is not None:
-        # of the columns of a row, which have the same outputs, the first counts
+        # all columns of a row have the same outputs, so only the first counts
         part = own_scoring.part() if own_scoring is not None and engine.coordinates.is_first_with_samples else None
         scores = scoring().total([one for one in ranks.gather_objects(part) if one is not None])
     return Evaluated(loss=total / weight if weight else float("nan"), weight=weight, scores=scores,
@@ -80,14 +80,14 @@ def evaluate(engine: Engine, ranks: Group, loader: Loader, scoring: Callable[[],
 
 
 def evaluation_loader(run: ResolvedRun, engine: Engine, data: Dataset, total: int, *, at_once: int) -> Loader:
-    """The microbatches of this rank of the first `total` samples, `at_once` of them over all replicas in a batch."""
+    """This rank's microbatches of the first `total` samples, in batches of `at_once` samples over all replicas."""
     return Loader(data, Sampler(len(data), None), global_size=min(at_once, total), total=total,
                   lengths=padded_lengths(run, data),
                   **loader_options(engine, run.batch.microbatch_size, length_multiple(run)))
 
 
 def loader_options(engine: Engine, microbatch_size: int, length_multiple: int = 1) -> dict[str, Any]:
-    """Arguments of a `Loader` that follow from the mesh and from this rank's place on it."""
+    """Arguments of a `Loader` that follow from the mesh and this rank's place on it."""
     at = engine.coordinates
     return {"microbatch_size": microbatch_size, "replica": at.batch_share, "num_replicas": engine.mesh.batch_shares,
             "part": at.microbatch_part, "num_parts": engine.mesh.microbatch_parts, "device": engine.world.device,
@@ -96,13 +96,13 @@ def loader_options(engine: Engine, microbatch_size: int, length_multiple: int = 
 
 
 def lengths_of(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
-    """Lengths of samples by which batches are grouped; None where all are padded to the maximum."""
+    """Lengths of samples by which batches are grouped; None if all are padded to the maximum."""
     return None if run.data.padding == "maximum" else sample_lengths(data)
 
 
 def padded_lengths(run: ResolvedRun, data: Dataset) -> np.ndarray | None:
-    """Those by which microbatches are padded. With a cache whose ranks have parts of the sequence all are padded to the
-    maximum, in the same groups: a sample's part would depend on its microbatch."""
+    """Lengths of samples by which microbatches are padded. With a cache and sequence parallelism all are padded to the
+    maximum, in the same groups, since a rank's part of a sample would otherwise depend on the microbatch."""
     return None if run.elastic.cache and length_multiple(run) > 1 else lengths_of(run, data)
 
 
@@ -114,11 +114,10 @@ def length_multiple(run: ResolvedRun) -> int:
 
 # --- likelihood -------------------------------------------------------------------------------------------------------
 
-# Log-likelihoods of continuations under a decoder, on any mesh, as lm-evaluation-harness asks for them; and of the
-# answers of pairs, the reference of preference tuning.
-#
-# A request is a context and a continuation, as tokens. Of log p(continuation | context) each rank of the last stage
-# computes those of its samples, so that logits never leave the rank that has them.
+# Log-likelihoods of continuations under a decoder, on any mesh, as lm-evaluation-harness needs them, and of the answers
+# of pairs, for the reference of preference tuning.
+# A request is a context and a continuation, as tokens. Each rank of the last stage computes log p(continuation |
+# context) for its samples, so that logits never leave the rank that has them.
 
 
 Request = tuple[Sequence[int], Sequence[int]]
@@ -127,20 +126,20 @@ Request = tuple[Sequence[int], Sequence[int]]
 
 def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *, longest: int,
                    microbatch_size: int = 4) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether greedy decoding writes it) of each continuation. Collective over `ranks`, those of the
-    engine; all of them get the same.
+    """(log-likelihood, whether greedy decoding generates it) of each continuation. Collective over `ranks`, those of
+    the engine; all ranks get the same result.
 
-    longest: tokens that the model sees at once. Of a longer request the first tokens of the context are left out.
+    longest: the model's context length in tokens. The first tokens of a longer request's context are left out.
     microbatch_size: requests in one forward; a multiple of the mesh's rows.
 
-    DataError for a request without a context, or whose continuation alone is longer than `longest`.
+    DataError for a request without a context, or with a continuation that is longer than `longest`.
     """
     for number, (context, continuation) in enumerate(requests):
         if not context or len(continuation) > longest:
             what = "has no context" if not context else f"is longer than the {longest} tokens that the model sees"
             raise DataError(what, code="request-length", where=f"request {number + 1}",
                             value=f"{len(continuation)} tokens",
-                            remedy="Give the separator of texts as the context of a whole text, and score long texts "
+                            remedy="Give the separator of texts as the context of a full text, and score long texts "
                                    "in windows.")
     found = [(0.0, True)] * len(requests)
     scored = [number for number, (_, continuation) in enumerate(requests) if continuation]
@@ -161,7 +160,7 @@ def loglikelihoods(engine: Engine, ranks: Group, requests: Sequence[Request], *,
 
 
 def _predict_all(engine: Engine, loader: Loader, see: Callable[[Tensor, Tensor, Any], None]) -> None:
-    """Go once through the samples of `loader`. see: takes (samples, logits, targets) of each microbatch."""
+    """Predict all samples of `loader` once. see: takes (samples, logits, targets) of each microbatch."""
     for step in range(-(-len(loader.data) // loader.global_size)):
         batch = loader.microbatches(step)
 
@@ -185,8 +184,8 @@ def _dataset(requests: Sequence[Request], longest: int) -> TokenSamples:
 
 
 def continuation_scores(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sample [B]: the sum of log p over its targets, in fp32 or the logits' wider format; the number of them;
-    and how many have the largest logit. The softmax is over the whole vocabulary of the model."""
+    """For each sample [B]: the sum of log p over its targets, in fp32 or the logits' wider format; the number of
+    targets; and how many of them have the largest logit. The softmax is over the full vocabulary of the model."""
     counts_BS = targets_BS != IGNORED
     rows = counts_BS.nonzero()[:, 0]
     logits_NV = logits_BSV[counts_BS]
@@ -200,7 +199,8 @@ def continuation_scores(logits_BSV: Tensor, targets_BS: Tensor) -> tuple[Tensor,
 
 
 def _entries(samples: Tensor, total: Tensor, count: Tensor, right: Tensor) -> Iterator[tuple[int, float, bool]]:
-    """(sample, log-likelihood, whether it is greedy); samples without targets fill up a row."""
+    """(sample, log-likelihood, whether it is greedy); samples without targets, which only fill up a row, are left
+    out."""
     for sample, value, wanted, found in zip(samples.tolist(), total.tolist(), count.tolist(), right.tolist(),
                                             strict=True):
         if wanted:
@@ -209,7 +209,7 @@ def _entries(samples: Tensor, total: Tensor, count: Tensor, right: Tensor) -> It
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
     """The tokens of a context and its continuation, cut where the context's own tokens end. Blanks at the end of the
-    context belong to the continuation, as they do in the tokens of words."""
+    context belong to the continuation, as words' tokens begin with a blank."""
     stripped = context.rstrip()
     if not stripped:
         return list(tokenizer.nothing), tokenizer.encode(context + continuation)
@@ -219,9 +219,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
 
 
 def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Iterator[Request]:
-    """A whole text as requests whose continuations are its tokens, each once, in disjoint windows of at most `longest`
-    tokens: the rolling log-likelihood of lm-evaluation-harness with a context of one token. prefix: the context of the
-    first token, `Tokenizer.nothing`."""
+    """A full text as requests whose continuations have each of its tokens once, in disjoint windows of at most
+    `longest` tokens: the rolling log-likelihood of lm-evaluation-harness with a context of one token. prefix: the
+    context of the first token, `Tokenizer.nothing`."""
     if not tokens:
         return
     first = min(longest, len(tokens))
@@ -234,16 +234,16 @@ def windows(tokens: Sequence[int], prefix: Sequence[int], longest: int) -> Itera
 
 def log_p_of_pairs(engine: Engine, ranks: Group, loader: Loader) -> np.ndarray:
     """[pairs, 2] float64: log p of the chosen and the rejected answer of each pair, without dropout. Collective over
-    `ranks`, those of the engine; all of them get the same. loader: goes through all pairs once."""
+    `ranks`, those of the engine; all ranks get the same result. loader: gives all pairs once."""
     assert loader.total == len(loader.data)
     found = torch.zeros(len(loader.data), 2, dtype=torch.float64, device=engine.world.device)
 
     def add(samples: Tensor, logits_BSV: Tensor, targets: dict[str, Tensor]) -> None:
-        is_pair_B1 = (targets["tokens"] != IGNORED).any(1, keepdim=True)  # the others fill up a row
+        is_pair_B1 = (targets["tokens"] != IGNORED).any(1, keepdim=True)  # other samples only fill up a row
         log_p_B2 = answer_log_p(logits_BSV, targets).double().where(is_pair_B1, 0)
         if engine.coordinates.is_first_with_samples:  # all columns have the same
             found.index_add_(0, samples.to(found.device), log_p_B2)
 
     _predict_all(engine, loader, add)
-    ranks.all_reduce(found).wait()  # each pair is one rank's
+    ranks.all_reduce(found).wait()  # each pair is computed by one rank
     return found.cpu().numpy()

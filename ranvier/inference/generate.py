@@ -1,7 +1,7 @@
-"""Texts that a decoder writes: all prompts at once through the pipeline, each token computed alone (KV cache).
+"""Text generation with a decoder: all prompts together in the pipeline, one token at a time (KV cache).
 
-Every prompt is a microbatch of one sample. Replicas share the prompts; the rows of a replica compute the same ones.
-The last stage draws each token and tells all ranks, so a greedy text is the same on every mesh.
+Every prompt is a microbatch of one sample. The prompts are divided among replicas; the rows of a replica compute the
+same ones. The last stage draws each token and sends it to all ranks, so a greedy text is the same on every mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reason = Literal["end", "stop", "length"]
 
 @dataclass(kw_only=True, eq=False)
 class Text:
-    """A prompt and what has been written behind it.
+    """A prompt and its generated continuation.
 
     reason: why it is complete: an end token (end), a stop word (stop), or the limit of tokens (length); None before.
     """
@@ -38,13 +38,13 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class StopWords:
-    """Texts that end an answer and are no part of it. decode: the text of tokens."""
+    """Strings that end an answer and are not part of it. decode: gives the text of tokens."""
 
     words: Sequence[str]
     decode: Callable[[Sequence[int]], str]
 
     def are_in(self, written: Sequence[int]) -> bool:
-        """Whether the newest tokens hold one."""
+        """Whether the newest tokens contain a stop word."""
         return any(word in self.decode(written[-_STOP_TOKENS - len(word.encode()):]) for word in self.words)
 
     def answer(self, text: Text) -> str:
@@ -54,21 +54,21 @@ class StopWords:
 
 
 _STOP_TOKENS = 16
-"""Tokens in which a stop word is looked for, beside one for each of its bytes."""
+"""Newest tokens that are searched for a stop word, in addition to one for each of its bytes."""
 
 
 def generate(engine: Engine, ranks: Group, prompts: Sequence[Sequence[int]], sampling: Sampling, *, max_tokens: int,
              longest: int, vocab: int, ends: Collection[int] = (),
              is_stopped: Callable[[Sequence[int]], bool] = lambda written: False) -> Iterator[list[Text]]:
-    """Continue `prompts`; gives the texts that are not complete yet, and those that became so, after each token.
+    """Continue `prompts`. After each token, yields the texts that are incomplete, and those that it completed.
 
     Collective: all ranks of the engine, which are those of `ranks`, iterate, and get the same texts.
 
     Args:
         prompts: at least one token each, and fewer than `longest`.
         max_tokens: of each text, without its prompt.
-        longest: tokens that the model can see at once; a text ends there.
-        vocab: tokens that the tokenizer knows; the model may have more.
+        longest: the model's context length in tokens; a text ends there.
+        vocab: number of the tokenizer's tokens; the model may have more.
         ends: the tokens that end a text; they are not part of it.
         is_stopped: whether a text, given by the tokens written so far, is complete.
 
@@ -120,8 +120,8 @@ def _take(text: Text, token: int, max_tokens: int, longest: int, ends: Collectio
 
 
 def _microbatch(engine: Engine, text: Text) -> Microbatch:
-    """The tokens of a text that the caches have not seen: its prompt at first, then the newest token. Without
-    caches all of them."""
+    """The tokens of a text that are not in the caches: at first its prompt, then the newest token. Without caches, all
+    tokens."""
     if any(isinstance(block, WholeTexts) for block in engine.blocks.values()):
         return token_batch(engine, [*text.prompt, *text.written], text.number)
     return token_batch(engine, text.written[-1:] or text.prompt, text.number)
@@ -135,7 +135,7 @@ def token_batch(engine: Engine, tokens: Sequence[int], number: int) -> Microbatc
 
 @contextmanager
 def _open_caches(engine: Engine) -> Iterator[Callable[[int], None]]:
-    """With open caches; gives a function that frees those of one text."""
+    """A context with open caches; yields a function that frees the caches of one text."""
     caches = [cache for block in engine.blocks.values() for cache in caches_of(block)]
 
     def forget(number: int) -> None:

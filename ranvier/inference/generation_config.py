@@ -1,4 +1,4 @@
-"""What the generation_config.json of a model says of its texts, which transformers follows by default."""
+"""Settings in a model's generation_config.json, which transformers applies by default."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ranvier.system.untrusted_file import json_object
 _FILE = "generation_config.json"
 _MOST_BYTES = 1 << 24
 _FLAGS: Mapping[str, object] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-"""Fields of sampling that are flags of `generate`, each with the value that changes no text."""
+"""Sampling fields that are flags of `generate`, each with its neutral value."""
 _SAMPLING: Mapping[str, object] = {"min_p": 0.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0,
                                    "eta_cutoff": 0.0}
-"""Fields of sampling that are not followed."""
+"""Sampling fields that are not supported, each with its neutral value."""
 _OTHERS: Mapping[str, object] = {
     "num_beams": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0,
     "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
@@ -22,18 +22,18 @@ _OTHERS: Mapping[str, object] = {
     "exponential_decay_length_penalty": None, "guidance_scale": 1.0, "stop_strings": None, "penalty_alpha": 0.0,
     "dola_layers": None, "watermarking_config": None, "token_healing": False, "constraints": None,
     "force_words_ids": None}
-"""Fields of all texts that are not followed."""
+"""Other fields that are not supported, each with its neutral value."""
 
 
 def repetition_penalty(folder: Path) -> float:
-    """That of the model in `folder`; 1 where it names none that can be."""
+    """The repetition penalty of the model in `folder`; 1 if it has no valid one."""
     found = json_object(folder / _FILE, _MOST_BYTES).get("repetition_penalty")
     return float(found) if isinstance(found, int | float) and 0 < found < float("inf") else 1.0
 
 
 def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
-    """What the model in `folder` says, and `generate` does not follow, as a line for its user; empty where that is
-    nothing. samples: tokens are drawn. given: flags that the user has set, which count instead."""
+    """A line for the user about the settings of the model in `folder` that `generate` does not apply; empty if there
+    are none. samples: tokens are drawn. given: flags that the user has set, which override the settings."""
     settings = json_object(folder / _FILE, _MOST_BYTES)
     draws = samples and settings.get("do_sample") is True
     flags = {name: value for name, value in _changing(settings, _FLAGS).items() if draws and name not in given}
@@ -48,5 +48,5 @@ def not_followed(folder: Path, *, samples: bool, given: Collection[str]) -> str:
 
 
 def _changing(settings: Mapping[str, Any], neutral: Mapping[str, object]) -> dict[str, object]:
-    """The fields of `neutral` that say something else than nothing."""
+    """The fields of `neutral` that have another value than the neutral one."""
     return {name: settings[name] for name, none in neutral.items() if settings.get(name) not in (None, none, [])}

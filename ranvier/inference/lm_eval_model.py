@@ -1,6 +1,6 @@
 """The model that lm-evaluation-harness evaluates: its `TemplateLM`, computed by an engine of several ranks.
 
-Imports the package lm-eval, so it is imported only where its tasks are asked for.
+Imports the package lm-eval, so it is imported only when its tasks are requested.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _MAX_TOKENS = 256
-"""Tokens of a generated text where the task does not say; as in the package's own models."""
+"""Tokens of a generated text if the task sets no number, as in the package's own models."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """Every method is called on rank 0 of the engine."""
+    """The engine as a model of lm-evaluation-harness. Every method is called on rank 0."""
 
     def __init__(self, shared: SharedEngine) -> None:
         super().__init__()
@@ -43,16 +43,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def tokenizer_name(self) -> str:
-        """Name by which the package caches requests."""
+        """Name under which the package caches requests."""
         return self._shared.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text that nothing precedes; add_special_tokens False: without those that it starts with."""
+        """The tokens of a text without a preceding text; add_special_tokens False: without the tokens that a text
+        starts with."""
         tokenizer = self._shared.tokenizer
         return tokenizer.encode(string) if add_special_tokens is False else tokenizer.encode_from_start(string)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation behind its context."""
+        """The log-likelihood of each continuation after its context."""
         return self._loglikelihood_tokens([(request.args, *encode_pair(self._shared.tokenizer, *request.args))
                                            for request in requests])
 
@@ -65,8 +66,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in disjoint windows. As in the package's own models, the tokens that a
-        text starts with are scored, too."""
+        """The log-likelihood of each full text, in disjoint windows. As in the package's own models, the tokens that a
+        text starts with are also scored."""
         nothing, longest = self._shared.tokenizer.nothing, self._shared.longest
         parts = [list(windows(self.tok_encode(text) if text else [], nothing, longest))
                  for text in (request.args[0] for request in requests)]
@@ -77,8 +78,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop text or the end of text; of a long prompt the last tokens. Prompts with equal settings are
-        written together."""
+        """Generate texts up to a stop text or the end of text. A long prompt is cut to its last tokens; prompts with
+        equal settings are continued together."""
         found = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -107,7 +108,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 def results_of(shared: SharedEngine, names: Sequence[str], *, path: Path | None, limit: int | None, shots: int | None
                ) -> dict[str, dict[str, float]]:
     """Task -> metric -> value, with the arguments of `HarnessTasks`. ConfigError for a task that the package does not
-    know."""
+    have."""
     manager = TaskManager(include_path=None if path is None else str(path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on an engine of several ranks: rank 0 runs the package, the others compute with it.
 
-`ranvier.inference.lm_eval_model` is the package's model; here the package is not imported, so that only rank 0 needs
-it.
+`ranvier.inference.lm_eval_model` is the package's model; this module does not import the package, so that only rank 0
+needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ranvier.pipeline.engine import Engine
 @dataclass(frozen=True, kw_only=True)
 class HarnessTasks:
     """Tasks of lm-evaluation-harness by name. path: a folder with further tasks. limit: samples of each; None for all.
-    shots: examples in the prompt; None for the task's own number. ConfigError where the package is missing."""
+    shots: examples in the prompt; None for the task's own number. ConfigError if the package is missing."""
 
     names: tuple[str, ...]
     path: Path | None = None
@@ -54,9 +54,9 @@ class HarnessTasks:
 
 
 class SharedEngine:
-    """An engine that rank 0 commands: what it asks for, all ranks compute together.
+    """An engine that rank 0 controls: all ranks compute rank 0's requests together.
 
-    longest: tokens that the model sees at once. vocab: tokens of the model.
+    longest: the model's context length in tokens. vocab: number of the model's tokens.
     """
 
     def __init__(self, engine: Engine, ranks: Group, tokenizer: Tokenizer, *, longest: int, microbatch_size: int,
@@ -73,7 +73,7 @@ class SharedEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], *, until: Sequence[str], max_tokens: int,
                  temperature: float, top_k: int | None, top_p: float) -> list[str]:
-        """Texts behind the prompts, up to the first stop text. Called by rank 0."""
+        """The continuations of the prompts, up to the first stop text. Called by rank 0."""
         found: list[str] = self._call_all_ranks({
             "do": "generate", "prompts": list(map(list, prompts)), "until": list(until), "max_tokens": max_tokens,
             "sampling": {"temperature": temperature, "top_k": top_k, "top_p": top_p}})
@@ -85,7 +85,7 @@ class SharedEngine:
             self._execute(command)
 
     def end(self) -> None:
-        """Let the other ranks go."""
+        """End `serve` on the other ranks."""
         self._ranks.gather_objects(None)
 
     def _call_all_ranks(self, command: dict[str, Any]) -> Any:

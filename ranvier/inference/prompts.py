@@ -29,7 +29,7 @@ class TextPrompts:
         return self._tokenizer.encode_from_start(prompt)
 
     def special_in(self, prompt: Any) -> str | None:
-        """The first special token that is spelt out in a text, where it is encoded as plain characters."""
+        """The first special token whose characters are in a text, where they are encoded as plain text."""
         return self._tokenizer.special_in(prompt) if isinstance(prompt, str) else None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -39,7 +39,7 @@ class TextPrompts:
 
 class ChatPrompts:
     """A tokenizer with a chat template, in the folder of its tokenizer.json, as transformers saves it. A prompt is a
-    message of the user, a list of messages with `role` and `content`, or an object as a row of the task chat."""
+    message of the user, a list of messages with `role` and `content`, or an object like a row of the task chat."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = ChatTokenizer(path.parent)

@@ -1,8 +1,8 @@
-"""A trained model of any task, with its settings, from a run's checkpoint or a folder in Hugging Face's format; and its
+"""A trained model of any task, with its settings, from a run's checkpoint or a folder in Hugging Face's format, and its
 evaluation.
 
-The settings of the model and of its data become a run again, which flags may change; each rank then reads the
-parameters of its own blocks. Code of a user's is only imported where the user names it again.
+A run is rebuilt from the settings of the model and of its data, which flags may change; each rank then reads the
+parameters of its own blocks. A user's code is imported only if the user names it again.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ KEPT = ("model.", "lora.", "preference.", "batch.", "seed", "precision", "train.
         "data.options", "data.train_samples", "data.eval_samples", "data.text_column", "data.pair_column",
         "data.label_column", "data.messages_column", "data.form", "data.packing", "data.padding", "data.augment",
         "data.augment_repeats", "data.max_bytes")
-"""Beginnings of the settings of a run that its evaluation has, too; place and performance are chosen anew."""
+"""Prefixes of the run's settings that its evaluation keeps; settings of placement and performance are chosen again."""
 PLACES = ("data.corpus", "data.mixture", "data.train", "data.eval", "data.eval_sets", "data.tokenizer",
           "data.chat_template", "model.pretrained")
-"""Settings that name data. A path is read if the run.toml of the run, a file of this user's, names it as well."""
+"""Settings that name data. A path is read only if the run's run.toml, owned by this user, also names it."""
 _LONGEST = 1024
-"""Tokens of a sequence of a folder's model, if it has positions for as many."""
+"""Tokens of a sequence of a folder's model, if it has that many positions."""
 _TASK_OF = {"tokens": "lm", "score": "reward", "span": "qa", "classes": "classification"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """settings: by dotted name, of the model, its data and its batch. fill: reads this rank's parameters into an
-    engine. frozen: layers that its run has frozen. origin: the folder that was read. labels: names of its classes, by
-    number; tokenizer: the fingerprint of its tokenizer; pretrained: of a folder in Hugging Face's format. unnamed:
-    settings with paths that a checkpoint alone names; they are not among the others."""
+    """A trained model. settings: by dotted name, of the model, its data and its batch. fill: reads this rank's
+    parameters into an engine. frozen: layers that its run has frozen. origin: the folder that was read. labels: names
+    of its classes, by number; tokenizer: the fingerprint of its tokenizer; pretrained: for a folder in Hugging Face's
+    format. unnamed: settings with paths that only the checkpoint names; they are not in `settings`."""
 
     settings: Mapping[str, object]
     fill: Callable[[Engine], object]
@@ -86,7 +86,8 @@ class Trained:
         return read.Layer(origin=str(self.origin), values=self.settings, is_users=False)
 
     def check_places(self, flags: Collection[str]) -> list[ConfigError]:
-        """Paths of data that a checkpoint alone names, and no flag: they may be any, so they are not read."""
+        """Errors for paths of data that only the checkpoint names, and no flag: they may be any path, so they are not
+        read."""
         return [ConfigError("is a path that only the checkpoint names, and not your run.toml",
                             code="path-named-by-checkpoint", where=read.flag(name), value=read.as_text(value),
                             remedy=f"Name it yourself if it is meant: `--{read.flag(name)} {read.as_text(value)}`.")
@@ -97,7 +98,7 @@ class Trained:
         return run if self.pretrained is None else with_model(run, self.pretrained)
 
     def with_model_classes(self, data: Prepared) -> Prepared:
-        """The data with the numbers of classes that the model has. DataError where it has other classes or tokens."""
+        """The data with the model's class numbers. DataError if it has other classes or tokens."""
         fingerprint = None if data.tokenizer is None else data.tokenizer.fingerprint
         if self.tokenizer is not None and fingerprint not in (None, self.tokenizer):
             raise DataError("is not the tokenizer that the model was trained with: the same numbers would be other "
@@ -113,11 +114,11 @@ class Trained:
 
 def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> Trained:
     """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
-    folder in Hugging Face's format, a GGUF file, or a model's name. CheckpointError, ModelError or DataError where
-    there is none.
+    folder in Hugging Face's format, a GGUF file, or a model's name. CheckpointError, ModelError or DataError if there
+    is none.
 
-    ema: the moving averages of a checkpoint's parameters in their place; otherwise the exact master copies, where there
-    are some.
+    ema: use the moving averages of a checkpoint's parameters; otherwise the exact master copies are used, if there are
+    any.
     """
     path = local_path(path, tell)
     if (path / "config.json").is_file():
@@ -132,7 +133,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
                               where=f"checkpoint {saved.folder}", remedy="Name a checkpoint of `ranvier train`.")
     settings = read.from_dict(run, str(saved.folder)).values
     values = {name: value for name, value in settings.items() if name.startswith(KEPT) or name in PLACES}
-    values.pop("lora.adapters", None)  # where they began; the checkpoint has what they have become
+    values.pop("lora.adapters", None)  # the adapters' initial values; the checkpoint has the trained ones
     tokenizer, labels = saved.manifest.about.get("tokenizer"), saved.manifest.about.get("labels")
     if not saved.manifest.step:  # an import
         for place in run_folders(path, saved.folder):
@@ -144,7 +145,7 @@ def open_trained(path: Path, tell: Callable[[str], None], *, ema: bool = False) 
     if beside is not None and values.get("data.task") not in ("chat", "preference", "reward"):
         values |= {"data.tokenizer": str(beside)}
         if values.get("model.family") != "transformers":
-            values.pop("model.pretrained", None)  # for its sizes, which are among the settings, and its tokenizer
+            values.pop("model.pretrained", None)  # named for its sizes, which are in the settings, and its tokenizer
     own = next(filter(None, map(read.own_settings, run_folders(path, saved.folder))), {})
     unnamed = {name: value for name in PLACES if name in values and values[name] == settings.get(name)
                and own.get(name) != (value := values[name]) and any(map(_is_path, _words(value)))}
@@ -161,7 +162,7 @@ def _words(value: object) -> list[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether something of this name is there to be read."""
+    """Whether a file or folder of this name exists."""
     try:
         return os.path.lexists(os.path.expanduser(text))
     except ValueError:
@@ -186,20 +187,20 @@ def _from_folder(path: Path, tell: Callable[[str], None]) -> Trained:
 
 
 def _check_head(missing: object, origin: Path) -> None:
-    """CheckpointError where parameters of a model's head are not in its files."""
+    """CheckpointError if parameters of a model's head are not in its files."""
     if missing and isinstance(missing, Collection):
         raise CheckpointError(f"has no trained head: it lacks {', '.join(map(str, missing))}", code="untrained-head",
                               where=str(origin), remedy="Train it first: `ranvier train --model.pretrained`.")
 
 
 def _default_class_names(count: object) -> list[str]:
-    """The names that transformers gives to classes without one."""
+    """The names that transformers gives to classes without names."""
     return [f"LABEL_{number}" for number in range(count)] if isinstance(count, int) else []
 
 
 def _fill(engine: Engine, saved: Saved, averages: Collection[str]) -> None:
-    """This rank's boxes of the parameters in a checkpoint, and its buffers. averages: the parameters of which the
-    moving average is taken. CheckpointError for another model."""
+    """Load this rank's boxes of the parameters in a checkpoint, and its buffers. averages: the parameters whose moving
+    averages are loaded instead. CheckpointError for another model."""
     state.check_fits(engine, saved)
     source = state.with_origins(engine, saved)
     kinds = source.manifest.tensors
@@ -217,7 +218,7 @@ def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
     """An engine with the parameters of `trained`, and no optimizer. Collective over the ranks of `world`."""
     inputs, targets = families.sample_of(run, run.row_microbatch_size)
     sample = Microbatch(inputs=inputs, targets=targets, samples=torch.arange(run.row_microbatch_size))
-    model = without_gradients(freeze(families.model_of(run), trained.frozen))  # layers that have frozen tie no weights
+    model = without_gradients(freeze(families.model_of(run), trained.frozen))  # frozen layers tie no weights
     engine = Engine(replace(model, initial=lambda name: Initial("constant", 0.0)), world, mesh=run.mesh,
                     pipeline=run.pipeline, tensor=run.tensor, seed=run.seed, dtype=DTYPES[run.precision], sample=sample,
                     timeout_seconds=run.comm.timeout_seconds, flags=True)
@@ -227,22 +228,22 @@ def build_engine(run: ResolvedRun, trained: Trained, world: World) -> Engine:
 
 # --- a language model alone -------------------------------------------------------------------------------------------
 
-# The language model in a run, a checkpoint, or a folder in Hugging Face's format, as an engine that computes forward.
+# The language model in a run, a checkpoint, or a folder in Hugging Face's format, as an engine for inference.
 #
-# Each rank reads the parameters of its own blocks, one tensor at a time, and keeps its part of each, so the mesh may be
-# another one than that of the training.
+# Each rank reads the parameters of its own blocks, one tensor at a time, and keeps its part of each, so the mesh may
+# differ from that of the training.
 
 
 _SAMPLE_TOKENS = 128
-"""Tokens of the sequence by whose costs blocks are assigned to stages."""
+"""Tokens of the sequence whose costs determine the assignment of blocks to stages."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LanguageModel:
     """A decoder's settings and parameters.
 
-    read: our name of a parameter -> its value, whole. tokenizer: its tokenizer.json, where there is one. origin: the
-    folder that was read.
+    read: our name of a parameter -> its full value. tokenizer: its tokenizer.json, if there is one. origin: the folder
+    that was read.
     """
 
     config: Transformer
@@ -252,14 +253,14 @@ class LanguageModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model can see at once."""
+        """The model's context length in tokens."""
         return self.config.max_positions or self.config.sequence
 
 
 def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) -> LanguageModel:
     """The model at `path`: a run's folder (its newest complete checkpoint), a folder of checkpoints, a checkpoint, a
-    folder in Hugging Face's format, a GGUF file, or a model's name. ema: the moving average of a checkpoint's
-    parameters in their place. CheckpointError, ModelError or DataError where there is none, or it is not a decoder."""
+    folder in Hugging Face's format, a GGUF file, or a model's name. ema: use the moving averages of a checkpoint's
+    parameters instead. CheckpointError, ModelError or DataError if there is no model, or it is not a decoder."""
     path = local_path(path, tell)
     if (path / "config.json").is_file():
         if ema:
@@ -276,7 +277,7 @@ def open_model(path: Path, tell: Callable[[str], None], *, ema: bool = False) ->
 
 
 def no_averages(path: Path) -> CheckpointError:
-    """The error for a folder in Hugging Face's format of which moving averages are wanted."""
+    """The error for a folder in Hugging Face's format if moving averages are requested."""
     return CheckpointError("has no moving average of the parameters: it is a folder in Hugging Face's format",
                            code="folder-without-ema", where=str(path),
                            remedy="Export it with `ranvier export --ema`, or leave `--ema` out.")
@@ -305,10 +306,9 @@ def build_language_engine(model: LanguageModel, world: World, mesh: Mesh, *, ten
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
-# All that `ranvier evaluate` measures: held-out data of the model's task, and lm-evaluation-harness.
-#
-# Each set of held-out data is prepared as the run's own; the model is built once. The harness takes language models
-# only.
+# The measurements of `ranvier evaluate`: held-out data of the model's task, and lm-evaluation-harness.
+# Each set of held-out data is prepared like the run's own; the model is built once. The harness supports only language
+# models.
 
 
 Results = dict[str, dict[str, float]]
@@ -317,7 +317,8 @@ Results = dict[str, dict[str, float]]
 
 def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun], tasks: HarnessTasks | None,
              world: World, tell: Callable[[str], None]) -> Results:
-    """Everything that is asked for; the same on every rank. Collective over the ranks of `world`.
+    """Evaluate the model on all requested data and tasks; the same results on every rank. Collective over the ranks of
+    `world`.
 
     runs: by name, the run with each set of held-out data. tell: takes lines about the preparation of data, on rank 0.
     """
@@ -326,7 +327,7 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
                           value=f"the task {run.data.task}",
                           remedy="Name a run of the task lm or chat, or a folder of a GPT-2 or a Llama.")
     if any(one.data.task == "preference" and one.preference.needs_reference for one in runs.values()):
-        raise ConfigError("compares with a reference, and the model alone does not tell which: the run's metrics have "
+        raise ConfigError("compares with a reference, which the model alone does not define: the run's metrics have "
                           "its scores", code="evaluation-of-reference", where="preference.loss",
                           value=run.preference.loss,
                           remedy="Set `--preference.loss simpo` for the rewards without a reference, or name data of "
@@ -352,16 +353,16 @@ def evaluate(trained: Trained, run: ResolvedRun, runs: Mapping[str, ResolvedRun]
 
 
 def _scores(run: ResolvedRun, evaluated: Evaluated) -> dict[str, float]:
-    """The numbers of one evaluation by name; where the loss is one of tokens, the perplexity."""
+    """The scores of one evaluation by name, including perplexity if the loss is over tokens."""
     targets = form_of(run.data).targets
-    perplexity = math.inf if evaluated.loss > 709 else math.exp(evaluated.loss)  # a float's largest exponential
+    perplexity = math.inf if evaluated.loss > 709 else math.exp(evaluated.loss)  # the largest exponent of a float
     return {"loss": evaluated.loss, **({"perplexity": perplexity} if targets == "tokens" else {}),
             **{name.removeprefix("eval_"): score for name, score in evaluated.scores.items() if name != "eval_count"},
             targets: evaluated.scores.get("eval_count", evaluated.weight)}
 
 
 def _tokenizer(trained: Trained, run: ResolvedRun, prepared: Mapping[str, Prepared]) -> Tokenizer:
-    """The tokenizer of the language model. ConfigError where there is none."""
+    """The tokenizer of the language model. ConfigError if there is none."""
     for data in prepared.values():
         if isinstance(data.tokenizer, Tokenizer):
             return data.tokenizer

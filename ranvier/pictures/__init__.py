@@ -1,1 +1,1 @@
-"""Parts that pictures of a run and of a plan share."""
+"""Shared parts of the pictures of runs and plans."""

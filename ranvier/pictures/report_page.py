@@ -1,7 +1,7 @@
 """report.html: one file that shows a run or a plan, without network or server.
 
-The page is a template beside this file; what it shows is one JSON document in it (`Page`). Its curves are uPlot's
-(MIT licence, beside the template); tables and the timeline of a step are drawn by the template itself.
+The page is a template next to this file; its content is one JSON document in it (`Page`). Curves are drawn by uPlot
+(MIT licence, next to the template); tables and the timeline of a step are drawn by the template itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at a step. kind: transition, checkpoint, ... fault: shown as one."""
+    """An event at a step. kind: transition, checkpoint, ... fault: whether it is shown as a fault."""
 
     step: int
     kind: str
@@ -58,7 +58,7 @@ class StepTimeline:
 
 
 def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline | None:
-    """The step that `timeline_picture` shows; None where no step was kept."""
+    """The timeline of the step that `timeline_picture` shows; None if no step was kept."""
     number = representative_step(timelines)
     if number is None:
         return None
@@ -73,7 +73,7 @@ def step_timeline(timelines: Sequence[RankTimeline], mesh: Mesh) -> StepTimeline
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """header, rows: texts. numbers: columns that are aligned to the right."""
+    """A table. header, rows: texts. numbers: columns that are aligned to the right."""
 
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -84,8 +84,8 @@ class Table:
 class Page:
     """Content of a page; sections without content are left out.
 
-    figures: (name, value) above all else. text: paragraphs below. fixed: lines below them, each
-    letter as wide as the others. curves: name -> values at each of the steps "step".
+    figures: (name, value) at the top. text: paragraphs below. fixed: lines below them, in a monospaced font. curves:
+    name -> values at each of the steps "step".
     memory: rows with place, category, predicted and measured bytes. settings: (name, value, default, chosen by).
     candidates: the last column is shown below the second. live: whether the page changes.
     """
@@ -105,13 +105,13 @@ class Page:
     live: bool = False
 
     def html(self) -> str:
-        """The whole file."""
+        """The content of the file."""
         timeline = {"rows": ()} if self.timeline is None else self.timeline.document()
         shown = {"subtitle": self.subtitle, "figures": self.figures, "curves": _finite(self.curves), "unit": self.unit,
                  "text": self.text, "fixed": self.fixed,
                  "marks": [asdict(mark) for mark in self.marks], "timeline": timeline, "memory": self.memory,
                  "settings": self.settings, "candidates": asdict(self.candidates), "live": self.live}
-        # inside a script element the end of one would end it, whatever the text is
+        # "</script>" in any text would end the script element
         document = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")
         page = _file("report.html")
         for name, text in (("__TITLE__", html.escape(self.title)), ("__UPLOT_CSS__", _file("uPlot.min.css")),
@@ -120,7 +120,7 @@ class Page:
         return page
 
     def _repr_html_(self) -> str:
-        """The page in a frame, as notebooks show it."""
+        """The page in a frame, for notebooks."""
         return f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; height: 80vh; border: 0"></iframe>'
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Page:
 
 def changed_settings(run: Run, asked: Run, origins: Mapping[str, str]) -> list[tuple[str, str, str, str]]:
     """Name, value, default, and where the value comes from, of settings that are not at their default; the folder is
-    the page's own. asked: the settings before `auto` was resolved. origins: as `ranvier.config.read.merge` has them."""
+    the page's own. asked: the settings before `auto` was resolved. origins: as of `ranvier.config.read.Merged`."""
     values, before = read.flatten(run), read.flatten(asked)
     chosen = {name: origin for name, origin in origins.items() if origin != "default" and values[name] == before[name]}
 
@@ -145,8 +145,8 @@ def _file(name: str) -> str:
 
 
 def _finite(curves: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
-    """The curves at no more than `MAX_POINTS` steps, with None for NaN and infinite values. A step with a rare value,
-    an evaluation's, stays. A curve of zeros alone, such as the bubble of one stage, is left out."""
+    """The curves at no more than `MAX_POINTS` steps, with None for NaN and infinite values. Steps with rare values,
+    such as an evaluation's, are kept. A curve with only zeros, such as the bubble of one stage, is left out."""
     steps = curves["step"]
     every = max(1, -(-len(steps) // MAX_POINTS))
     rare = [values for values in curves.values() if 2 * sum(value is not None for value in values) < len(values)]

@@ -34,14 +34,14 @@ class Picture(bytes):
     def __repr__(self) -> str:
         return f"Picture({len(self):,} bytes)"
 
-    __str__ = __repr__  # that of bytes does not call this one
+    __str__ = __repr__  # bytes.__str__ does not call __repr__
 
 
 def timeline_picture(timelines: Sequence[RankTimeline], mesh: Mesh, policy: str) -> Picture | None:
-    """One step as a row of bars per rank, microbatch numbers on those that are wide enough.
+    """One step as a row of bars per rank, with microbatch numbers on bars that are wide enough.
 
-    Ranks begin and end a step at different times: what each does in the steps before and after is shown, too. Shows
-    the first ranks of a mesh of more than 64. None where no step was kept.
+    Ranks begin and end a step at different times, so parts of the previous and next steps are shown, too. Only the
+    first ranks of a mesh of more than 64 are shown. None if no step was kept.
     """
     number = representative_step(timelines)
     if number is None:
@@ -97,13 +97,13 @@ def _draw_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float, narro
         spans = [span for span in row if span.category == category]
         bars = [((span.start_ns - zero_ns) * 1e-6, span.seconds * 1e3) for span in spans]
         height = 0.5 if category == "wait" else 0.8
-        # A white edge parts neighbours of one colour; on a bar of a few pixels it would be all there is to see.
+        # A white edge separates adjacent bars of one colour; it would cover a bar of a few pixels.
         edges = [0.0 if category == "wait" or width < narrow_ms else 0.4 for _, width in bars]
         axes.broken_barh(bars, (place - height / 2, height), facecolor=colour, linewidth=edges, edgecolor="white")
 
 
 def _label_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float) -> None:
-    """The microbatch's number on each bar, as small as the bar needs it, and none where nobody could read it."""
+    """Write the microbatch's number on each bar, in a size that fits, unless it would be unreadably small."""
     points_per_ms = (axes.transData.transform((1, 0))[0] - axes.transData.transform((0, 0))[0]) * 72 / DPI
     for span in row:
         text = _bar_text(span)
@@ -115,8 +115,8 @@ def _label_row(axes: Axes, row: Sequence[Span], zero_ns: int, place: float) -> N
 
 
 def _bar_text(span: Span) -> str:
-    """F3 is shown as 3, for the colour says F; F3.1, on the rank's second stage, as 3 with a prime. Bars without a
-    microbatch have no text."""
+    """The text on a bar: 3 for F3, since the colour shows F; 3 with a prime for F3.1, on the rank's second stage. Bars
+    without a microbatch have no text."""
     number, _, turn = span.label[1:].partition(".")
     known = span.category in ("forward", "backward", "weight") and number.isdigit() and (not turn or turn.isdigit())
     return number + "\u2032" * int(turn or 0) if known else ""

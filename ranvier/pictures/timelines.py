@@ -1,4 +1,4 @@
-"""The steps of all ranks on one clock, and what is shown of them.
+"""The steps of all ranks on one clock, and the selection that is shown.
 
 Ranks on one machine share its monotonic clock. Machines do not: their offsets are estimated from the moments at which
 their ranks leave the same barriers.
@@ -20,12 +20,12 @@ from ranvier.schedule.spans import Category, Span, StepWindow, covering
 
 _BARRIERS = 5
 MAX_RANKS = 64
-"""Most ranks in a picture; of a larger mesh the first ones are shown."""
+"""Most ranks in a picture; only the first ranks of a larger mesh are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """One rank's kept steps on rank 0's clock. `clock_error_ns`: how far the estimate of the offset may be off."""
+    """One rank's kept steps on rank 0's clock. `clock_error_ns`: possible error of the estimated offset."""
 
     rank: int
     steps: Sequence[StepWindow]
@@ -33,7 +33,7 @@ class RankTimeline:
 
 
 def gather_timelines(ranks: Group, steps: Sequence[StepWindow]) -> list[RankTimeline]:
-    """The kept steps of all ranks on rank 0's clock. Collective, blocks; every rank gets all of them."""
+    """The kept steps of all ranks on rank 0's clock. Collective and blocking; every rank gets all timelines."""
     left_ns = []
     for _ in range(_BARRIERS):
         ranks.barrier()
@@ -54,7 +54,7 @@ def _machine() -> str:
 
 
 def _offset(reference: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[int, int]:
-    """Nanoseconds to add to `row`'s clock to read the reference's, and the estimate's error."""
+    """Nanoseconds to add to `row`'s clock to get the reference's, and the error of this estimate."""
     if row["machine"] == reference["machine"]:
         return 0, 0
     differences = [ours - theirs for ours, theirs in zip(reference["left_ns"], row["left_ns"], strict=True)]
@@ -73,8 +73,8 @@ def _unpack(row: Sequence[Any], offset_ns: int) -> StepWindow:
 
 
 def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
-    """The kept step of median duration. Steps whose neighbours are kept, too, are preferred, and the first step (which
-    warms up) is taken only where there is no other."""
+    """The kept step of median duration. Steps whose neighbours are also kept are preferred, and the first step (warmup)
+    is used only if there is no other."""
     steps = list(timelines[0].steps) if timelines else []
     steady = [step for step in steps if step.step > 1] or steps
     numbers = {step.step for step in steps}
@@ -86,14 +86,14 @@ def representative_step(timelines: Sequence[RankTimeline]) -> int | None:
 
 
 def first_ranks(timelines: Sequence[RankTimeline]) -> tuple[Sequence[RankTimeline], str]:
-    """Those that a picture shows, and what its title says of it where they are not all."""
+    """The ranks that a picture shows, and a note for its title if they are not all."""
     shown = timelines[:MAX_RANKS]
     return shown, "" if len(shown) == len(timelines) else f"; first {len(shown)} of {len(timelines):,} ranks"
 
 
 def within(line: RankTimeline, start_ns: int, stop_ns: int) -> list[Span]:
-    """Spans of a rank from start_ns to stop_ns, without gaps; what is between its kept steps (an evaluation, a step
-    that was not kept) is overhead."""
+    """Spans of a rank from start_ns to stop_ns, without gaps; time between its kept steps (an evaluation, a step that
+    was not kept) is overhead."""
     inside = [span for step in line.steps for span in step.spans if span.start_ns < stop_ns and span.stop_ns > start_ns]
     return covering(inside, -1, start_ns, stop_ns)
 
@@ -112,7 +112,8 @@ def shares(rows: Sequence[Sequence[Span]]) -> dict[Category, int]:
 
 
 def join_spans(row: Sequence[Span], gap_ns: float) -> list[Span]:
-    """A row with neighbours of one category and label as one span: a W3 is many products, at most `gap_ns` apart."""
+    """Join adjacent spans of a row with the same category and label: a W3 consists of many products, at most `gap_ns`
+    apart."""
     spans: list[Span] = []
     for span in row:
         if span.category == "overhead" and span.stop_ns - span.start_ns <= gap_ns:
