@@ -9,10 +9,10 @@ B batch, S sequence, H hidden width, T = B S tokens; r rows, c columns of the me
 parallelism (Optimus: Xu et al., 2021), `whole` that of Megatron-LM's 1D tensor parallelism (Shoeybi et al.,
 2019), `sequence` that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022).
 
-A product computes on flat tokens: all T tokens of a row. Activations travel in panels: runs of tokens, or where the
-tokens of a sequence lie on several ranks, of sequences, or of positions of every sequence. A gathered panel is a matrix
-of whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, as a reduce-scatter
-takes them without a copy; they may be in fp32 where the residual stream is in half precision, and are rounded once.
+A product computes on flat tokens: all T tokens of a row. Activations travel in panels: runs of tokens or, if the tokens
+of a sequence lie on several ranks, runs of sequences or of positions of every sequence. A gathered panel is a matrix of
+whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, so that a reduce-scatter
+takes them without a copy; they may be in fp32 when the residual stream is in half precision, and are rounded once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ranvier.errors import DivisibilityError
 from ranvier.layout.panels import equal_runs, power_of_two
 
 _EVEN = 4
-"""Sequences in a panel with which one more or less matters little."""
+"""Number of sequences in a panel from which one more or less matters little."""
 Buffer = Callable[[str, Sequence[int]], Tensor]
-"""Uninitialised memory for a purpose, of a shape, such as from a `Workspace`."""
+"""Returns uninitialised memory for a purpose, of a given shape, for example from a `Workspace`."""
 Panel = tuple[slice, ...]
-"""Indexes a panel: of the flat tokens, or where columns share the sequence, of sequences and their positions here."""
+"""Index of a panel: of the flat tokens or, if columns share the sequence, of sequences and their positions here."""
 ActivationLayout = Literal["hidden", "sequence", "whole"]
 
 
@@ -48,16 +48,16 @@ class Activations(Protocol):
     """The trailing dims (S, H) that are sharded over columns."""
 
     def whole_dims(self, x: Tensor) -> tuple[int, ...]:
-        """Leading dims, all but the width, of what all columns hold together."""
+        """Leading dims (all but the width) of the tensor that all columns hold together."""
 
     def own_dims(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The inverse: leading dims on this rank. DivisibilityError when columns cannot divide them."""
+        """The inverse: leading dims on this rank. DivisibilityError when the columns do not divide them."""
 
     def own_width(self, width: int) -> int:
         """Number of `width` features that are on this rank."""
 
     def panels(self, x: Tensor, count: int) -> list[Panel]:
-        """So many panels of an x that is not empty, or up to twice as many."""
+        """`count` panels of a nonempty x, or up to twice that number."""
 
     def rows(self, flat: Tensor, x: Tensor, panel: Panel) -> Tensor:
         """The tokens of a panel of x in `flat` [T, F]: a view [n, m, F] of n m tokens, in the order of `gather`."""
@@ -149,8 +149,8 @@ class SequenceSplit:
         return width
 
     def panels(self, x: Tensor, count: int) -> list[Panel]:
-        """Runs of sequences where those are about equal. Else runs of positions: a panel has the same ones of every
-        sequence's part on every column, so products of it are of several batches."""
+        """Runs of sequences if these are about equal. Otherwise runs of positions: a panel has the same positions of
+        every sequence's part on every column, so its products are batched."""
         sequences, positions = x.shape[0], x.shape[1]
         equal = next((more for more in range(count, 2 * count) if sequences % more == 0), None)
         if equal is not None or sequences >= _EVEN * count:
@@ -179,7 +179,7 @@ class SequenceSplit:
         return buffer("partial", (1, self.num_parts * own.shape[:-1].numel(), out.shape[-1]))
 
     def scatter(self, slabs: Tensor, out: Tensor, panel: Panel, buffer: Buffer, bias: Tensor | None) -> Work:
-        """Reduce-scatter along the sequence. Sums of a panel of several sequences are copied to their places after."""
+        """Reduce-scatter along the sequence. Sums of a panel of several sequences are then copied to their places."""
         own = out[panel]
         whole = slabs.view(own.shape[0], -1, own.shape[2])
         space = buffer("parts", (whole.numel(),)) if len(own) > 1 else None

@@ -4,11 +4,11 @@
     DoRA   y = m / |W + s B A| * (W + s B A) x + b      |.|: norm of each row, a constant in the backward
 
 W and b belong to the layer, and are usually frozen; A [rank, in], B [out, rank] and m [out] are the adapter's. s is
-alpha / rank. The adapter is a child of the layer, `lora`, and a forward hook adds what it computes, so parameters of
-the layer keep their names.
+alpha / rank. The adapter is a child of the layer, `lora`, and a forward hook adds its output, so parameters of the
+layer keep their names.
 
-On a row x col mesh A is sharded as the layer's input is and B as its output, and rows hold copies. Only u = A x, with
-`rank` features, travels (`ranvier.tensor.mesh.exchange`).
+On a row x col mesh, A is sharded like the layer's input and B like its output, and rows hold copies. Only u = A x, with
+`rank` features, is communicated (`ranvier.tensor.mesh.exchange`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Base = Callable[[], tuple[Tensor, Tensor | None]]
 class AdapterForm:
     """Form of an adapter's computation.
 
-    scale: s. dropout: probability of an element of the adapter's input to be zeroed in training. magnitude: whether it
-    is DoRA's.
+    scale: s. dropout: probability that an element of the adapter's input is zeroed in training. magnitude: whether the
+    form is DoRA's.
     """
 
     rank: int
@@ -49,11 +49,11 @@ class AdapterForm:
 class Adapter(Layer):
     """The adapter of one output of a linear layer.
 
-    takes, gives: of the layer. units: pieces of the output that are never divided, and of which every column holds all
-    where columns do not divide them (as in `SharedInputLinear`).
+    takes, gives: as in the layer. units: number of pieces of the output that are never divided; every column holds all
+    of them if the columns do not divide their number (as in `SharedInputLinear`).
 
-    A and B have no values until `models/lora` sets them, A to uniform numbers and B to zero. `magnitude_change` is what
-    training adds to |W|, so that m starts as |W| whatever weights are loaded.
+    A and B have no values until `models/lora` sets A to uniform random numbers and B to zero. `magnitude_change` is
+    what training adds to |W|, so that m starts as |W| whatever weights are loaded.
     """
 
     magnitude_change: nn.Parameter | None
@@ -79,7 +79,7 @@ class Adapter(Layer):
         return found | ({} if self.magnitude_change is None else {"magnitude_change": leave})
 
     def forward(self, y: Tensor, x: Tensor, base: Base, rows: slice = slice(None)) -> Tensor:
-        """y, what the layer gives for x, with the adapter's part. rows: of the output, those that y has."""
+        """y, the layer's output for x, with the adapter's part added. rows: the rows of the output that y has."""
         u = self.exchange(functional.linear(self.drop_input(x), self.A))
         if self.magnitude_change is None:
             return self._add_product(y, u, rows)
@@ -101,7 +101,7 @@ class Adapter(Layer):
         return keyed_dropout.dropout(x, self.form.dropout, self.training)
 
     def exchange(self, u: Tensor) -> Tensor:
-        """u as B takes it: on one rank it is that."""
+        """u in the layout that B takes: u itself on one rank."""
         return u
 
     @torch.no_grad()
@@ -112,14 +112,14 @@ class Adapter(Layer):
 
     @torch.no_grad()
     def weight_norms(self, weight: Tensor) -> Tensor:
-        """|W| of all rows of the output [out], in fp32 or wider; on a mesh collective over the ranks of a stage."""
+        """|W| of all rows of the output [out], in fp32 or wider; on a mesh, a collective over the ranks of a stage."""
         return self._squares(weight)[0].sqrt()
 
     def _squares(self, weight: Tensor) -> Tensor:
         return squared_norms(weight, self.A, self.B, self.form.scale)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """The layer's split form gives its adapters their places (`split_adapters`)."""
+        """Raises NotImplementedError: the layer's split form splits its adapters (`split_adapters`)."""
         raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ def squared_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class SplitAdapter(Adapter):
-    """An adapter on the mesh. weight: how the layer's weight, the rows of this output, is split."""
+    """An adapter on the mesh. weight: how the layer's weight (the rows of this output) is split."""
 
     def __init__(self, adapter: Adapter, mesh: TensorMesh, weight: Split) -> None:
         nn.Module.__init__(self)
@@ -187,7 +187,7 @@ class SplitAdapter(Adapter):
         return self._sum(squares, self._weight)
 
     def _gather_whole(self, own: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter of which columns have parts: zeros elsewhere, and the sum; x + 0 is exact."""
+        """A parameter that is sharded over columns, as the sum of shards padded with zeros; x + 0 is exact."""
         split = self._splits[name]
         found = own.new_zeros(shape)
         box = split.box(shape, (self._mesh.num_rows, self._mesh.num_cols), (self._mesh.row, self._mesh.col))
@@ -237,7 +237,7 @@ def _rows_of_part(tensor: Tensor, *, number: int, count: int, width: int) -> Ten
 
 
 def adapters_in(block: Any) -> Iterator[tuple[str, Adapter, Tensor]]:
-    """(name of the layer or its part, adapter, the rows of the weight that it belongs to), of a block, whole or
+    """Yields (name of the layer or its part, adapter, the adapter's rows of the weight) of a block, which may be
     split."""
     for path, adapter in block.named_modules():
         if isinstance(adapter, Adapter):
@@ -255,7 +255,7 @@ def adapters_in(block: Any) -> Iterator[tuple[str, Adapter, Tensor]]:
 
 
 def add_adapter(layer: nn.Module, adapter: Adapter, part: str = "") -> None:
-    """Make `adapter` a child of a linear layer. part: of the layer's `parts`, the one that it belongs to."""
+    """Make `adapter` a child of a linear layer. part: the one of the layer's `parts` that the adapter belongs to."""
     parts: tuple[str, ...] = getattr(layer, "parts", ())
     if part:
         layer.add_module(part, nn.Module())

@@ -23,8 +23,8 @@ else:
 
 
 def apply_outside_transforms(function: type[Function]) -> Callable[..., Tensor]:
-    """`function.apply` for callers that know that no transform of torch.func is active, no argument is a tensor of one
-    that has ended, and torch.compile does not trace: one call into torch, where `apply` asks all that in Python. In
-    the same way autograd calls `function.backward` itself."""
+    """`function.apply` for callers that know that no transform of torch.func is active, no argument is a tensor of a
+    transform that has ended, and torch.compile does not trace: one call into torch, whereas `apply` checks all this in
+    Python. Likewise, autograd calls `function.backward` directly."""
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return cast(Callable[..., Tensor], getattr(super(torch.autograd.Function, function), "apply"))  # noqa: B009

@@ -10,11 +10,11 @@ layout.
 
 B batch, S sequence, H hidden width, F inner width; c columns.
 
-Layers strip layouts on entry, check them, and mark what they return, as hooks on blocks do: a user's hooks on either
-see tensors with layouts. While a block runs, its code cannot read the weights of its layers
-(`ranvier.tensor.closed_parameters`). A layer that is given another layout than it takes refuses it by name; a
-replicated tensor is converted to any layout. Between stages, and in the activation cache, the name of a tensor carries
-its layout.
+Layers check and strip layouts on entry, and mark what they return, as hooks on blocks do: a user's hooks on either see
+tensors with layouts. While a block runs, its code cannot read the weights of its layers
+(`ranvier.tensor.closed_parameters`). A layer refuses by name any layout other than the one it takes; a replicated
+tensor is converted to any layout. Between stages, and in the activation cache, the name of a tensor carries its
+layout.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _REMEDIES = {
 
 
 def sharded_dim(mesh: TensorMesh, kind: ActivationKind, num_dims: int) -> int | None:
-    """The dim that is sharded over columns of a `kind` of tensor with so many dims; None where it is replicated."""
+    """The sharded dim of a tensor of this kind with `num_dims` dims; None if the tensor is replicated."""
     if kind in ("inner", "vocabulary") or (kind == "stream" and mesh.activations.name == "hidden"):
         return num_dims - 1
     return num_dims - 2 if kind == "stream" and mesh.activations.name == "sequence" else None
 
 
 def named_module(module: _M, where: str) -> _M:
-    """`module`, which messages about what it computes call `where` from now on."""
+    """`module`; messages about its computations call it `where` from now on."""
     module.__dict__["_split_name"] = where
     return module
 
@@ -84,7 +84,7 @@ class _Hook(_OfMesh):
 
 
 def own_hooks(module: _M) -> _M:
-    """`module`, a shallow copy, with dicts of hooks of its own: the original's stay as they are."""
+    """`module`, a shallow copy, with its own dicts of hooks, so that the original's stay unchanged."""
     for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
                  "_forward_hooks_always_called"):
         module.__dict__[name] = copy.copy(module.__dict__[name])
@@ -98,8 +98,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
                 alone: bool, vocab: int = 0) -> None:
     """Let a split layer check and strip the layouts of its inputs, and mark its outputs.
 
-    alone: it is called with its own part, as a plain tensor. vocab: the whole vocabulary of a layer that gives a part
-    of it.
+    alone: the layer is called with its own shard, as a plain tensor. vocab: the full vocabulary size of a layer that
+    returns a shard of the vocabulary.
     """
     if mesh.check_order:
         module.register_forward_pre_hook(_Hook(mesh, lambda *_: mesh.order.compare_place(where)))
@@ -112,8 +112,8 @@ def guard_layer(module: nn.Module, mesh: TensorMesh, where: str, takes: Activati
 
 
 class GuardedForward(_OfMesh, GuardedLayer):
-    """The forward of one layer with its own `hooks`. A user's on the layer would see inputs without layouts if this
-    were one, too."""
+    """The forward of one layer with the package's own `hooks`. If these were module hooks, a user's hooks on the layer
+    would see inputs without layouts."""
 
     def __init__(self, mesh: TensorMesh, module: nn.Module, guard: _RowGuard, hooks: Sequence[Callable[..., Any]]
                  ) -> None:
@@ -135,26 +135,26 @@ class GuardedForward(_OfMesh, GuardedLayer):
 
 
 class _RowGuard:
-    """What one layer does on rows alone, where tensors have no layouts."""
+    """The guard of one layer on a mesh of rows only, where tensors have no layouts."""
 
     def __init__(self, mesh: TensorMesh, where: str) -> None:
         self._mesh, self._where, self._in_block = mesh, where, False
 
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """It is called: code of its block does not run until it returns."""
+        """Called at the layer's start: code of its block does not run until the layer returns."""
         self._mesh.order.record(self._where, "forward")
         self._in_block, self._mesh.runs_user_code = self._mesh.runs_user_code, False
         return args, kwargs
 
     def after(self, y: object) -> object:
-        """Code of its block runs again."""
+        """Called at the layer's end: code of its block runs again."""
         self._mesh.runs_user_code = self._in_block
         return y
 
 
 class _LayerGuard(_RowGuard):
-    """The same on columns, and what the layer was given last. It runs twice for each layer of each microbatch: with
-    small layers the time of its calls counts."""
+    """The same on columns, with the layer's last input. It runs twice for each layer of each microbatch, so the time
+    of its calls matters with small layers."""
 
     def __init__(self, mesh: TensorMesh, where: str, takes: ActivationKind, gives: ActivationKind, *, alone: bool,
                  vocab: int) -> None:
@@ -163,9 +163,9 @@ class _LayerGuard(_RowGuard):
         self._needs_sequence = mesh.activations.name == "sequence" and "stream" in (takes, gives)
         self._entered: tuple[ColumnLayout, torch.Size] | None = None
         self._sequences = 0
-        """Sequences of flattened tokens that it was given; 0 where they were not flattened."""
+        """Number of sequences in the flattened tokens of the input; 0 if the input was not flattened."""
         self._fitted: tuple[ColumnLayout | None, torch.Size, torch.dtype] | None = None
-        """An input that was taken as it is: so is the next one like it, as those of all microbatches are."""
+        """An input that was accepted unchanged: so is the next similar one, as the inputs of all microbatches are."""
 
     def before(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The layer's arguments without layouts."""
@@ -208,8 +208,8 @@ class _LayerGuard(_RowGuard):
         return taken
 
     def _to_sequences(self, x: Tensor, layout: ColumnLayout | None) -> tuple[Tensor, ColumnLayout | None]:
-        """x as [batch, sequence, features]; of flattened tokens [tokens, features] as many sequences as they came
-        from, or one. Any division is right: the result has the tokens where its layout says."""
+        """x as [batch, sequence, features]. Flattened tokens [tokens, features] become the number of sequences that
+        they came from, or one. Any division is right: the tokens end up where the layout of the result says."""
         if x.dim() == 3:
             tokens = x.shape[0] * (layout.size if layout is not None and layout.dim == 1 else x.shape[1])
             self._mesh.sequences[tokens] = x.shape[0]
@@ -294,13 +294,13 @@ def _title(kind: ActivationKind) -> str:
 def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bool) -> None:
     """Install hooks on a split block: they mark its inputs with their layout.
 
-    in_chain: the block is one of a model: plain inputs are replicated, others carry their layout, and so do outputs.
-    Otherwise the caller passes his part of the residual stream as plain tensors, and gets plain ones.
+    in_chain: the block is part of a model: plain inputs are replicated, others carry their layout, and so do outputs.
+    Otherwise the caller passes this rank's shard of the residual stream as plain tensors, and gets plain tensors.
     """
     outside: list[bool] = []
 
     def begin(*_: object) -> None:
-        outside.append(mesh.runs_user_code)  # True in a stage, where hooks of a user's are called last
+        outside.append(mesh.runs_user_code)  # True in a stage, where a user's hooks are called last
         mesh.runs_user_code = True
 
     module.register_forward_pre_hook(_Hook(mesh, begin))
@@ -329,7 +329,7 @@ def guard_block(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: bo
 
 
 def _checked_output(x: Tensor, where: str) -> Tensor:
-    """A block's output. A ModelError for a plain one that requires a gradient: its layout is unknown."""
+    """A block's output. ModelError for a plain output that requires a gradient: its layout is unknown."""
     if isinstance(x, ColumnTensor):
         columns.refuse_own_graph(x, where)
     elif x.requires_grad:
@@ -339,8 +339,8 @@ def _checked_output(x: Tensor, where: str) -> Tensor:
 
 
 def checked_loss(loss: Loss, mesh: TensorMesh, vocab: int | None) -> Loss:
-    """`loss`, which reads no weights of layers, and checks and strips the layout of its input: sharded only where it
-    is logits of a sharded `vocab`."""
+    """`loss`, which cannot read weights of layers, with the layout of its input checked and stripped: only logits of a
+    sharded `vocab` may be sharded."""
     def closed(output: Any, targets: object) -> tuple[Tensor, Tensor | float | int]:
         with user_code(mesh):
             return loss(output, targets)
@@ -383,7 +383,7 @@ def detached_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def is_replicated_name(name: str) -> bool:
-    """Whether a tensor of such a name is the same on all columns."""
+    """Whether the tensor with this name is the same on all columns."""
     return _SEPARATOR not in name
 
 

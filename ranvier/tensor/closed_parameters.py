@@ -1,8 +1,8 @@
-"""Parameters of split layers, which code of a block or a loss cannot read: a rank has a part of each.
+"""Parameters of split layers, which code of a block or a loss cannot read, because a rank has only a shard of each.
 
-`layer.weight.norm()` in a block, or a penalty in a loss, would be that of one rank's part, and its gradient, too. While
-a block or a loss runs, only the layer itself and this package read them. Between batches anyone does: optimizers,
-averages and saves compute with parts.
+`layer.weight.norm()` in a block, or a penalty in a loss, would be computed from one rank's shard, and its gradient
+would be, too. While a block or a loss runs, only the layer itself and this package read parameters. Between batches any
+code may: optimizers, averages and saves compute with shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Parameter = nn.Parameter | None
 class ClosedParameters(MutableMapping[str, _Parameter]):
     """Replaces `_parameters` of a split layer and its parts: each read while code of a block runs is checked.
 
-    It is not a dict, because `dict.__getitem__`, `dict(...)` and `{**...}` of one read past its methods.
+    It is not a dict, because `dict.__getitem__`, `dict(...)` and `{**...}` bypass the methods of a dict subclass.
     """
 
     def __init__(self, parameters: Mapping[str, _Parameter], mesh: TensorMesh) -> None:
@@ -74,12 +74,12 @@ class ClosedParameters(MutableMapping[str, _Parameter]):
         return self._held.values()
 
     def _check(self, frame: FrameType | None, name: str) -> None:
-        """ModelError unless the code that reads is this package's or the layer's own; torch's reads for another."""
+        """ModelError unless the reading code is this package's or the layer's own; torch reads for its caller."""
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
             if module.startswith("ranvier."):
                 return
-            if module != nn.Module.__module__:  # whose code reads for any other
+            if module != nn.Module.__module__:  # whose code reads for its caller
                 reader = frame.f_locals.get("self")
                 if isinstance(reader, nn.Module) and self._belongs_to(reader):
                     return
@@ -93,7 +93,7 @@ class ClosedParameters(MutableMapping[str, _Parameter]):
                "Call the layer. A penalty on weights is optim.weight_decay.")
 
     def _belongs_to(self, module: nn.Module) -> bool:
-        """Whether they are those of a layer, or of a part of it."""
+        """Whether these are the parameters of a layer, or of a part of it."""
         return isinstance(module._parameters, ClosedParameters) and any(
             each._parameters is self for each in module.modules())
 
@@ -106,7 +106,7 @@ def close_parameters(layer: nn.Module, mesh: TensorMesh) -> None:
 
 @contextmanager
 def user_code(mesh: TensorMesh) -> Iterator[None]:
-    """Inside, a loss runs, which reads no parameters of split layers."""
+    """Inside, a loss runs, which cannot read parameters of split layers."""
     mesh.runs_user_code = True
     try:
         yield

@@ -6,12 +6,12 @@ deferred products are outputs of the two graphs:
     forward   state, taps -> state, x of each linear layer
     backward  dstate      -> dstate, dy of each linear layer, as the gradient of its tap
 
-A tap is an input without values or memory, of the shape of the layer's output. Its own backward, outside of the graph,
-has x and dy, and gives them to the queue as an uncompiled layer does. Shapes of taps come from one run of the block on
-fake tensors (shapes without memory) for each shape of its inputs.
+A tap is an input without values or memory that has the shape of the layer's output. Its own backward, outside of the
+graph, has x and dy, and gives them to the queue as an uncompiled layer does. Shapes of taps come from one run of the
+block on fake tensors (shapes without memory) for each shape of its inputs.
 
-Keys of dropout masks are inputs of the graph, too, so that a new step does not compile again. Blocks that compute the
-same share their code, and a second shape makes the code independent of sizes.
+Keys of dropout masks are inputs of the graph, too, so that a new step does not recompile. Blocks with the same
+computation share their code, and a second shape makes the code independent of sizes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Facts about a block for inputs of certain shapes: its deferrable products with their outputs' shapes, and the
+    """Properties of a block for inputs of certain shapes: its deferrable products with their outputs' shapes, and the
     number of its dropout calls."""
 
     products: tuple[tuple[nn.Linear, tuple[int, ...]], ...]
@@ -87,7 +87,7 @@ class _Tap(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        x, ctx.operand.x = ctx.operand.x, None  # freed now, and not with the graph
+        x, ctx.operand.x = ctx.operand.x, None  # freed now instead of with the graph
         if x is None:
             raise RuntimeError("a compiled block cannot run its backward twice: set --model.compile false")
         if ctx.gradients.in_pass():
@@ -102,7 +102,7 @@ class _Tap(Function):
 
 
 class _TappedLinear(Function):
-    """functional.linear inside the graph, whose weight and bias have no gradient there."""
+    """functional.linear inside the graph, where its weight and bias have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, in_float8: bool) -> Tensor:
@@ -122,13 +122,13 @@ def _tapped_forward(module: nn.Linear, input: Tensor) -> Tensor:
         return functional.linear(input, module.weight, module.bias)
     call: _Call = module.__dict__["_compiled_call"]
     tap = call.taps[len(call.inputs)]
-    call.inputs.append(input.detach())  # an output that had a gradient would get one of zeros, to be added
+    call.inputs.append(input.detach())  # an output with a gradient would get zeros, to be added
     return _TappedLinear.apply(input, module.weight.detach(), None if module.bias is None else module.bias.detach(),
                                tap, torch.is_grad_enabled() and bool(module.__dict__["_compiled_float8"]))
 
 
 def _float8_forward(module: nn.Linear, input: Tensor) -> Tensor:
-    """The forward in the graph of a layer in float8 whose weight gradient autograd adds."""
+    """The forward, inside the graph, of a float8 layer whose weight gradient is accumulated by autograd."""
     if (not (torch.is_grad_enabled() and module.weight.requires_grad)
             or torch.is_autocast_enabled(input.device.type)):
         return functional.linear(input, module.weight, module.bias)
@@ -157,9 +157,9 @@ class CompiledBlocks:
     Args:
         how: True: a block that cannot be compiled is a ModelError; "auto": it runs uncompiled, with a warning.
         forwards: which layers' weight gradients may be deferred.
-        recomputed: blocks whose forward runs again before their backward. Their graphs hold for all sizes from the
-            start: the second forward must not find a graph that another microbatch's size has led to meanwhile.
-        watched: names of blocks whose single operations must be seen, which cannot be compiled.
+        recomputed: blocks whose forward runs again before their backward. Their graphs are dynamic in all sizes from
+            the start: the second forward must not find a newer graph that another microbatch's size has caused.
+        watched: names of blocks whose individual operations must be seen, which cannot be compiled.
     """
 
     def __init__(self, how: Literal[True, "auto"], gradients: WeightGradients, forwards: DeferringForwards,
@@ -168,7 +168,7 @@ class CompiledBlocks:
         self._watched = watched
         self._compiled: dict[object, Callable[..., tuple[State, list[Tensor]]]] = {}
         self._alone: set[nn.Module] = set()
-        """Blocks whose code has graphs of its own: one for each of many that differ in a number would be too many."""
+        """Blocks whose code has its own graphs: code shared by many blocks that differ in a number has too many."""
         self._shapes: dict[tuple[nn.Module, object], _Shapes] = {}
         self._call = _Call()
         watch()
@@ -176,7 +176,7 @@ class CompiledBlocks:
         """Blocks that cannot be compiled, and why."""
 
     def __call__(self, module: nn.Module, name: str, state: State, scope: keyed_random.Scope) -> State:
-        """`module(state)`, compiled. ModelError where that cannot be, and is required."""
+        """`module(state)`, compiled. ModelError if compilation is required but not possible."""
         if name in self._watched and module not in self.uncompiled:
             self._cannot(module, name, NotImplementedError("its code reaches parameters of blocks of other stages"))
         if module in self.uncompiled:
@@ -225,7 +225,7 @@ class CompiledBlocks:
 
     @contextmanager
     def _install_forward(self, module: nn.Module, forward: Callable[..., Tensor] | None) -> Iterator[None]:
-        """The block's deferrable layers have this forward, or (None) their own."""
+        """Inside, the block's deferrable layers have this forward, or (None) their own."""
         queued = self._forwards.layers_of(module)
         layers = [*queued, *(layer for layer in self._forwards.float8_forwards if layer in {*module.modules()})]
         before = [layer.__dict__.pop("forward", None) for layer in layers]
@@ -249,7 +249,7 @@ class CompiledBlocks:
                     layer.__dict__["forward"] = former
 
     def _shapes_of(self, module: nn.Module, state: State, scope: keyed_random.Scope) -> _Shapes:
-        """`_Shapes` of a block for inputs like these and the parameters that train now."""
+        """`_Shapes` of a block for inputs like these and the parameters that are currently trained."""
         tensors = as_named_tensors(state, "the carried state")
         modes = tuple(submodule.training for submodule in module.modules())
         key = (module, (torch.is_grad_enabled(), modes, tuple(map(is_deferrable, self._forwards.layers_of(
@@ -269,7 +269,7 @@ class CompiledBlocks:
         mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
         has_products = trains and any(map(is_deferrable, self._forwards.layers_of(module)))
-        # In a recomputed segment there are none, and a graph of fake tensors would count as saved by the segment.
+        # A recomputed segment has none, and a graph of fake tensors would count as saved by the segment.
         with self._install_forward(module, partial(_recording_forward, record) if has_products else None), \
                 _restore_block(module), mode, torch.set_grad_enabled(has_products):
             inputs = tree_map_only(Tensor, mode.from_tensor, state)
@@ -285,10 +285,10 @@ class CompiledBlocks:
             if after.keys() - before.keys():  # which a second forward may change in place
                 with reads:
                     module(inputs)
-        mode.allow_non_fake_inputs = False  # one that the block has left somewhere must not pass for real
+        mode.allow_non_fake_inputs = False  # a fake tensor that the block has stored must not pass for real
         if any(x._version != version for x, version in seen):
             raise torch._dynamo.exc.Unsupported("the input of a linear layer is changed in place after the layer")
-        # Torch up to 2.13 may compute gradients of what reads the old value with the new one; a counter is not read.
+        # Torch up to 2.13 may use the new value in gradients of operations that read the old one. No counter is read.
         if any(tensor._version != version and (tensor.requires_grad or tensor not in before or reads.contains(tensor))
                for held in (before, after) for tensor, version in held.items()):
             raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
@@ -297,7 +297,7 @@ class CompiledBlocks:
 
 
 class _Reads(TorchDispatchMode):
-    """Inside, notes the tensors that operations take other than to write into them. known: such as are read anyway."""
+    """Inside, records the tensors that operations read. known: tensors that are read anyway."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)
@@ -311,12 +311,12 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether one of them lies in the memory of `tensor`."""
+        """Whether one of the recorded tensors lies in the memory of `tensor`."""
         return _memory_of(tensor) in self._memory
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Its storage; of a sparse one itself."""
+    """An identifier of its storage; for a sparse tensor, of the tensor itself."""
     try:
         number: int = tensor.untyped_storage()._cdata
     except RuntimeError:
@@ -326,8 +326,8 @@ def _memory_of(tensor: Tensor) -> int:
 
 @contextmanager
 def _without_wide_gradients(module: nn.Module) -> Iterator[None]:
-    """Its parameters have no gradients of another format than their own, fp32 for bf16: torch up to 2.13 cannot make
-    fake tensors of such parameters, and any call may compile."""
+    """Inside, parameters have no gradients of a dtype other than their own, such as fp32 for bf16: torch up to 2.13
+    cannot make fake tensors of such parameters, and any call may compile."""
     wide = [(parameter, parameter.grad) for parameter in module.parameters() if parameter.grad is not None
             and parameter.grad.dtype != parameter.dtype]
     for parameter, _ in wide:
@@ -349,8 +349,8 @@ def _site_keys(scope: keyed_random.Scope, sites: int, state: State) -> Tensor | 
 
 @contextmanager
 def _restore_block(block: nn.Module) -> Iterator[None]:
-    """A forward on fake tensors leaves the block's modules as they were: whatever it assigns is gone afterwards, and
-    what it writes into buffers (operations without fake tensors are real ones) goes to copies."""
+    """Inside, a forward on fake tensors leaves the block's modules as they were: its assignments are undone afterwards,
+    and its writes to buffers (operations without fake tensors are real) go to copies."""
     modules = list(block.modules())
     then, before = Remembered(modules), [(module, dict(module._buffers)) for module in modules]
     copies = {id(buffer): buffer.clone() for _, buffers in before for buffer in buffers.values() if buffer is not None}
@@ -367,7 +367,7 @@ def _restore_block(block: nn.Module) -> Iterator[None]:
 
 
 def _tensors(block: nn.Module) -> dict[Tensor, int]:
-    """The tensors that a block has, and their versions, without the statistics of norms, which have no gradients."""
+    """The tensors of a block and their versions, except the statistics of norms, which have no gradients."""
     seen: set[int] = set()
 
     def again(one: Any) -> bool:  # a container that contains itself
@@ -381,13 +381,13 @@ def _tensors(block: nn.Module) -> dict[Tensor, int]:
 
 
 def _kind_of(module: nn.Module) -> object:
-    """Equal for blocks that may share their code. torch checks everything else on which it depends."""
+    """A key that is equal for blocks that may share their code. torch checks everything else that code depends on."""
     return type(module), module.training, tuple((name, parameter.shape, parameter.dtype, parameter.requires_grad)
                                                 for name, parameter in module.named_parameters())
 
 
 def _copy_of(function: Any) -> types.FunctionType:
-    """The same function with code of its own: torch counts compilations for each code object."""
+    """The same function with its own code object: torch counts compilations for each code object."""
     copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
                                 function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -1,9 +1,9 @@
 """The two passes of a cross-entropy over its logits, each as one Triton kernel.
 
-In torch's operations the forward and the backward move about 30 bytes for each half-precision logit, since softmax
-writes fp32 and each operation is a pass of its own. These kernels read each logit once for the statistics of its row,
-and read and write it once for the gradient: 6 bytes. Import it only where Triton is installed; with TRITON_INTERPRET=1
-it runs on CPU tensors.
+With torch's operations the forward and the backward move about 30 bytes for each half-precision logit, since softmax
+writes fp32 and each operation is a separate pass. These kernels read each logit once for the statistics of its row, and
+read and write it once for the gradient: 6 bytes. Import this module only where Triton is installed; with
+TRITON_INTERPRET=1 it runs on CPU tensors.
 
 R rows of V logits, which may be a column's part of the vocabulary.
 """
@@ -24,7 +24,7 @@ _LEAST: Any = tl.constexpr(torch.finfo(torch.float32).min)
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _statistics(x_ptr, index_ptr, max_ptr, sum_ptr, target_ptr, stride,  # type: ignore[no-untyped-def]
                 width: tl.constexpr, BLOCK: tl.constexpr):
-    """One row's largest logit, its sum of exponentials, and its target's logit. Each lane has a maximum of its own."""
+    """One row's largest logit, its sum of exponentials, and its target's logit. Each lane has its own maximum."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), _LEAST, tl.float32)
@@ -59,7 +59,7 @@ def _gradient(x_ptr, index_ptr, log_sum_ptr, scale_ptr, stride,  # type: ignore[
 def statistics(logits_RV: Tensor, index_R: Tensor) -> tuple[Tensor, Tensor]:
     """[R, 1] largest logits, and [2, R, 1] sums of exp(logit - largest) and logits at `index_R`, in fp32.
 
-    index_R: [R] int64; where it is outside the row, as -1, the logit is given as 0.
+    index_R: [R] int64; for an index outside the row, such as -1, the logit is 0.
     """
     rows, width = logits_RV.shape
     max_R1 = logits_RV.new_empty((rows, 1), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Plain layers that add to their weight gradients themselves: nn.Linear, later if need be, and tables of nn.Embedding.
+"""Plain layers that accumulate their own weight gradients: nn.Linear, deferred if necessary, and nn.Embedding tables.
 
 The backward of an nn.Linear returns the input's gradient and queues the product for the weight's; see
 `ranvier.tensor.weight_gradients`.
@@ -54,8 +54,8 @@ def add_gradients(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, dy
 def padded_rows_product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T as a view [..., out] of rows whose length in memory is the next multiple of 128.
 
-    GPUs read and write aligned rows faster: a vocabulary of 50,257 costs what one of 50,304 does. What lies between the
-    rows is never computed nor read, so values and gradients are those of the plain product, whose shape this has.
+    GPUs read and write aligned rows faster: a vocabulary of 50,257 costs as much time as one of 50,304. The gaps
+    between the rows are never computed or read, so values, gradients and shape are those of the plain product.
     """
     features = weight.shape[0]
     width = -(-features // _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -65,8 +65,8 @@ def padded_rows_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_wide_product(weight: nn.Parameter, a: Tensor, b: Tensor) -> None:
-    """weight.grad += a b in one kernel, of half-precision operands and an fp32 gradient; only CUDA has it. The product
-    is not rounded to half precision before it is added."""
+    """weight.grad += a b in one kernel, for half-precision operands and an fp32 gradient, on CUDA only. The product is
+    not rounded to half precision before it is added."""
     if weight.grad is None:
         weight.grad = torch.ops.aten.mm.dtype(a, b, torch.float32)
     else:
@@ -74,7 +74,7 @@ def _add_wide_product(weight: nn.Parameter, a: Tensor, b: Tensor) -> None:
 
 
 class _PaddedLinear(Function):
-    """functional.linear of a `PaddedLinear` whose weight gradient autograd computes."""
+    """functional.linear of a `PaddedLinear` whose weight gradient is computed by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes what nn.Linear does."""
-        if (not input.is_cuda or is_transformed() or is_dynamo_compiling()  # the compiler pads by itself
+        if (not input.is_cuda or is_transformed() or is_dynamo_compiling()  # the compiler does its own padding
                 or torch.is_autocast_enabled(input.device.type)):
             return functional.linear(input, self.weight)
         return _PaddedLinear.apply(input, self.weight)
@@ -103,8 +103,8 @@ class PaddedLinear(nn.Linear):
 class _DeferrableLinear(Function):
     """functional.linear whose backward gives dW and db to a `WeightGradients`.
 
-    `ctx` holds the parameters themselves beside the saved tensors: with activation recomputation, or with hooks on
-    saved tensors, autograd returns copies, whose `.grad` is not the parameter's.
+    `ctx` holds the parameters themselves in addition to the saved tensors: with activation recomputation, or with hooks
+    on saved tensors, autograd returns copies, whose `.grad` is not the parameter's.
     """
 
     @staticmethod
@@ -116,7 +116,7 @@ class _DeferrableLinear(Function):
         if layer.in_float8:
             return float8.forward_product(x, weight, bias)
         w, b = weight, bias
-        if autocast is not None:  # not by torch, whose cache would give others a cast without a graph
+        if autocast is not None:  # torch's own cast would cache a tensor without a graph, for others too
             w, b = w.to(autocast), None if b is None else b.to(autocast)  # type: ignore[assignment]
         if layer.pads_rows and x.is_cuda:
             return padded_rows_product(x, w)
@@ -150,12 +150,12 @@ class _DeferrableLinear(Function):
 
 _apply = apply_outside_transforms(_DeferrableLinear)
 _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
-"""Others may compute a product in their own way, by __torch_function__."""
+"""Classes of plain operands: others may compute a product differently, through __torch_function__."""
 
 
 def autocast_dtype(*operands: Tensor | None) -> torch.dtype | None:
-    """The format to which autocast casts the operands of a product; None where it leaves one as it is, as it leaves
-    fp64, or is off."""
+    """The dtype to which autocast casts the operands of a product; None if autocast is off, or leaves an operand
+    unchanged, as it does with fp64."""
     given = [operand for operand in operands if operand is not None]
     device = given[0].device.type
     fit = torch.is_autocast_enabled(device) and all(
@@ -172,21 +172,21 @@ def is_deferrable(module: nn.Linear) -> bool:
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Whether it is a parameter, of no class that computes by itself, without hooks on its gradient."""
+    """Whether it is a parameter of torch's own class (not a subclass), without hooks on its gradient."""
     return (type(parameter) is nn.Parameter and not parameter._backward_hooks
             and not parameter._post_accumulate_grad_hooks)
 
 
 class _PlainForward:
-    """The forward of a plain layer of torch while batches run. A copy of the layer has torch's own."""
+    """The forward of a plain torch layer while batches run. A copy of the layer has torch's own forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
 
     @staticmethod
     def accepts(module: nn.Module) -> bool:
-        """Whether `module` computes exactly nn.Linear's product with parameters of its own: no forward of its own, by
-        class or by assignment, and no parametrization, which each look at the weight would evaluate."""
+        """Whether `module` computes exactly nn.Linear's product with its own parameters: no custom forward, by class or
+        by assignment, and no parametrization, which each access to the weight would evaluate."""
         return (isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, PaddedLinear.forward)
                 and forward_slot(module) not in module.__dict__ and {"weight", "bias"} <= module._parameters.keys())
 
@@ -196,15 +196,15 @@ class _PlainForward:
 
 
 class _DeferrableForward(_PlainForward):
-    """The forward of a plain nn.Linear, with its weight gradients going through `gradients`.
+    """The forward of a plain nn.Linear, which passes its weight gradients to `gradients`.
 
-    Inside a transform of torch.func (vmap, grad, jvp), and where a block compiles its own code, it computes what
+    Inside a transform of torch.func (vmap, grad, jvp), and in a block that compiles its own code, it computes what
     nn.Linear computes.
 
-    steps_aside: its products never wait, from the first time on that autograd may add to the same gradient by itself
-    (in a transform, in compiled code, or where a block calls autograd for purposes of its own): the order in which the
-    queue and autograd add would depend on the schedule's policy. Implicit layers and reentrant checkpointing first run
-    without gradients, so that this is known before any backward.
+    steps_aside: whether its products are never deferred. This is so from the first time that autograd itself may add to
+    the same gradient (in a transform, in compiled code, or in a block with its own calls of autograd): the order in
+    which the queue and autograd add would depend on the schedule's policy. Implicit layers and reentrant checkpointing
+    first run without gradients, so that this is known before any backward.
     """
 
     def __init__(self, module: nn.Module, gradients: WeightGradients, *, in_float8: bool = False) -> None:
@@ -238,7 +238,7 @@ class _DeferrableForward(_PlainForward):
 
 
 class _Float8Forward(_PlainForward):
-    """The forward of a plain nn.Linear whose products are in float8, and whose weight gradients autograd adds."""
+    """The forward of a plain nn.Linear whose products are in float8, with weight gradients accumulated by autograd."""
 
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
@@ -249,26 +249,26 @@ class _Float8Forward(_PlainForward):
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is active, which custom functions would have to support."""
+    """Whether a torch.func transform or forward-mode differentiation is active; custom functions support neither."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class DeferringForwards:
-    """Gives plain nn.Linear layers, while batches run, a forward whose weight gradients go through `gradients`, and
-    modules that hold tables one whose backward adds to the rows that were looked up.
+    """While batches run, gives plain nn.Linear layers a forward that passes weight gradients to `gradients`, and
+    embedding tables a forward whose backward adds only to the rows that were looked up.
 
-    Between batches they are plain modules, which can be copied, saved and transformed as any other.
+    Between batches they are plain modules, which can be copied, saved and transformed like any others.
 
     Args:
-        blocks: blocks whose layers defer. Autograd computes the weight gradients of layers with a forward of their
-            own, of parametrised ones, of parameters with hooks, and of parameters that a module of another kind holds
-            too: a sum to which both autograd and the queue add would depend on the order of actions. Every forward
-            checks whether the weight is trainable, so freezing later needs nothing more.
-        others: blocks of the same stage whose weight gradients autograd computes.
-        in_float8: layers of both whose products are in float8 (`float8`).
-        may_wait: whether products may be deferred at all. Where none is, plain layers of a user stay as they are;
-            those of `ranvier.tensor.layers` add straight to their gradients all the same.
-        tables: lookup tables of both whose gradients are added to row by row.
+        blocks: blocks whose layers defer. Autograd computes the weight gradients of layers with a custom forward, of
+            parametrised layers, of parameters with hooks, and of parameters that a module of another kind shares: a sum
+            to which both autograd and the queue add would depend on the order of actions. Every forward checks whether
+            the weight is trainable, so that parameters can be frozen later.
+        others: blocks of the same stage whose weight gradients are computed by autograd.
+        in_float8: layers of both kinds of blocks whose products are in float8 (`float8`).
+        may_wait: whether products may be deferred at all. If not, a user's plain layers stay unchanged; those of
+            `ranvier.tensor.layers` still add directly to their gradients.
+        tables: lookup tables of both kinds of blocks whose gradients are accumulated row by row.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module], gradients: WeightGradients,
@@ -286,7 +286,7 @@ class DeferringForwards:
                           for module in free if module in waiting}
         self.float8_forwards = {module: _Float8Forward(module) for module in (*inside, *beside)
                                 if module in in_float8 and module in plain and module not in self._forwards}
-        """Forwards of the layers whose products are in float8 and not queued."""
+        """Forwards of the layers whose products are in float8 and never queued."""
         lookups = {module: _LookupForward(module, gradients) for module in (*inside, *beside)
                    if isinstance(module, nn.Embedding) and module._parameters.get("weight") in tables}
         self._installed: list[tuple[nn.Module, _PlainForward]] = [
@@ -337,8 +337,8 @@ def _own_parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 #     autograd   dW = zeros [V, H]; dW[ids] += dy; weight.grad += dW       three passes over the whole table
 #     here       rows = unique(ids); weight.grad[rows] += sums of dy
 #
-# A batch of short sentences looks up a few hundred of 30,000 rows. The sums are those of autograd's kernel, in its
-# order, so that gradients are bit-identical. Whoever reduces gradients is told the rows (`optim/reduction`).
+# A batch of short sentences looks up a few hundred of 30,000 rows. The sums are computed by autograd's kernel, in its
+# order, so that gradients are bit-identical. The reduction of gradients gets the rows (`optim/reduction`).
 
 
 LEAST_ROWS = 1024
@@ -346,12 +346,12 @@ LEAST_ROWS = 1024
 
 
 def adds_rows(rows: int, tokens: int) -> bool:
-    """Whether looking up so many tokens in a table on a CPU adds to the gradients of their rows alone."""
+    """Whether looking up `tokens` tokens in a CPU table of `rows` rows adds to the gradients of their rows only."""
     return rows >= LEAST_ROWS and 2 * tokens <= rows
 
 
 class _RowLookup(Function):
-    """functional.embedding whose backward adds rows straight to the weight's gradient, where there is one."""
+    """functional.embedding whose backward adds rows directly to the weight's gradient, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, ids: Tensor, padding: int, gradients: WeightGradients) -> Tensor:
@@ -379,8 +379,8 @@ class _RowLookup(Function):
 
 
 def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """The trainable tables of these blocks that only one plain nn.Embedding holds: a sum to which others add too would
-    depend on the order. The same on every rank that has these blocks."""
+    """The trainable tables of these blocks that are held by a single plain nn.Embedding: with further holders the sum
+    would depend on their order. The result is the same on every rank that has these blocks."""
     modules = dict.fromkeys(module for block in blocks for module in block.modules())
     holders = Counter(parameter for module in modules for parameter in module.parameters(recurse=False))
     weights = (module._parameters["weight"] for module in modules if _LookupForward.accepts(module))
@@ -388,7 +388,7 @@ def lookup_tables(blocks: Iterable[nn.Module]) -> set[nn.Parameter]:
 
 
 class _LookupForward(_PlainForward):
-    """The forward of a plain nn.Embedding, with its gradient going through `gradients`."""
+    """The forward of a plain nn.Embedding, which passes its gradient to `gradients`."""
 
     def __init__(self, module: nn.Module, gradients: WeightGradients) -> None:
         super().__init__(module)
@@ -396,9 +396,9 @@ class _LookupForward(_PlainForward):
 
     @staticmethod
     def accepts(module: nn.Module) -> bool:
-        """Whether `module` is a plain table on a CPU: no forward of its own, by class or by assignment, and no
-        parametrization, which each look at the weight would evaluate. A GPU would have to wait for the number of
-        rows."""
+        """Whether `module` is a plain table on a CPU: no custom forward, by class or by assignment, and no
+        parametrization, which each access to the weight would evaluate. On a GPU the number of rows would need a
+        synchronization."""
         return (isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
                 and forward_slot(module) not in module.__dict__ and "weight" in module._parameters
                 and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

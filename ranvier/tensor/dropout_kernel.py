@@ -1,8 +1,8 @@
 """Keyed dropout as one Triton kernel, with the masks of `keyed_random.dropout`, bit-identical.
 
-In torch's operations a mask costs ten passes over int64 and fp64 numbers. The kernel reads x, computes the hash and the
-uniform number of each element in registers, and writes y. Its backward computes the mask again: only the samples' keys
-are kept. Import it only where Triton is installed; with TRITON_INTERPRET=1 it runs on CPU tensors.
+With torch's operations a mask costs ten passes over int64 and fp64 numbers. The kernel reads x, computes the hash and
+the uniform number of each element in registers, and writes y. Its backward recomputes the mask: only the samples' keys
+are kept. Import this module only where Triton is installed; with TRITON_INTERPRET=1 it runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _dropout(x_ptr, y_ptr, keys_ptr, constants_ptr, count, rows, width, first_ro
 
 @lru_cache(maxsize=32)
 def _constants(probability: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[probability, factor of what is kept], fp64. The factor is rounded to `dtype`, as in torch's operations."""
+    """[probability, factor of kept elements], fp64. The factor is rounded to `dtype`, as in torch's operations."""
     factor = torch.ones((), dtype=dtype, device="cpu") / (1.0 - probability)
     return torch.tensor([probability, float(factor)], dtype=torch.float64, device="cpu").to(device)
 
@@ -79,7 +79,7 @@ def _launch(x: Tensor, keys: Tensor, probability: float, place: tuple[int, ...])
 def place_of(shape: Sequence[int], start: Sequence[int], full_shape: Sequence[int]) -> tuple[int, ...] | None:
     """(rows, width, first row, first column, full width) of a sample's elements [*shape] in [*full_shape].
 
-    None where they do not lie as rows of a matrix: more than two dims of which one is sharded.
+    None if they are not rows of a matrix, that is, for more than two dims of which one is sharded.
     """
     if list(shape) == list(full_shape):
         size = prod(shape)

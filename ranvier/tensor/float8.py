@@ -1,13 +1,13 @@
 """Products of linear layers in float8, with one scale for each tensor.
 
-    y = x W^T      x, W  e4m3          values of a tensor are divided by its largest one over the format's largest,
-    dx = dy W      dy    e5m2, W e4m3  rounded, multiplied with sums in fp32, and multiplied by both scales
+    y = x W^T      x, W  e4m3          a tensor is divided by its scale, its largest value over the format's largest,
+    dx = dy W      dy    e5m2, W e4m3  and rounded; products are summed in fp32 and multiplied by both scales
     dW = dy^T x    dy    e5m2, x e4m3
 
 e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 more range and less precision, for gradients (Micikevicius et al.,
-2022, FP8 Formats for Deep Learning). Scales are those of the tensors themselves, so nothing is kept from step to step.
-Parameters, activations between layers, gradients and optimizer states keep the run's formats. Everything goes through
-`torch.nn.functional.scaled_mm`, on a CPU too where torch has it there (`runs_on_cpu`).
+2022, FP8 Formats for Deep Learning). Scales are computed from the current tensors, so no state is kept between steps.
+Parameters, activations between layers, gradients and optimizer states keep the run's formats. All products use
+`torch.nn.functional.scaled_mm`, also on a CPU if torch supports it there (`runs_on_cpu`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ranvier.tensor.autograd import Function
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""The inner dim and the columns of a product must be multiples of it."""
+"""The inner dim and the number of columns of a product must be multiples of this."""
 CAPABILITY = (8, 9)
 """The first CUDA compute capability with these products (Ada; Hopper is 9.0)."""
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x / scale in `dtype`, scale): the largest value of x becomes the largest of `dtype`. Where x has a NaN or an
-    infinite value, so have all products with it."""
+    """(x / scale in `dtype`, scale): the largest value of x becomes the largest of `dtype`. If x has a NaN or an
+    infinite value, so do all products with it."""
     largest = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny * largest) / largest
     return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
 
 
 def product(a: Tensor, a_format: torch.dtype, b: Tensor, b_format: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """a b^T in `dtype`. a: [m, k]; b: [n, k]; n is a multiple of `MULTIPLE`, and k is padded with zeros to one."""
+    """a b^T in `dtype`. a: [m, k]; b: [n, k]; n is a multiple of `MULTIPLE`; k is zero-padded to a multiple of it."""
     if not a.numel():
         return a.new_zeros(len(a), len(b), dtype=dtype)
     (a8, a_scale), (b8, b_scale) = quantize(a, a_format), quantize(b, b_format)
@@ -60,9 +60,9 @@ def runs_on_cpu() -> bool:
 
 
 def working_bytes(tokens: int, inputs: int, outputs: int, element_bytes: int) -> int:
-    """Most bytes that one of the three products of a linear layer with so many inputs and outputs allocates at once,
-    uncompiled: an operand is widened to fp32, scaled and clamped (8 bytes an element) while the other is in float8
-    already; then both are in float8, copied where they are transposed, beside the product."""
+    """Peak bytes that one of the three products of a linear layer of this size allocates, uncompiled. An operand is
+    widened to fp32, scaled and clamped (8 bytes an element) while the other is already in float8; then both operands
+    are in float8, with copies of transposed ones, in addition to the product."""
     def one(m: int, k: int, n: int) -> int:
         a, b = m * k, n * k
         return max(8 * a, a + 8 * b, 2 * (a + b) + 2 * m * n * element_bytes)
@@ -88,7 +88,7 @@ def weight_gradient(x: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Float8Linear(Function):
-    """functional.linear by products in float8, whose weight gradient autograd adds."""
+    """functional.linear by products in float8, with the weight gradient accumulated by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,13 +106,13 @@ class Float8Linear(Function):
 
 def float8_layers(blocks: Iterable[tuple[int, str, nn.Module]], num_blocks: int, device: torch.device
                   ) -> set[nn.Module]:
-    """The linear layers of these of a model's `num_blocks` blocks that multiply in float8: not those of its first and
-    last block, which are the most sensitive, and only those of which both sizes are multiples of `MULTIPLE`.
+    """The linear layers of these blocks, from a model of `num_blocks`, that multiply in float8: those whose two sizes
+    are multiples of `MULTIPLE`, except in the first and last block, which are the most sensitive.
 
-    ConfigError where the GPU, or torch on the CPU, cannot.
+    ConfigError if the GPU, or torch on the CPU, does not support it.
     """
     if device.type == "cpu" and not runs_on_cpu():
-        raise ConfigError("needs a later version of torch on a CPU: this one has no products in float8 there",
+        raise ConfigError("needs a later version of torch on a CPU: this version has no float8 products there",
                           code="float8-needs-torch", where="model.float8", value=f"torch {torch.__version__}",
                           remedy="Install torch 2.13, or set `--model.float8 false`.")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:

@@ -1,9 +1,9 @@
-"""Chains of elementwise operations of layers, each compiled into as few kernels as torch.compile makes of it.
+"""Chains of elementwise operations of layers, which torch.compile fuses into as few kernels as it can.
 
-A block on several rows or columns is not a graph: its layers wait for collectives, and its own code computes on tensors
-that carry their layout (`ranvier.tensor.columns`), which torch's tracer cannot follow. So a layer
-names its chains, which are functions of plain tensors without a graph of their own: forward and backward of a norm
-between its collectives, of rotary embeddings, of a gated activation, of dropout with the residual sum.
+A block on several rows or columns is not a single graph: its layers wait for collectives, and its own code computes on
+tensors that carry their layout (`ranvier.tensor.columns`), which torch's tracer cannot follow. So a layer declares its
+chains, which are functions of plain tensors without an autograd graph: forward and backward of a norm between its
+collectives, of rotary embeddings, of a gated activation, of dropout with the residual sum.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Fused:
     """Calls functions of plain tensors, compiled or not.
 
     Args:
-        how: False: as they are; True: what cannot be compiled is a ModelError; "auto": it runs as it is, with a
-            warning.
+        how: False: uncompiled; True: a function that cannot be compiled is a ModelError; "auto": it runs uncompiled,
+            with a warning.
     """
 
     def __init__(self, how: bool | Literal["auto"]) -> None:
@@ -46,7 +46,7 @@ class Fused:
 
     @property
     def is_current(self) -> bool:
-        """Whether it calls the chains of the block that runs now."""
+        """Whether it calls the chains of the block that is running."""
         return _current.calls is self
 
     def __call__(self, function: Callable[..., _Result], *args: Any) -> _Result:
@@ -64,7 +64,7 @@ class Fused:
         fused = torch.compile(own, fullgraph=True, dynamic=True, backend=BACKEND)
 
         def call(*args: Any) -> _Result:
-            # tensors of their own: the tracer follows a view to its base, which has a layout
+            # detached tensors: the tracer follows a view to its base, which has a layout
             with torch._C.DisableTorchFunctionSubclass():
                 args = tuple(arg.as_subclass(Tensor).data if isinstance(arg, Tensor) else arg for arg in args)
             try:
@@ -85,7 +85,7 @@ class Fused:
 
 
 class _Current(threading.local):
-    """State of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
+    """State of each thread: ranks may be threads, and recomputation runs a block in one of autograd's threads."""
 
     calls: Fused = Fused(False)
 
@@ -94,7 +94,7 @@ _current = _Current()
 
 
 def current() -> Fused:
-    """The caller of the chains of the block that runs now. A backward takes that of its forward."""
+    """The `Fused` of the block that is running. A backward uses that of its forward."""
     return _current.calls
 
 

@@ -1,11 +1,11 @@
-"""Selective recomputation: of blocks that run again in their backward the outputs of expensive operations are kept.
+"""Selective recomputation: outputs of expensive operations are kept when blocks run again in their backward.
 
-    kept        products with weights; batched products whose result is no larger than what they multiply; attention in
+    kept        products with weights; batched products whose result is no larger than their operands; attention in
                 one kernel; on rows and columns the products of layers, whose messages are then not sent again either
-    run again   all else: norms, activations, dropout, casts, the scores of attention that is no one kernel
+    run again   all else: norms, activations, dropout, casts, the scores of attention that is not a single kernel
 
-The second run calls the same operations in the same order. What it does not find (an output that somebody has changed
-in place, or that an inner call of autograd has used up) it computes, so that values never depend on what is kept.
+The second run calls the same operations in the same order. It computes an output that it does not find (because the
+output was changed in place, or used by an inner call of autograd), so values never depend on what is kept.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ATTENTION = frozenset(getattr(_aten, name).default for name in (
     "_efficient_attention_forward"))
 _SAVES_NOTHING = frozenset({_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten._to_copy.default,
                             _aten.clone.default, _aten.copy_.default, _aten.cat.default, _aten._unsafe_view.default})
-"""Operations of which autograd saves no tensor, beside views."""
+"""Operations for which autograd saves no tensor, in addition to views."""
 
 
 class _Kept(NamedTuple):
-    """The output of one operation. watched: (tensor, version when it was kept) of its memory. key: what names the
+    """The output of one operation. watched: (tensor, version when it was kept) of its memory. key: identifies the
     operation."""
 
     output: Any
@@ -58,7 +58,7 @@ class KeptOutputs:
         """Entries by the memory of their tensors, in the first run."""
         self._place = 0
         self._records = self._is_last = self.is_inside = False
-        """While the first run goes on; whether nothing was saved since the last output; while a layer multiplies."""
+        """During the first run; whether nothing was saved since the last output; while a layer multiplies."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -70,8 +70,8 @@ class KeptOutputs:
 
     @contextmanager
     def recording(self, *, by_caller: bool = False) -> Iterator[None]:
-        """The first run. Of an output behind which nothing is saved the second run never comes to the operation.
-        by_caller: a mode of the caller's gives all operations to `first_run`."""
+        """The first run. If nothing is saved after the last output, it is dropped: the second run never reaches its
+        operation. by_caller: a mode of the caller passes all operations to `first_run`."""
         self._records = True
         with _use(self), nullcontext() if by_caller else _Mode(self.first_run):
             yield
@@ -84,7 +84,7 @@ class KeptOutputs:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """The second run."""
-        if self._records:  # a block calls autograd for purposes of its own, in the midst of its first run
+        if self._records:  # a block calls autograd itself during its first run
             self._records = self._is_last = False
             self._found.clear()
             self._of_memory.clear()
@@ -106,12 +106,12 @@ class KeptOutputs:
             self.is_inside = before
 
     def note_call(self) -> None:
-        """Something else than an operation was called, which may save tensors."""
+        """Record that something other than an operation was called, which may save tensors."""
         self._is_last = False
 
     def first_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
                   run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = _run) -> Any:
-        """`func(*args, **kwargs)`, which `run` runs, kept where it is expensive."""
+        """`func(*args, **kwargs)`, computed by `run`, and kept if it is expensive."""
         out = run(func, args, kwargs)
         if self.is_inside or not self._records:
             return out
@@ -119,7 +119,7 @@ class KeptOutputs:
             self._keep(tree_map(_detach, out), self._key(func, args))
         elif not func.is_view:
             for leaf in _tensors(out):
-                if (one := self._of_memory.get(_memory(leaf))) is not None:  # with a version of its own: `_unsafe_view`
+                if (one := self._of_memory.get(_memory(leaf))) is not None:  # with its own version: `_unsafe_view`
                     one.watched.append(_with_version(_detach(leaf)))
             self._is_last &= func in _SAVES_NOTHING
         return out
@@ -137,8 +137,8 @@ class KeptOutputs:
         self._is_last = True
 
     def _next(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """The next output; `compute()` where it is not kept, or no longer what it was. From another operation than the
-        first run's on nothing is found."""
+        """The next output; `compute()` if it is not kept, or was changed. After an operation that differs from the
+        first run's, all outputs are computed."""
         if self._place >= len(self._found):
             return compute()
         found, self._found[self._place] = self._found[self._place], None
@@ -155,14 +155,14 @@ class KeptOutputs:
 
 
 class _Nothing(KeptOutputs):
-    """Stands in where nothing is recomputed selectively."""
+    """Used when nothing is recomputed selectively."""
 
     def product(self, layer: object, compute: Callable[[], Tensor]) -> Tensor:
         return compute()
 
 
 class _Mode(TorchDispatchMode):
-    """Gives every operation to a function."""
+    """Passes every operation to a function."""
 
     def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub has no types
@@ -175,7 +175,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not by torch's wrapper, whose first call imports the compiler: a second or two of every rank's start."""
+        """False, so that torch's wrapper is not used: its first call imports the compiler, a second or two per rank."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
@@ -189,7 +189,7 @@ def _is_expensive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if func in _BATCHED:
         first, second = map(plain, args[-2:])
         return bool(first.shape[:2].numel() * second.shape[2] <= first.numel() + second.numel())
-    # One with dropout moves on the generator of the masks that are drawn after it.
+    # Attention with dropout advances the generator of the masks that are drawn after it.
     return func in _ATTENTION and not _argument(func, args, kwargs, "dropout_p")
 
 
@@ -200,7 +200,7 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def _detach(leaf: Any) -> Any:
-    """The same memory and version, without a graph: what is returned gets one."""
+    """The same memory and version, without a graph: the tensor that is returned gets one."""
     if not isinstance(leaf, Tensor):
         return leaf
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -225,7 +225,7 @@ def _is_as_it_was(kept: _Kept) -> bool:
 
 
 class _Current(threading.local):
-    """State of each thread: ranks may be threads, and recomputation runs a block in a thread of autograd's."""
+    """State of each thread: ranks may be threads, and recomputation runs a block in one of autograd's threads."""
 
     kept: KeptOutputs = _Nothing()
 
@@ -234,7 +234,7 @@ _current = _Current()
 
 
 def current() -> KeptOutputs:
-    """The kept outputs of the blocks that run now."""
+    """The kept outputs of the blocks that are running."""
     return _current.kept
 
 

@@ -1,4 +1,4 @@
-"""Keyed dropout by the fastest way that the device has: one Triton kernel on CUDA, torch's operations elsewhere."""
+"""Keyed dropout by the fastest way on the device: one Triton kernel on CUDA, torch's operations elsewhere."""
 
 from __future__ import annotations
 

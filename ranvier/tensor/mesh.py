@@ -7,8 +7,8 @@ With one row this is Megatron-LM's 1D tensor parallelism, and `over_cols` is the
 is 2D tensor parallelism (Optimus: Xu et al., 2021): the microbatch is divided over rows, and features over columns.
 
 Every rank of a stage runs the same layers in the same order, because one schedule decides for the stage. Collectives of
-a group therefore match without tags. Code of a block that calls other layers on one rank than on another is found
-before an update (`layer_order`).
+a group therefore match without tags. Code of a block that calls different layers on different ranks is detected before
+an update (`layer_order`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ranvier.tensor.overlapped_transfers import GradientSums, WeightGathers, Wei
 from ranvier.tensor.workspace import BUFFERS, Workspace
 
 BUNDLE_ELEMENTS = {"cpu": 1 << 18}
-"""Kind of device -> elements of gathered weights, or of partial sums of their gradients, that travel together. On a CPU
-each collective takes up to 1 ms of processor time beside its bytes; larger weights lose more by the copies."""
+"""Kind of device -> elements of gathered weights, or of partial sums of their gradients, that are sent together. On a
+CPU each collective costs up to 1 ms of processor time in addition to its bytes; larger weights lose more by copies."""
 
 
 class TensorMesh:
@@ -45,12 +45,12 @@ class TensorMesh:
 
     Args:
         over_rows, over_cols: see the top of the file; members in the order of their rows and columns.
-        settings: scheme, sequence parallelism, and the number format of sums that travel.
+        settings: scheme, sequence parallelism, and the number format of communicated sums.
         device: the kind of device, "cpu" or "cuda".
-        panel_bytes: largest panel of activations that is gathered or reduced in one piece, with panels as equal as
-            possible; None for the settings, or the device's rule.
+        panel_bytes: size of the largest panel of activations that is gathered or reduced in one piece, with panels as
+            equal as possible; None for the settings, or the device's rule.
         check_order: before each layer and after each block, rows and columns compare which layer they run (slow; for
-            debugging), and so find the exact call at which they part.
+            debugging), and so find the exact call at which they diverge.
     """
 
     workspace_kind = Workspace
@@ -81,15 +81,15 @@ class TensorMesh:
         """The format to which split layers cast fp32 operands of their products, weights before they are gathered; as
         torch.autocast does for plain layers."""
         self.sequences: dict[int, int] = {}
-        """Tokens -> sequences that were last seen with so many, to divide flattened tokens alike; with a sharded
-        sequence."""
+        """Number of tokens -> number of sequences last seen with it, to divide flattened tokens in the same way; used
+        with a sharded sequence."""
         self.runs_user_code = False
-        """Whether code of a block or a loss runs, which must not read parts of weights."""
+        """Whether code of a block or a loss is running, which must not read shards of weights."""
 
     @contextmanager
     def one_pass(self, uses: list[WeightUse]) -> Iterator[None]:
         """Inside, weights arrive ahead of their products and sums of weight gradients are added later; at the end all
-        have been. uses: as of `WeightGathers`."""
+        have been added. uses: as in `WeightGathers`."""
         try:
             with self.weights.one_pass(uses):
                 yield
@@ -98,7 +98,7 @@ class TensorMesh:
             self.sums.clear()
 
     def bundle_sizes(self, uses: Sequence[WeightUse]) -> dict[tuple[str, torch.dtype], int]:
-        """Bytes of the buffers of the workspace in which a pass with these uses gathers weights together."""
+        """Bytes of the workspace buffers in which a pass with these uses gathers weights together."""
         found: dict[tuple[str, torch.dtype], int] = {}
         for bundle in self.weights.bundles(uses).values():
             dtype = bundle[0].layer.weight_dtype
@@ -110,8 +110,8 @@ class TensorMesh:
         return found
 
     def bundled_matrix_bytes(self, uses: Sequence[WeightUse]) -> int:
-        """Bytes of the largest weight that a pass with these uses gathers with others: its rows' parts, which have gaps
-        between them, are copied into one matrix for its product."""
+        """Bytes of the largest weight that a pass with these uses gathers with others: the shards of its rows, which
+        have gaps between them, are copied into one matrix for the product."""
         return max((self.num_rows * prod(use.layer.weight_shape) * use.layer.weight_dtype.itemsize
                     for bundle in self.weights.bundles(uses).values() if len(bundle) > 1 for use in bundle), default=0)
 
@@ -131,9 +131,9 @@ class TensorMesh:
                ) -> Sequence[Panel]:
         """The panels in which x, in the layout of the residual stream, is gathered or reduced.
 
-        exposed: whether one of them travels while nothing is computed: on a GPU more panels make that one smaller; a
-        CPU's transfers take the time of the cores that would compute. travels: whether there are other ranks to
-        exchange x with; without them it is one panel. dtype: in which it travels, by default its own.
+        exposed: whether one panel is sent while nothing is computed: on a GPU more panels make that panel smaller; a
+        CPU's transfers take time of the cores that would compute. travels: whether there are other ranks to exchange x
+        with; otherwise x is one panel. dtype: in which x is sent, by default its own.
         """
         if not x.numel():  # a row without tokens
             return ()
@@ -146,7 +146,7 @@ class TensorMesh:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise ModelError("belongs to ranks that run now, and cannot be saved", code="split-layer-pickled",
+        raise ModelError("belongs to running ranks, and cannot be saved", code="split-layer-pickled",
                          where="a layer on rows and columns", remedy="Save its state_dict(), or write a checkpoint.")
 
 
@@ -154,7 +154,7 @@ class TensorMesh:
 
 # Exchanges of activations among the columns of a tensor mesh, with their gradients.
 #
-# What is empty does not travel: all columns of a row have the same tokens.
+# Empty tensors are not sent: all columns of a row have the same tokens.
 
 
 Sharded = Literal["features", "tokens", "none"]
@@ -162,7 +162,7 @@ Sharded = Literal["features", "tokens", "none"]
 
 
 def exchange(u: Tensor, mesh: TensorMesh, enters: Sharded, leaves: Sharded) -> Tensor:
-    """u [B, S, R], which each column has computed from its part of x, as that from which it computes its part of y.
+    """u [B, S, R], which each column has computed from its part of x, in the form from which it computes its part of y.
 
         enters: x is      leaves: y is      u forward          u backward
         features sharded  features sharded  all-reduce         all-reduce
@@ -197,7 +197,7 @@ class _Exchange(Function):
 
 
 def _sum_over_cols(u: Tensor, mesh: TensorMesh) -> Tensor:
-    total = u.clone(memory_format=torch.contiguous_format)  # autograd may hand a gradient to others too
+    total = u.clone(memory_format=torch.contiguous_format)  # autograd may pass a gradient to others too
     if total.numel():
         mesh.over_cols.all_reduce(total).wait()
     return total
@@ -221,8 +221,8 @@ def _scatter_sums(u: Tensor, mesh: TensorMesh) -> Tensor:
 
 
 def transpose_shards(x: Tensor, given: int, taken: int, mesh: TensorMesh) -> Tensor:
-    """x, of which each column has all of the dim `given` and a shard of `taken`, with a shard of `given` and all of
-    `taken`, by an all-to-all. The columns divide both."""
+    """x with each column's full dim `given` and shard of `taken` changed to a shard of `given` and the full `taken`, by
+    an all-to-all. The columns divide both."""
     return _Transposed.apply(x, given, taken, mesh)
 
 

@@ -1,13 +1,13 @@
-"""A tensor mesh for blocks on the meta device, which may run like panels of a product once and count them all.
+"""A tensor mesh for blocks on the meta device, which may run equal panels of a product once and count them all.
 
-A long sequence travels in up to 128 panels (`layout.panels`), and most run the same operations on tensors of the same
-sizes. What a panel runs depends on its own length, on that of the next one, which travels meanwhile, on that of the
-last but one, whose sum is awaited, and on which of two buffers it has. So the panels from `start` on, up to `stop`,
-are left out where all of that has been seen, and those at both ends of the gap follow like ones:
+A long sequence is sent in up to 128 panels (`layout.panels`), and most run the same operations on tensors of the same
+sizes. A panel's operations depend on its own length, on that of the next panel, which is sent at the same time, on that
+of the last but one, whose sum is awaited, and on which of two buffers it has. So the panels from `start` up to `stop`
+are left out if all of this has been seen, and the panels at both ends of the gap follow equal ones:
 
     panels    0 1 ... start-1 | start ... stop-1 | stop ... n-1
     run       0 1 ... start-1                      stop ... n-1
-    counted   0 1 ... start-1   as like ones       stop ... n-1
+    counted   0 1 ... start-1   as equal panels    stop ... n-1
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Repeats(Protocol):
     """Counts operations."""
 
     def sums(self) -> _Sums:
-        """What is counted so far."""
+        """The counts so far."""
 
     def repeat(self, before: _Sums, after: _Sums) -> None:
-        """Count once more what was counted between these two."""
+        """Count again what was counted between these two sums."""
 
 
 class Uncounted:
@@ -52,7 +52,7 @@ class Uncounted:
 
 
 class _MetaWorkspace(Workspace):
-    """Memory of the mesh, which what counts the allocations of a block does not see."""
+    """Memory of the mesh, hidden from the counter of a block's allocations."""
 
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """See `Workspace`."""
@@ -69,7 +69,7 @@ class MetaMesh(TensorMesh):
 
     @contextmanager
     def like_panels_once(self, count: Repeats, *, only_equal: bool = False) -> Iterator[None]:
-        """Inside, like panels run once, and `count` is told of the others. only_equal: where all have one length."""
+        """Inside, equal panels run once, and `count` repeats the others. only_equal: only if all have one length."""
         before = self._count, self._only_equal
         self._count, self._only_equal = count, only_equal
         try:
@@ -90,7 +90,7 @@ class MetaMesh(TensorMesh):
 
 @contextmanager
 def like_panels_once(module: nn.Module, count: Repeats) -> Iterator[None]:
-    """Inside, like panels of the products of a block on meta meshes run once, and `count` is told of the others."""
+    """Inside, equal panels of the products of a block on meta meshes run once, and `count` repeats the others."""
     meshes = {mesh for layer in module.modules() if isinstance(mesh := getattr(layer, "mesh", None), MetaMesh)}
     with ExitStack() as inside:
         for mesh in meshes:
@@ -99,7 +99,7 @@ def like_panels_once(module: nn.Module, count: Repeats) -> Iterator[None]:
 
 
 class _Gap(NamedTuple):
-    """Panels from `start` to `stop` that are left out. kinds: of panels, those before `settled` make buffers."""
+    """Panels from `start` to `stop` that are left out. kinds: of panels; those before `settled` make buffers."""
 
     start: int
     stop: int
@@ -107,7 +107,7 @@ class _Gap(NamedTuple):
     kinds: tuple[_Kind, ...]
 
 
-@lru_cache(maxsize=256)  # each product asks, and lengths are few
+@lru_cache(maxsize=256)  # called by each product, with few different lengths
 def _gap(lengths: tuple[_Length, ...]) -> _Gap | None:
     """The widest gap that begins as early as possible in panels of these lengths."""
     count = len(lengths)
@@ -119,7 +119,7 @@ def _gap(lengths: tuple[_Length, ...]) -> _Gap | None:
     settled = BUFFERS * (1 + max(each.index(max(each)) for each in of_buffers)) + 1
     for start in range(settled + BUFFERS, count // 2):
         seen, around = set(kinds[settled:start]), lengths[start - BUFFERS:start + 1]
-        # not the last panel: no other travels while it is multiplied
+        # not the last panel: no other is sent while it is multiplied
         stop = next((place for place in range(start, count - 1) if kinds[place] not in seen), count - 1)
         while stop > start and ((stop - start) % BUFFERS or lengths[stop - BUFFERS:stop + 1] != around):
             stop -= 1

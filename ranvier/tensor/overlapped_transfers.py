@@ -1,4 +1,4 @@
-"""Transfers on a tensor mesh while a stage computes: the next products' weights, and sums of weight gradients.
+"""Transfers on a tensor mesh that overlap computation: the next products' weights, and sums of weight gradients.
 
     gathers    | 0 | 1 | 2 | 3 |            weight 1 arrives while product 0 is computed
     products       | 0 | 1 | 2 | 3 |
@@ -6,7 +6,7 @@
                                             before product 2 overwrites the memory
 
 All ranks of a column run the same products in the same order, so they start and await the same collectives.
-The sum of a deferred product waits in the same line. It is added when a later product needs its memory, at the end of
+The sum of a deferred product waits in the same queue. It is added when a later product needs its memory, at the end of
 the stage's next pass, or at the end of the batch.
 """
 
@@ -29,7 +29,8 @@ from ranvier.tensor.workspace import BUFFERS, Workspace
 class Arriving:
     """A tensor that collectives write; `wait` returns it when they are done.
 
-    source: what they read, which stays alive until then. memory: names the memory in which it arrives, of a bundle.
+    source: the tensor that they read, kept alive until then. memory: identifies the memory of a bundle in which the
+    tensor arrives.
     """
 
     def __init__(self, tensor: Tensor, *works: Work | Arriving, source: Tensor | None = None,
@@ -38,11 +39,11 @@ class Arriving:
 
     @property
     def is_coming(self) -> bool:
-        """Whether something has to be waited for."""
+        """Whether `wait` has collectives to wait for."""
         return bool(self._works)
 
     def wait(self) -> Tensor:
-        """The tensor, complete. May be called again."""
+        """Wait for and return the complete tensor. May be called again."""
         for work in self._works:
             work.wait()
         self._works, self._source = (), None
@@ -58,22 +59,22 @@ class GatheringLayer(Protocol):
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """The parameters that it is made of."""
+        """The parameters that make up the weight."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Number format in which this rank's weight travels."""
+        """Number format in which this rank's weight is sent."""
 
     def own_weight(self, buffer: int) -> Tensor:
-        """This rank's weight; buffer: which of the `BUFFERS` of the workspace it may lie in."""
+        """This rank's weight; buffer: which of the workspace's `BUFFERS` it may use."""
 
     def start_gather(self, buffer: int, kept: bool) -> Arriving:
-        """Start the all-gather, into memory of its own where it is `kept`. buffer: which of the `BUFFERS` of the
-        workspace it may use."""
+        """Start the all-gather, into separate memory if the result is `kept`. buffer: which of the workspace's
+        `BUFFERS` it may use."""
 
 
 class WeightUse(NamedTuple):
-    """A weight that a product of a pass takes. kept: in memory of its own."""
+    """A weight that a product of a pass uses. kept: in separate memory."""
 
     layer: GatheringLayer
     kept: bool
@@ -82,13 +83,13 @@ class WeightUse(NamedTuple):
 class WeightGathers:
     """Starts the gather of the next products' weights before a product is computed.
 
-    Passes are alike, so the last one of the same blocks in the same direction says which weights are the next. A pass
-    that departs from it, the first one, and products outside of a pass gather each weight when it is wanted.
+    Passes repeat, so the last pass of the same blocks in the same direction predicts the next weights. A pass that
+    deviates from it, the first pass, and products outside of a pass gather each weight when it is needed.
 
     Args:
-        limit: weights that follow each other are gathered by one collective, up to so many elements of this rank, as
-            FSDP gathers those of a layer; 0: each by its own.
-        gather_together: starts such a collective, in one of the `BUFFERS` of the workspace.
+        limit: consecutive weights are gathered by one collective, up to this many elements of this rank, as FSDP
+            gathers the weights of a layer; 0: each by its own collective.
+        gather_together: starts such a collective, in one of the workspace's `BUFFERS`.
     """
 
     def __init__(self, limit: int = 0,
@@ -102,7 +103,7 @@ class WeightGathers:
 
     @contextmanager
     def one_pass(self, uses: list[WeightUse]) -> Iterator[None]:
-        """uses: those of the last such pass, or none; become those of this one."""
+        """uses: the weights used in the last such pass, or none; replaced by those of this pass."""
         self._expected, self._uses = self.bundles(uses), []
         try:
             yield
@@ -115,7 +116,7 @@ class WeightGathers:
             self._ahead.clear()
 
     def take(self, layer: GatheringLayer, *, kept: bool = False) -> Arriving:
-        """The weight of the product that follows, until the one after it is taken; kept: until it is let go."""
+        """The weight of the next product, valid until the next call of `take` or, if `kept`, until it is released."""
         use, place = WeightUse(layer, kept), len(self._uses or ())
         expected = self._expected.get(place, [])
         begins = expected[:1] == [use]
@@ -134,8 +135,8 @@ class WeightGathers:
         return found
 
     def bundles(self, uses: Sequence[WeightUse]) -> dict[int, list[WeightUse]]:
-        """Uses that are gathered together, by the place of the first: weights of one dtype that follow each other and
-        are not kept."""
+        """Uses that are gathered together, by the position of the first: consecutive weights of one dtype that are not
+        kept."""
         found: dict[int, list[WeightUse]] = {}
         last, elements = 0, 0
         for place, use in enumerate(uses):
@@ -155,7 +156,7 @@ class WeightGathers:
         return deque(zip(uses, self._gather_together([use.layer for use in uses], self._turn), strict=True))
 
     def _drop(self) -> None:
-        """Discard gathers that were started and are not wanted; their memory is reused once they have arrived."""
+        """Discard gathers that were started and are not needed; their memory is reused once they have arrived."""
         for gathers in (self._here, self._ahead):
             for _, arriving in gathers:
                 arriving.wait()
@@ -165,7 +166,7 @@ class WeightGathers:
 def gather_together(workspace: Workspace, rows: Group, layers: Sequence[GatheringLayer], buffer: int
                     ) -> list[Arriving]:
     """Start one all-gather of these layers' weights over a column; each arrives as [rows, *weight_shape], with gaps
-    between the rows. buffer: which of the `BUFFERS` of the workspace they may lie in."""
+    between the rows. buffer: which of the workspace's `BUFFERS` they may use."""
     sizes, num_rows = [prod(layer.weight_shape) for layer in layers], len(rows.ranks)
     like = torch.empty(0, dtype=layers[0].weight_dtype, device=layers[0].weights[0].device)
     own = workspace.take_one(buffer, "own weights", (sum(sizes),), like)
@@ -178,7 +179,7 @@ def gather_together(workspace: Workspace, rows: Group, layers: Sequence[Gatherin
 
 
 class _Bundle:
-    """Sums of small weight gradients that travel together: when the next one has no room, or when one is awaited."""
+    """Sums of small weight gradients that are sent together: when the next one does not fit, or when one is awaited."""
 
     def __init__(self, number: int, limit: int, like: Tensor, rows: Group, workspace: Workspace) -> None:
         self.memory, self.dtype, self._limit, self._rows = f"bundle {number}", like.dtype, limit, rows
@@ -190,7 +191,7 @@ class _Bundle:
         self._work: Work | None = None
 
     def has_room(self, size: int, dtype: torch.dtype) -> bool:
-        """Whether a sum of so many elements may still be added."""
+        """Whether a sum of `size` elements of this dtype may still be added."""
         return self._work is None and dtype is self.dtype and self._ends[-1] + size <= self._limit
 
     def place(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ class _Bundle:
                 self._sums[start:start + size].view(*shape))
 
     def add(self, size: int) -> None:
-        """The partial sums that were given place last are complete."""
+        """Record that the partial sums placed last are complete."""
         self._ends.append(self._ends[-1] + size)
 
     def done(self) -> bool:
@@ -208,7 +209,7 @@ class _Bundle:
         return self._work is not None and self._work.done()
 
     def wait(self) -> None:
-        """Start, unless that has been done, and wait."""
+        """Start the reduce-scatter, unless it has been started, and wait."""
         self.start()
         assert self._work is not None
         self._work.wait()
@@ -226,10 +227,10 @@ class _Bundle:
 class GradientSums:
     """Sums of weight gradients over a column, each of which is added to its gradient while later products are computed.
 
-    What must come after them waits in the same line: that the backward has passed a block, for instance.
+    Actions that must follow them wait in the same queue, such as the report that the backward has passed a block.
 
     Args:
-        limit: sums that follow each other travel together, up to so many elements of this rank; 0: each by itself.
+        limit: consecutive sums are sent together, up to this many elements of this rank; 0: each separately.
         rows: of the column. workspace: holds the partial sums.
     """
 
@@ -251,7 +252,7 @@ class GradientSums:
                 workspace.take_one(number, "weight gradient", shape, like))
 
     def start(self, partial_sums: Tensor, total: Tensor) -> Arriving:
-        """The sum of what `buffers` has given last, `total`, on its way, or to go with the next ones."""
+        """The sum `total` of the partial sums from the last `buffers` call: started, or to be sent with later sums."""
         if 2 * total.numel() <= self._limit:
             assert self._open is not None
             self._open.add(total.numel())
@@ -280,7 +281,7 @@ class GradientSums:
             self._finish_first()
 
     def add(self, total: Arriving, then: Callable[[Tensor], object]) -> None:
-        """Call `then` with the sum, which lies in the memory given last, later."""
+        """Call `then` later with the sum, which is in the memory returned last."""
         self._line.append((self._turn if total.memory is None else total.memory, lambda: then(total.wait())))
 
     def call_after(self, action: Callable[[], object]) -> None:
@@ -291,12 +292,12 @@ class GradientSums:
             action()
 
     def finish(self) -> None:
-        """Add all."""
+        """Add all sums."""
         while self._line:
             self._finish_first()
 
     def clear(self) -> None:
-        """Forget all: the batch has failed."""
+        """Discard all sums: the batch has failed."""
         self._line.clear()
         self._open = None
 

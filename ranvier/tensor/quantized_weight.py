@@ -4,8 +4,8 @@
     nf4    value = level[code] * scale     16 levels, the quantiles of a normal distribution; by bitsandbytes
 
 A scale belongs to `BLOCK` consecutive inputs of one output and is their largest magnitude, in the weight's own number
-format. So the values that a weight stands for become the same codes and scales again: checkpoints, transitions and
-exports carry values, in that number format, on any mesh that does not divide a block.
+format. Quantizing the dequantized values thus gives the same codes and scales: checkpoints, transitions and exports
+carry values, in that number format, on any mesh that does not divide a block.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ranvier.errors import ConfigError, ModelError
 from ranvier.tensor.autograd import Function
 
 BLOCK = 64
-"""Elements with one scale."""
+"""Number of elements that share a scale."""
 _PER_BYTE = {"int8": 1, "nf4": 2}
 _aten = torch.ops.aten
 
 
 def quantized_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
-    """Bytes of so many elements, a multiple of `BLOCK`, with their scales."""
+    """Bytes of this many elements, a multiple of `BLOCK`, with their scales."""
     return elements // _PER_BYTE[weight_format] + elements // BLOCK * dtype.itemsize
 
 
@@ -43,11 +43,11 @@ def values_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
 
 
 class QuantizedWeight(Tensor):
-    """A weight [out, in] that is stored in fewer bits, and computes as the values that it stands for.
+    """A weight [out, in] that is stored in fewer bits, and computes with its dequantized values.
 
-    `functional.linear` multiplies with those values, here and again in its backward, and keeps none of them. Every
-    other operation gets them as a tensor of its own. `copy_` quantizes what it is given; other operations in place are
-    errors. Slices, of inputs at multiples of `BLOCK`, are views.
+    `functional.linear` multiplies with these values, in the forward and again in the backward, and keeps none of them.
+    Every other operation gets them as a new tensor. `copy_` quantizes its argument; other in-place operations are
+    errors. Slices are views; slices of inputs must be at multiples of `BLOCK`.
 
     codes: uint8 [out, in / elements of a byte]. scales: [out, in / BLOCK], of the weight's number format.
     """
@@ -65,15 +65,15 @@ class QuantizedWeight(Tensor):
 
     @classmethod
     def from_values(cls, values: Tensor, weight_format: str) -> QuantizedWeight:
-        """The weight nearest to `values` [out, in]; `in` is a multiple of `BLOCK`. ConfigError where the library that
-        quantizes is missing."""
+        """The weight nearest to `values` [out, in]; `in` is a multiple of `BLOCK`. ConfigError if the quantization
+        library is missing."""
         if values.dtype is torch.float64 and weight_format == "nf4":
-            raise ConfigError("quantizes no fp64", code="quantized-fp64", where="lora.base-format", value=weight_format,
-                              remedy="Set another `--precision`, or `--lora.base-format int8`.")
+            raise ConfigError("cannot quantize fp64", code="quantized-fp64", where="lora.base-format",
+                              value=weight_format, remedy="Set another `--precision`, or `--lora.base-format int8`.")
         return cls(*_quantize(values.detach(), weight_format), weight_format)
 
     def values(self) -> Tensor:
-        """The dequantized weight: [out, in] in its number format, in memory of its own."""
+        """The dequantized weight: [out, in] in its number format, in new memory."""
         return _dequantize(self.codes, self.scales, self.weight_format)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -100,7 +100,7 @@ class QuantizedWeight(Tensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         if func is functional.linear:
             return _linear(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors, but for what the dispatch says
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors, except as the dispatch decides
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -152,14 +152,14 @@ class QuantizedWeight(Tensor):
 
 
 def dense(tree: Any) -> Any:
-    """`tree`, such as one tensor, with the values of its quantized weights in their place."""
+    """`tree`, which may be a single tensor, with quantized weights replaced by their values."""
     if isinstance(tree, Tensor):  # as at each product of a split layer
         return tree.values() if isinstance(tree, QuantizedWeight) else tree
     return tree_map_only(QuantizedWeight, QuantizedWeight.values, tree)
 
 
 def stored_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors in whose memory a parameter lies."""
+    """The tensors that hold a parameter's memory."""
     return [tensor.codes, tensor.scales] if isinstance(tensor, QuantizedWeight) else [tensor]
 
 
@@ -169,7 +169,7 @@ def _make(codes: Tensor, scales: Tensor, weight_format: str, is_parameter: bool)
 
 
 class _QuantizedLinear(Function):
-    """functional.linear of a frozen quantized weight, whose values are made anew in the backward."""
+    """functional.linear of a frozen quantized weight, which is dequantized again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ def _dequantize(codes: Tensor, scales: Tensor, weight_format: str) -> Tensor:
 
 
 def check_available(weight_format: str) -> None:
-    """ConfigError where the package that a format needs is not installed."""
+    """Raise a ConfigError if the package that a format needs is not installed."""
     if weight_format == "nf4":
         _bitsandbytes()
 

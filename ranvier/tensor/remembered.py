@@ -1,11 +1,11 @@
-"""Snapshots, for a forward that runs again, of what it may read and change beside parameters and buffers: attributes of
-modules, what is in their lists, dicts, sets and objects, and where random number generators are. Of a tensor or array
-in one of these it is only seen that it has changed in place.
+"""Snapshots, for a forward that runs again, of state that it may read and change besides parameters and buffers:
+attributes of modules, the contents of their lists, dicts, sets and objects, and states of random number generators. For
+tensors and arrays in these, only the fact that they were changed in place is detected.
 
     then = Remembered(modules)          before the first run, which may change all this
-    with then.given_back(): ...         the second run finds it as the first one did; afterwards it is as it is now
+    with then.given_back(): ...         the second run finds the state of the first; then the current state is restored
 
-Torch's own generators are left out: `torch.utils.checkpoint` gives their states back.
+Torch's own generators are left out: `torch.utils.checkpoint` restores their states.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from ranvier.originals.object_contents import (
 
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype,
                            torch.device, FunctionType, type})
-"""Types of values that lead to no list, dict, set, object or generator."""
+"""Types of values that refer to no list, dict, set, object or generator."""
 _MOST_OBJECTS = 3
-"""Objects that lead to one another."""
+"""Depth to which references from object to object are followed."""
 _MOST_ELEMENTS = 10_000
-"""Of a list, dict or set of an object, which holds data if it has more; and of an array, those that are compared."""
+"""Largest list, dict or set of an object that is copied (larger ones hold data); elements of an array to compare."""
 
 
 class Remembered:
-    """modules: those whose attributes a forward may read or change. common: whether the generators of the modules
-    `random` and `numpy.random` belong to it. arrays: whether it looks at what is in arrays."""
+    """A snapshot. modules: modules whose attributes a forward may read or change. common: whether to include the
+    generators of the modules `random` and `numpy.random`. arrays: whether to compare the contents of arrays."""
 
     def __init__(self, modules: Collection[nn.Module], *, common: bool = True, arrays: bool = False) -> None:
         self._modules, self._looks_at_arrays, self._num_objects = modules, arrays, 0
         self._at: tuple[nn.Module, str] | None = None
-        """The attribute that leads to what is noted."""
+        """The attribute from which the recorded value was reached."""
         self._tensors: list[tuple[tuple[nn.Module, str] | None, torch.Tensor, int]] = []
         """Tensors in lists, dicts and objects, and their versions."""
         self._arrays: list[tuple[tuple[nn.Module, str] | None, Any, bytes]] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """The attributes of each module, and what they were."""
+        """The attributes of each module, and a copy of them."""
         self._contents: dict[int, tuple[Any, Any]] = {}
         """Identity of each list, dict or set reachable from attributes -> the object and a copy of it."""
         self._generators: dict[int, tuple[Any, Any]] = {}
@@ -95,19 +95,19 @@ class Remembered:
             self._num_objects -= 1
 
     def _note_all(self, values: Iterable[Any]) -> None:
-        """No Python runs for each of many words or numbers."""
+        """Record all values, without a Python call for each of many words or numbers."""
         if not _HOLD_NOTHING.issuperset(map(type, values)):
             for value in values:
                 if type(value) not in _HOLD_NOTHING:
                     self._note(value)
 
     def forget_unmoved(self) -> None:
-        """After the first run: states of generators from which it has not drawn are not kept."""
+        """After the first run: drop the states of generators from which it has not drawn."""
         self._generators = {key: (generator, state) for key, (generator, state) in self._generators.items()
                             if not _same_state(random_state(generator), state)}
 
     def changed_in_place(self) -> tuple[nn.Module, str] | None:
-        """The module and attribute that lead to a tensor or array which the first run has changed in place."""
+        """The module and attribute that refer to a tensor or array that the first run has changed in place."""
         changed = (at for at, tensor, version in self._tensors if tensor._version != version)
         return next(changed, None) or next((at for at, array, before in self._arrays
                                             if bytes_of(array, _MOST_ELEMENTS) != before), None)
@@ -122,7 +122,7 @@ class Remembered:
             now.give_back()
 
     def give_back(self) -> None:
-        """All is as it was."""
+        """Restore the recorded state."""
         for attributes, found in self._attributes:
             for name in attributes.keys() - found.keys() - OF_EVERY_MODULE:
                 del attributes[name]

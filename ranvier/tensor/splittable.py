@@ -1,9 +1,8 @@
-"""The `Splittable` protocol, by which a module is tensor parallel, and the base of the layers of
-`ranvier.tensor.layers`.
+"""The `Splittable` protocol of tensor-parallel modules, and the base class of the layers of `ranvier.tensor.layers`.
 
 A splittable module declares how each of its parameters is sharded over the row x col mesh (`splits`), which of its
-sizes the mesh must divide (`divisibility_constraints`), and builds the module that takes its place on one rank
-(`split`). Layouts of parameters follow from `splits` alone, so a checkpoint or a count needs no mesh that runs.
+sizes the mesh must divide (`divisibility_constraints`), and builds the module that replaces it on one rank (`split`).
+Layouts of parameters follow from `splits` alone, so checkpoints and cost counts need no running mesh.
 """
 
 from __future__ import annotations
@@ -23,28 +22,27 @@ from ranvier.tensor.layer_order import Pass
 from ranvier.tensor.mesh import TensorMesh
 
 ActivationKind = Literal["stream", "inner", "heads", "whole", "ids", "vocabulary", "same"]
-"""Kind of an activation, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a layer of a
-user's own that declares nothing returns what it was given."""
+"""Kind of an activation, which decides its layout over columns; see `ranvier.tensor.boundaries`. same: a user's own
+layer that declares nothing returns the kind of its input."""
 Constraint = tuple[str, int, str, int]
-"""(what is divided, its size, the mesh axis, that axis' size)."""
+"""(what is divided, its size, the mesh axis, the axis' size)."""
 _LAYERS = "ranvier.tensor.layers."
 
 
 class SplitHook:
-    """Base of forward hooks that the split form of a layer has, too (`ranvier.tensor.adapters`), or does not need."""
+    """Base of forward hooks that a layer's split form either also has (`ranvier.tensor.adapters`) or does not need."""
 
 
 GUARDED = "guarded_forward"
 
 
 class GuardedLayer:
-    """Base of a forward that checks what a layer is given (`ranvier.tensor.boundaries`), around the one that
+    """Base of a forward that checks a layer's inputs (`ranvier.tensor.boundaries`) and wraps the forward that
     computes."""
 
 
 def forward_slot(layer: nn.Module) -> str:
-    """The attribute by which the forward that computes is replaced: behind what guards the layer, where something
-    does."""
+    """The attribute through which the computing forward is replaced: inside the guard, if the layer is guarded."""
     return GUARDED if isinstance(layer.__dict__.get("forward"), GuardedLayer) else "forward"
 
 
@@ -52,8 +50,8 @@ def forward_slot(layer: nn.Module) -> str:
 class Splittable(Protocol):
     """A module whose parameters can be sharded over a tensor mesh.
 
-    The module that takes its place is called with this rank's part as a plain tensor, and returns one. A class whose
-    output differs from its input in shape or layout has the attributes `takes` and `gives`: "stream", "inner" or
+    The module that replaces it is called with this rank's part as a plain tensor, and returns a plain tensor. A class
+    whose output differs from its input in shape or layout has the attributes `takes` and `gives`: "stream", "inner" or
     "whole" (see `ranvier.tensor.boundaries`).
     """
 
@@ -61,13 +59,13 @@ class Splittable(Protocol):
         """Name of each of its own parameters -> how it is sharded over the mesh."""
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterable[Constraint]:
-        """Sizes that the mesh must divide: (what, its size, axis, that axis' size).
+        """Sizes that the mesh must divide: (what, its size, axis, the axis' size).
 
         A "vocabulary" need not be divided evenly, but must not be smaller than the axis.
         """
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """The module that takes its place, with this rank's shard of each parameter under the same name."""
+        """The module that replaces it, with this rank's shard of each parameter under the same name."""
 
 
 class Layer(nn.Module):
@@ -87,15 +85,15 @@ class Layer(nn.Module):
         return ()
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """See `Splittable`. Unless a layer says otherwise, a copy that computes on the mesh what it computes unsplit,
-        with its own parts of the parameters."""
+        """See `Splittable`. Unless a layer says otherwise, a copy that computes on the mesh what the layer computes
+        unsplit, with this rank's shards of the parameters."""
         copied = copy.copy(self)
         copied._parameters = _own_parts(self, mesh)
         return copied
 
 
 def check_plain(layer: Splittable, where: str) -> None:
-    """ModelError for one of our layers that does more than its split form does, such as run a hook."""
+    """Raise a ModelError for one of our layers that does more than its split form, such as run a hook."""
     if not isinstance(layer, Layer):
         return
     ours = next((kind for kind in type(layer).__mro__ if kind.__module__.startswith(_LAYERS)), None)
@@ -113,17 +111,17 @@ def check_plain(layer: Splittable, where: str) -> None:
         if has:
             raise ModelError(f"has {what}, which would be lost on rows and columns", code="layer-state-lost",
                              where=where, value=type(layer).__name__,
-                             remedy="Leave it out, or give the layer a split(mesh) of its own.")
+                             remedy="Leave it out, or give the layer its own split(mesh).")
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a user's hook is on it: it would see one rank's part of the gradient, or none."""
+    """Whether the parameter has a user's hook, which would see one rank's shard of the gradient, or none."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def block_splits(block: str, module: nn.Module, settings: TensorParallel, num_cols: int = 1
                  ) -> dict[str, Split]:
-    """Parameter's name within the block -> how it is sharded over so many columns. ModelError for parameters that no
+    """Parameter's name within the block -> how it is sharded over `num_cols` columns. ModelError for parameters that no
     layer splits."""
     found: dict[str, Split] = {}
     for path, layer in module.named_modules():
@@ -141,7 +139,7 @@ def unsplit_parameter(name: str, module: nn.Module, owner: nn.Module) -> ModelEr
     """The error for a parameter in `module` whose own module, `owner`, is not splittable."""
     instead = next((layers for kind, layers in _INSTEAD.items() if isinstance(owner, kind)), "")
     if not instead and not type(owner).__module__.startswith("torch."):
-        instead = "Scale, Scalar or BiasTable"  # of a parameter of the block's own
+        instead = "Scale, Scalar or BiasTable"  # for the block's own parameters
     return ModelError("belongs to a layer that cannot be split over rows and columns", code="layer-cannot-be-split",
                       where=f"parameter {name}", value=type(module).__name__,
                       remedy=f"Use {instead or 'the layers'} of ranvier.tensor.layers in its place, or set `--mesh.row "
@@ -151,7 +149,7 @@ def unsplit_parameter(name: str, module: nn.Module, owner: nn.Module) -> ModelEr
 _INSTEAD: dict[type[nn.Module], str] = {
     nn.Linear: "Linear or ClassifierHead", nn.Embedding: "Embedding, PositionEmbedding or BiasTable",
     nn.LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm", nn.Conv1d: "DepthwiseConv1d"}
-"""A module of torch -> the layers that take its place."""
+"""A torch module -> the layers that replace it."""
 
 
 # ---------------------------------------------------------------------- what several layers declare
@@ -160,14 +158,14 @@ _INSTEAD: dict[type[nn.Module], str] = {
 def feature_split(settings: TensorParallel) -> Split:
     """Sharding of a parameter with one value for each feature of the residual stream (of a norm, a bias).
 
-    summed: axes over whose ranks its gradient is all-reduced, as sequence parallelism needs for norms.
+    summed: axes over whose ranks the gradient is all-reduced, as sequence parallelism requires for norms.
     """
     return {"hidden": Split((("col",),), summed=("row",)), "sequence": Split(((),), summed=("row", "col")),
             "whole": Split(((),))}[layout_of(settings)]
 
 
 def hidden_constraint(mesh: TensorMesh, size: int, what: str = "features") -> Iterator[Constraint]:
-    """Columns divide the features of the residual stream, where they are sharded."""
+    """Columns divide the features of the residual stream, if they are sharded."""
     if mesh.activations.name == "hidden":
         yield what, size, "col", mesh.num_cols
 
@@ -185,7 +183,7 @@ def vocabulary_constraints(size: int, mesh: TensorMesh) -> Iterator[Constraint]:
 
 
 def own_part(parameter: nn.Parameter, split: Split, mesh: TensorMesh) -> nn.Parameter:
-    """This rank's shard of a whole parameter; an empty one on the default device where that is on the meta device."""
+    """This rank's shard of a full parameter; uninitialised on the default device if that is on the meta device."""
     box = split.for_cols(mesh.num_cols).box(parameter.shape, (mesh.num_rows, mesh.num_cols), (mesh.row, mesh.col))
     if parameter.is_meta:
         values = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
@@ -213,7 +211,7 @@ class SplitLayer(nn.Module):
             self.register_parameter(name, parameter)
 
     def begins(self, what: Pass) -> None:
-        """This layer communicates over the mesh, which all ranks must do in the same order. Its forward is recorded by
-        `GuardedForward`."""
+        """Record that this layer begins to communicate over the mesh, which all ranks must do in the same order. Its
+        forward is recorded by `GuardedForward`."""
         if self.mesh.num_rows > 1 or self.mesh.num_cols > 1:
             self.mesh.order.record(self.__dict__.get("_split_name", type(self).__name__), what)

@@ -13,9 +13,9 @@ BUFFERS = 2
 
 
 class Workspace:
-    """Memory that products reuse: one buffer for each name and dtype, as large as the largest that was asked for.
+    """Memory that products reuse: one buffer for each name and dtype, as large as the largest that was requested.
 
-    The next `take` of a name overwrites what the last one holds, so results that leave a product never lie in one.
+    The next `take` of a name overwrites the buffer, so the results of a product are never stored in one.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Workspace:
         self._buffers.clear()
 
     def take_one(self, number: int, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """One of the `BUFFERS` of a name. All of them are as large as the largest that was asked for of any."""
+        """One of the `BUFFERS` of a name. All of them are as large as the largest requested for any of them."""
         buffer = self._buffers.get((f"{name} {number}", like.dtype))
         if buffer is None or buffer.numel() < prod(shape) or buffer.device != like.device:
             for each in range(BUFFERS):

@@ -2,9 +2,9 @@
 
     layout                 the layout of a tensor, and conversions between layouts
     tensor                 `ColumnTensor`: the tensor subclass, which has the sizes of the whole tensor
-    dispatch               the closed list of functions; rules and views have what they compute
-    local_map              a function of plain tensors on one column's shards, past the rules; outputs that leave the
-                           model, whole on every column
+    dispatch               the closed list of functions; `rules` and `views` compute them
+    local_map              a function of plain tensors on one column's shards, bypassing the rules; outputs that leave
+                           the model, gathered on every column
 """
 
 from ranvier.tensor.columns.dispatch import dispatch

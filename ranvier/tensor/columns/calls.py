@@ -51,7 +51,7 @@ def refuse_call(func: Func, operands: Iterable[Tensor], what: str = "", remedy: 
 
 
 def _shards_tokens(x: Tensor) -> bool:
-    """Whether it is of the residual stream, of which columns have tokens: [B, S, H], or [B x S, H] once it is flat."""
+    """Whether x is a residual stream whose tokens are sharded over columns: [B, S, H], or [B x S, H] when flattened."""
     layout = sharded_layout(x)
     return (layout is not None and layout.mesh.activations.name == "sequence" and x.dim() in (2, 3)
             and layout.dim == x.dim() - 2)
@@ -60,7 +60,7 @@ def _shards_tokens(x: Tensor) -> bool:
 def function_name(func: Func) -> str:
     """A torch function's name for messages: sum, Tensor.T, torch.nn.functional.gelu."""
     name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):  # a property's accessor; it is bound to the property
+    if name in ("__get__", "__set__"):  # a property's accessor, bound to the property
         return f"Tensor.{getattr(func, '__self__').__name__}"  # noqa: B009
     module = getattr(func, "__module__", None)
     return f"{module}.{name}" if module in ("torch.nn.functional", "torch.functional") else name

@@ -1,18 +1,18 @@
 """Torch functions on `ColumnTensor`s: the table of rules, and the function that applies it.
 
-Between tensor-parallel layers a block is the user's own code, which must compute on shards what it computes on whole
+Between tensor-parallel layers a block is the user's own code, which must compute on shards what it computes on full
 tensors. `dispatch` sees each torch function that is called with a `ColumnTensor`, and computes it on shards:
 
-    sizes, types              those of the whole tensor
+    sizes, types              those of the full tensor
     pointwise                 operands with one layout pass; replicated ones are converted (`columns.layout`)
     views, permutations       the sharded dim is followed
-    along dims, norms         pass where the sharded dim is not among those dims
-    products                  pass where the sharded dim is not a dim that is summed over
-    everything else           with a sharded operand a ModelError that names function, module, line and layout
+    along dims, norms         pass if the sharded dim is not among those dims
+    products                  pass if the sharded dim is not summed over
+    everything else           with a sharded operand, a ModelError that names function, module, line and layout
 
-Where no operand is sharded, every column computes the same, and all functions pass but those that draw random numbers.
+If no operand is sharded, every column computes the same, and all functions pass except those that draw random numbers.
 A plain tensor (a mask, a constant, ids) is the same on every column. A plain tensor that requires a gradient was made
-of a parameter outside its layer, and is refused: nobody would sum its gradient.
+from a parameter outside its layer, and is refused: its gradient would not be summed over columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Rule = Callable[[Func, Args, Kwargs], Any]
 
 
 def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """`func(*args, **kwargs)`, of which an argument is a `ColumnTensor`, with results marked; or a ModelError."""
+    """`func(*args, **kwargs)` for a call with a `ColumnTensor` argument, with results marked; or a ModelError."""
     if func in rules.OF_WHOLE:
         return func(*args, **kwargs)
     operands = tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -74,7 +74,7 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _call_replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayout) -> Any:
-    """The result where no operand is sharded: every column computes the same."""
+    """The result when no operand is sharded: every column computes the same."""
     if func in rules.RANDOM and not (function_name(func).endswith("dropout")
                                      and argument(args, kwargs, 2, "training") is False):
         refuse_call(func, tensors_in(args), "draws different numbers on each rank, and")
@@ -83,7 +83,7 @@ def _call_replicated(func: Func, args: Args, kwargs: Kwargs, layout: ColumnLayou
 
 
 def _rules() -> dict[Func, Rule]:
-    """Function -> rule(func, args, kwargs) for operands of which at least one is sharded."""
+    """Function -> rule(func, args, kwargs) for calls with at least one sharded operand."""
     found: dict[Func, Rule] = {}
 
     def put(names: str, rule: Rule, *spaces: object) -> None:

@@ -3,7 +3,7 @@
     replicated   every column holds all of it; its gradient is the full gradient, the same on all columns
     sharded      column j holds shard j of one dim; its gradient is the gradient of that shard
 
-(`Replicate()` and `Shard(dim)` in the words of torch's DTensor.) A replicated operand may meet a sharded one. Each
+(`Replicate()` and `Shard(dim)` in torch's DTensor.) A replicated operand may be combined with a sharded one. Each
 column then computes the replicated operand's gradient from its own shard alone, and the sum over columns is the full
 gradient: `summed_gradient` is Megatron-LM's `copy_to_tensor_model_parallel_region` (identity forward, all-reduce
 backward). This file works on plain tensors; `ranvier.tensor.columns.dispatch` applies it to what a block computes.
@@ -26,10 +26,10 @@ from ranvier.tensor.mesh import TensorMesh, exchange
 class ColumnLayout(NamedTuple):
     """The layout of one tensor over the columns of `mesh`.
 
-    dim: the dim that is sharded over the columns; None where every column holds the whole tensor.
+    dim: the dim that is sharded over the columns; None if every column holds the full tensor.
     size: the global size of that dim.
-    blocks: the dim has so many equal blocks, each of which is sharded: [B, S, H] with a sharded sequence has, as
-        [B * S, H], B of them.
+    blocks: the number of equal blocks of the dim, each of which is sharded: [B, S, H] with a sharded sequence has B
+        blocks when viewed as [B * S, H].
     """
 
     mesh: TensorMesh
@@ -44,7 +44,7 @@ class ColumnLayout(NamedTuple):
         return self.dim
 
     def shard(self, whole: Tensor, dim: int) -> Tensor:
-        """This column's shard of `dim` of a whole tensor."""
+        """This column's shard of `dim` of a full tensor."""
         start, stop = part(self.size // self.blocks, self.mesh.num_cols, self.mesh.col)
         if self.blocks == 1:
             return whole.narrow(dim, start, stop - start)
@@ -53,7 +53,7 @@ class ColumnLayout(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether the shards of all columns have one size."""
+        """Whether the shards of all columns have the same size."""
         return self.size // self.blocks % self.mesh.num_cols == 0
 
     def moved(self, dim: int, size: int | None = None, blocks: int | None = None) -> ColumnLayout:
@@ -64,11 +64,11 @@ class ColumnLayout(NamedTuple):
                             self.blocks if blocks is None else blocks)
 
     def place(self, num_dims: int) -> tuple[int, int, int]:
-        """The sharded dim, counted from the right of so many, its size and blocks: operands that meet have one."""
+        """The sharded dim counted from the right, its size and blocks: the same for all operands of a call."""
         return num_dims - self.sharded_dim, self.size, self.blocks
 
     def whole_sizes(self, shape: Sequence[int]) -> list[int]:
-        """The sizes of the whole tensor, from those of this column's shard."""
+        """The sizes of the full tensor, from those of this column's shard."""
         sizes = list(shape)
         sizes[self.sharded_dim] = self.size
         return sizes
@@ -83,7 +83,7 @@ class ColumnLayout(NamedTuple):
 
 
 def summed_gradient(x: Tensor, mesh: TensorMesh) -> Tensor:
-    """A replicated tensor as the operand beside a sharded one: `x`, whose gradient is all-reduced over columns."""
+    """`x`, a replicated operand next to a sharded one, with its gradient all-reduced over columns."""
     return exchange(x, mesh, "none", "features") if torch.is_grad_enabled() and x.requires_grad else x
 
 

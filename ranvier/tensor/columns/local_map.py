@@ -18,20 +18,20 @@ from ranvier.tensor.columns.tensor import ColumnTensor, layout_of_tensor, mapped
 def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
     """`function(x, *others)` on each column's shards as plain tensors; the result has the layout of x.
 
-    For what is computed for each head, or each feature, by itself: `function` must compute a column's shard of the
-    result from the column's shards alone. Nothing that it calls is checked, so none of it costs time for checks, and
-    torch functions that have no rule may be among it. On one column it is a plain call. For DTensors it is
+    For computations on each head, or each feature, independently: `function` must compute a column's shard of the
+    result from the column's shards alone. Its calls are not checked, so checks cost no time, and it may call torch
+    functions that have no rule. On one column this is a plain call. The counterpart for DTensors is
     `torch.distributed.tensor.experimental.local_map`.
 
     Args:
         x: a tensor between layers.
-        others: passed on; of tensors, those in lists, tuples and dicts too, this column's shards. A replicated tensor's
-            gradient is summed over the columns.
+        others: passed on; tensors, including those in lists, tuples and dicts, as this column's shards. A replicated
+            tensor's gradient is summed over the columns.
 
     Raises:
         ModelError: for a parameter among `others`, or a tensor computed from one outside of its layer; for a shard
-            beside a replicated x; for a tensor between layers that `function` uses and is not given; for a result with
-            another number of dims than x, or of another size where shards differ in size.
+            together with a replicated x; for a tensor between layers that `function` uses without getting it as an
+            argument; for a result with another number of dims than x, or of another size if shards differ in size.
     """
     layout = layout_of_tensor(x)
     if layout is None:
@@ -56,7 +56,7 @@ def local_map(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tenso
 
 
 def _own_shard(tensor: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
-    """A tensor beside x, which has `layout`, as `function` gets it."""
+    """One of `others` as `function` gets it. layout: of x."""
     own = layout_of_tensor(tensor)
     if own is None:
         if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter):
@@ -73,15 +73,15 @@ def _own_shard(tensor: Tensor, layout: ColumnLayout, x: Tensor) -> Tensor:
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
-# Outputs of a split model as a caller outside of it wants them: whole, on every column.
+# Outputs of a split model for a caller outside of it: gathered on every column.
 
 
 _T = TypeVar("_T")
 
 
 def gather_whole(tree: _T) -> _T:
-    """`tree`, a tensor or a tree of them, as plain tensors without graph. What columns have shards of is gathered, so
-    all columns call this in the same order."""
+    """`tree`, a tensor or a tree of tensors, as plain tensors without graph. Sharded tensors are gathered, so all
+    columns must call this in the same order."""
     found: _T = mapped(_gather_if_sharded, tree)
     return found
 
@@ -92,7 +92,7 @@ def _gather_if_sharded(x: Tensor) -> Tensor:
 
 
 def _gather(own: Tensor, layout: ColumnLayout) -> Tensor:
-    """All columns' shards. They differ by one at most; an all-gather needs equal ones, so they are padded."""
+    """All columns' shards. Sizes differ by one at most; they are padded, because an all-gather needs equal sizes."""
     mesh, dim = layout.mesh, layout.sharded_dim
     sizes = [stop - start for start, stop in (part(layout.size, mesh.num_cols, column)
                                               for column in range(mesh.num_cols))]

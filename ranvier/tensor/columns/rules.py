@@ -1,8 +1,8 @@
 """Kinds of torch functions, by name, and the rules of those that are neither views nor indices.
 
 Each rule has the signature rule(func, args, kwargs) -> the function's result, marked with its layout. Functions along
-dims and products need dims that columns do not share: a sum over such a dim would need an all-reduce over columns,
-which the layers of `ranvier.tensor.layers` do.
+dims and products need dims that are not sharded: a sum over a sharded dim would need an all-reduce over columns, which
+the layers of `ranvier.tensor.layers` do.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ranvier.tensor.columns.tensor import (
 
 
 def functions(names: str, *spaces: object) -> list[Func]:
-    """The functions of these names, as torch, its tensors and its functional forms have them."""
+    """The functions with these names in torch, its tensor class and its functional modules."""
     return [found for name in names.split() for space in (spaces or (torch, Tensor, functional, torch.special))
             if callable(found := getattr(space, name, None))]
 
 
 def getter(name: str) -> Func:
-    """The function that torch calls `__torch_function__` with when the property `name` of a tensor is read."""
+    """The function that torch passes to `__torch_function__` when the property `name` of a tensor is read."""
     accessor: Func = getattr(Tensor, name).__get__
     return accessor
 
@@ -80,7 +80,7 @@ _PROPERTIES = """shape ndim nbytes dtype device layout itemsize is_cuda is_cpu i
     is_mkldnn is_xpu is_mps"""
 OF_WHOLE = frozenset(functions("""dim ndimension size numel nelement __len__ is_floating_point is_complex is_signed
     element_size get_device is_same_size is_tensor __hash__""", Tensor, torch) + list(map(getter, _PROPERTIES.split())))
-"""Sizes and properties, which the tensor itself has: they are those of the whole tensor."""
+"""Sizes and properties that the tensor itself has: they are those of the full tensor."""
 
 OF_LOCAL = frozenset([getter("requires_grad"), getter("is_leaf"), *functions("is_contiguous", Tensor)])
 """Properties that this column's shard has."""
@@ -90,7 +90,7 @@ ALONG_DIMS: tuple[tuple[str, int, int | None], ...] = (
      cummin logcumsumexp argmax argmin var std var_mean std_mean max min count_nonzero flip narrow select""", 1, None),
     ("sort argsort glu", 1, -1), ("unbind", 1, 0), ("split split_with_sizes chunk tensor_split", 2, 0),
     ("topk kthvalue", 2, -1), ("norm", 2, None), ("normalize", 2, 1), ("roll", 2, None))
-"""(names, the place of `dim` among the arguments, its default) of functions along dims."""
+"""(names, the position of `dim` among the arguments, its default) of functions along dims."""
 
 
 # ---------------------------------------------------------------------- element by element
@@ -114,9 +114,9 @@ def common_layout(func: Func, operands: Sequence[Tensor], result_dims: int) -> t
 
 
 def convert(func: Func, tensor: Tensor, from_right: int, layout: ColumnLayout, operands: Sequence[Tensor]) -> Tensor:
-    """This column's part of `tensor`, an operand beside others whose sharded dim is `from_right` places from the right.
+    """This column's part of `tensor`, one of `operands` whose sharded dim is `from_right` places from the right.
 
-    A replicated operand of size 1 there is broadcast; of the global size, each column takes its shard.
+    A replicated operand whose size there is 1 is broadcast; if it has the global size, each column takes its shard.
     """
     if sharded_layout(tensor) is not None:
         return local(tensor)  # type: ignore[no-any-return]
@@ -135,11 +135,11 @@ def convert(func: Func, tensor: Tensor, from_right: int, layout: ColumnLayout, o
 
 
 WHERE: tuple[Func, ...] = (torch.where, Tensor.where)
-"""Pointwise functions that are something else with a condition alone."""
+"""Pointwise functions that do something else when called with a condition alone."""
 
 
 def are_alike(operands: Sequence[Tensor]) -> bool:
-    """Whether they are one sharded tensor, or have the same sizes and layout: shards are then computed as they are."""
+    """Whether they are one sharded tensor, or have the same sizes and layout: shards then need no conversion."""
     first = operands[0]
     if not isinstance(first, ColumnTensor) or first.columns.dim is None:
         return False
@@ -197,7 +197,7 @@ def new_tensor(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def along_dims(func: Func, args: Args, kwargs: Kwargs, place: int, default: object) -> Any:
-    """A function along dims that columns do not share. place: of its `dim` among the arguments; default: of `dim`."""
+    """A function along dims that are not sharded. place: position of `dim` among the arguments; default: of `dim`."""
     operands = tensors_in((*args, *kwargs.values()))
     if len(operands) > 1 and operands[1] is argument(args, kwargs, 1, "other"):
         return pointwise(func, args, kwargs)  # torch.max(x, y)
@@ -210,7 +210,7 @@ def along_dims(func: Func, args: Args, kwargs: Kwargs, place: int, default: obje
 
 
 def untouched(func: Func, args: Args, kwargs: Kwargs, dims: list[int]) -> Any:
-    """A function along `dims`, which leaves the sharded dim as it is, or a ModelError."""
+    """A function along `dims` that leaves the sharded dim unchanged, or a ModelError."""
     x: Tensor = args[0]
     layout, dims = sharded_layout(x), [dim % x.dim() for dim in dims]
     if layout is None or layout.dim in dims or not dims:
@@ -250,7 +250,7 @@ def normalize(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """index_add and index_copy: slices of `source` go to places of a dim that columns do not share."""
+    """index_add and index_copy: slices of `source` go to places of a dim that is not sharded."""
     x, dim = args[0], argument(args, kwargs, 1, "dim")
     source, layout = argument(args, kwargs, 3, "source"), sharded_layout(args[0])
     other = sharded_layout(source)
@@ -263,7 +263,7 @@ def index_add(func: Func, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------------------- products
 
 FUSED_ATTENTION: Func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""The function as which the cost count sees attention."""
+"""The function that the cost count sees for attention."""
 
 
 def matmul(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
@@ -302,7 +302,7 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
     layouts = [layout for operand in operands if (layout := sharded_layout(operand)) is not None]
     places = {operand.dim() - layout.sharded_dim
               for operand in operands if (layout := sharded_layout(operand)) is not None}
-    # Attention that is counted has been asked whether it takes such groups.
+    # Counted attention has already been checked for support of such groups.
     grouped = func is FUSED_ATTENTION or argument(args, kwargs, 7, "enable_gqa", default=False)
     if len(layouts) < 3 or len(places) > 1 or min(places) < 3 or not all(layout.is_even for layout in layouts) \
             or len({layout.blocks for layout in layouts}) > 1 \

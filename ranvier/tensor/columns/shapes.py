@@ -1,4 +1,4 @@
-"""Position of a sharded dim after a view, a permutation or an index: pure arithmetic on whole sizes."""
+"""Position of a sharded dim after a view, a permutation or an index: pure arithmetic on global sizes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 def inferred(shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """`sizes` of a view of a tensor of `shape`, with the number in place of a -1."""
+    """`sizes` of a view of a tensor of `shape`, with a -1 replaced by the inferred size."""
     known = prod(size for size in sizes if size != -1)
     return [prod(shape) // known if size == -1 and known else size for size in sizes]
 
 
 def begins_at(shape: Sequence[int], dim: int, blocks: int, sizes: Sequence[int]) -> tuple[int, int] | None:
-    """The dim of `sizes` that has `dim` of `shape`, which consists of so many blocks, and its blocks there: as many
-    elements are before it. None without one.
+    """(the dim of `sizes` that holds `dim` of `shape`, its number of blocks there), or None if there is none. The same
+    number of elements precedes both dims. blocks: of `dim` in `shape`.
 
-    Dims that `shape` and `sizes` have alike, at the front or at the end, tell it where a size is 0, too.
+    If a size is 0, equal dims of `shape` and `sizes` at the front or at the end determine it.
     """
     behind = len(shape) - dim
     if len(sizes) >= behind and list(sizes[len(sizes) - behind:]) == list(shape[dim:]):
@@ -38,21 +38,21 @@ def begins_at(shape: Sequence[int], dim: int, blocks: int, sizes: Sequence[int])
 
 
 def transposed(num_dims: int, dim: int, first: int, second: int) -> int:
-    """`first` and `second` swapped."""
+    """`dim` after `first` and `second` are swapped."""
     first, second = first % num_dims, second % num_dims
     return {first: second, second: first}.get(dim, dim)
 
 
 def without(dim: int, removed: Sequence[int]) -> int:
-    """`removed` dims are gone."""
+    """`dim` after the `removed` dims are gone."""
     return dim - sum(place < dim for place in removed)
 
 
 def indexed(shape: Sequence[int], dim: int, index: Any) -> int | None:
-    """x[index]. Only `:` and `...` may take the sharded dim.
+    """`dim` of x in x[index], or None. Only `:` and `...` may index the sharded dim.
 
-    At most one index is a tensor, and then none is a number: several are broadcast together, and their dims may move to
-    the front.
+    At most one index may be a tensor, and then none may be a number: several would be broadcast together, and their
+    dims could move to the front.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_num_consumed(item) for item in items)
@@ -92,7 +92,7 @@ def _is_mask(index: Tensor) -> bool:
 
 
 def einsum_labels(equation: str) -> tuple[list[str], str] | None:
-    """Labels of each operand and of the result; None where the equation has an ellipsis."""
+    """Labels of each operand and of the result; None if the equation has an ellipsis."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     if "." in equation:
         return None

@@ -1,4 +1,4 @@
-"""`ColumnTensor`: a tensor that is split over the columns of a tensor mesh, with the sizes of the whole tensor."""
+"""`ColumnTensor`: a tensor that is sharded over the columns of a tensor mesh, with the sizes of the full tensor."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _untracked = torch._C.DisableTorchFunctionSubclass
 class ColumnTensor(Tensor):
     """A tensor of a split model on one of several columns. `mark` makes one, `plain` is the inverse.
 
-    It has the sizes of the whole tensor and no memory: `local`, an ordinary tensor, has this column's shard and its
-    graph. Torch functions compute on `local` (`dispatch`). Whatever goes past them, to the memory or to autograd,
-    finds neither: an operation of torch's dispatcher is a ModelError, and what `autograd.Function.apply` returns has a
-    graph of its own, which `plain` and `dispatch` refuse.
+    It has the sizes of the full tensor and no memory: `local`, an ordinary tensor, has this column's shard and its
+    graph. Torch functions compute on `local` (`dispatch`). Code that bypasses them finds neither memory nor graph: an
+    operation of torch's dispatcher is a ModelError, and the result of `autograd.Function.apply` has its own graph,
+    which `plain` and `dispatch` refuse.
     """
 
     local: Tensor
-    """This column's shard; all of a replicated tensor."""
+    """This column's shard; the full tensor if it is replicated."""
     columns: ColumnLayout
     """Its layout over the columns."""
     dispatch: ClassVar[Callable[[Func, Args, Kwargs], Any]]
@@ -47,7 +47,7 @@ class ColumnTensor(Tensor):
         if columns.dim is not None:  # `columns.whole_sizes`, without its calls
             sizes = list(sizes)
             sizes[columns.dim] = columns.size
-        # It always asks for a gradient, so that `Function.apply` gives a graph to whatever it returns.
+        # It always requires a gradient, so that `Function.apply` gives its result a graph.
         x: ColumnTensor = Tensor._make_wrapper_subclass(
             cls, sizes, dtype=local.dtype, device=local.device,
             requires_grad=local.is_floating_point() or local.is_complex())
@@ -58,7 +58,7 @@ class ColumnTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Func, types: Iterable[type], args: Args = (),
                            kwargs: Kwargs | None = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # which may leave the code to Python instead
+        if torch.compiler.is_dynamo_compiling():  # dynamo may leave the code to Python instead
             _refuse_compilation()
         with _untracked():
             return cls.dispatch(func, args, kwargs or {})
@@ -88,7 +88,7 @@ def _refuse_compilation() -> NoReturn:
 
 
 def mark(x: Tensor, layout: ColumnLayout) -> ColumnTensor:
-    """The tensor of which `x` is this column's shard (all of it, where `layout` is replicated). `x` stays as it is."""
+    """The tensor whose shard on this column is `x` (the full tensor, if `layout` is replicated). `x` is unchanged."""
     return ColumnTensor(x.local if isinstance(x, ColumnTensor) else x, layout)
 
 
@@ -115,7 +115,7 @@ def plain(x: Tensor) -> Tensor: ...
 @overload
 def plain(x: _T) -> _T: ...
 def plain(x: object) -> object:
-    """`x`, a tensor or a tree of them, without layouts: what layers and the runtime compute with."""
+    """`x`, a tensor or a tree of tensors, without layouts, as layers and the runtime compute with it."""
     if isinstance(x, ColumnTensor):
         refuse_own_graph(x)
         return x.local
@@ -123,10 +123,10 @@ def plain(x: object) -> object:
 
 
 def refuse_own_graph(x: ColumnTensor, where: str | None = None) -> None:
-    """ModelError for what an autograd.Function has returned: its backward sees one column's shard alone. The graph of
-    all others is that of their shards.
+    """Raise a ModelError for a result of an autograd.Function: its backward sees one column's shard alone. The graph of
+    all other tensors is that of their shards.
 
-    where: as of `refuse`.
+    where: as in `refuse`.
     """
     with _untracked():
         graph = x.grad_fn
@@ -147,7 +147,7 @@ _OF_TORCH = {
 
 
 def on_local(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`call` of a tensor; of a `ColumnTensor`, `call` of this column's shard, which keeps its sizes and layout."""
+    """`call(x)`; for a `ColumnTensor`, `call` of this column's shard, which must keep its sizes and layout."""
     return mark(call(plain(x)), x.columns) if isinstance(x, ColumnTensor) else call(x)
 
 
@@ -157,15 +157,15 @@ def local(x: Any) -> Any:
 
 
 def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
-    """A call's arguments with the shards of `ColumnTensor`s in their place."""
+    """A call's arguments, with `ColumnTensor`s replaced by their shards."""
     found = tuple([arg.local if isinstance(arg, ColumnTensor) else mapped(local, arg)
                    if isinstance(arg, (list, tuple, dict)) else arg for arg in args])
     return found, {name: mapped(local, arg) for name, arg in kwargs.items()} if kwargs else kwargs
 
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `call` of each tensor, as `tree_map_only` has it, whose registry of containers costs more than the
-    products of a small layer: it is asked only about what is not a plain container, tensor, number or the like."""
+    """`tree` with `call` applied to each tensor, like `tree_map_only`, whose registry of containers costs more time
+    than the products of a small layer: it is used only for what is no plain container, tensor, number or the like."""
     if isinstance(tree, Tensor):
         return call(tree)
     kind = type(tree)
@@ -179,7 +179,7 @@ def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
 
 
 _LEAVES = frozenset({int, float, bool, complex, str, slice, type(None), type(...), torch.dtype, torch.device})
-"""Types that no registry needs to be asked about."""
+"""Leaf types, for which no registry lookup is needed."""
 
 
 def layout_of_tensor(x: Tensor) -> ColumnLayout | None:
@@ -188,7 +188,7 @@ def layout_of_tensor(x: Tensor) -> ColumnLayout | None:
 
 
 def sharded_layout(x: Any) -> ColumnLayout | None:
-    """The layout of a sharded tensor; None for a replicated or a plain one, and for what is not a tensor."""
+    """The layout of a sharded tensor; None for a replicated or plain tensor and for other objects."""
     return x.columns if isinstance(x, ColumnTensor) and x.columns.dim is not None else None
 
 
@@ -199,7 +199,7 @@ def layouts_text(operands: Iterable[Tensor]) -> str:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among a call's arguments, those in lists and tuples too, in order."""
+    """The tensors among a call's arguments, including those in lists and tuples, in order."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -217,17 +217,17 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 LOCAL_MAP = ("Compute what each column can compute from its own shards by ranvier.tensor.layers.local_map(function, x)"
              ", which gives the function plain tensors; use the layers of ranvier.tensor.layers for what crosses a dim "
              "that is sharded over columns.")
-"""The remedy for what has no rule."""
+"""The remedy for functions that have no rule."""
 _INSIDE = ("torch.", "ranvier.tensor.column", "ranvier.tensor.boundaries", "ranvier.tensor.closed_parameters",
            "ranvier.optim.torch_functions", "contextlib", "functools")
-"""Modules whose lines are no place in a user's code."""
+"""Modules that are not a user's code."""
 
 
 def refuse(what: str, layout: object, remedy: str, where: str | None = None) -> NoReturn:
     """Raise a ModelError for what cannot be computed from one column's shard.
 
     what: the fault, as a clause. layout: shapes and layouts of the operands, as text. where: the place in the model;
-    None for the module and the line of the user's code that run now.
+    None for the module and the line of the user's code that are running.
     """
     raise ModelError(what, code="not-over-columns", where=where or _running_module(), value=layout, remedy=remedy)
 

@@ -1,6 +1,6 @@
 """Rules of views, permutations and indices: the sharded dim is followed to its place in the result.
 
-Sizes in calls are those of whole tensors. A view is computed with this column's size at the place of the sharded dim.
+Sizes in calls are those of full tensors. A view is computed with this column's size at the place of the sharded dim.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _refuse_view(func: Func, args: Args, x: Tensor, what: str = "") -> NoReturn:
 
 
 def _describe_argument(argument: object) -> str:
-    """An argument in a message: of tensors, whose values may fill a page, the sizes."""
+    """An argument in a message; for a tensor its sizes, since its values may fill a page."""
     if isinstance(argument, (tuple, list)):
         shown = ", ".join(map(_describe_argument, argument))
         return f"({shown})" if isinstance(argument, tuple) else f"[{shown}]"
@@ -90,7 +90,7 @@ def reshaped(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
         _refuse_view(func, args, x)
     try:
         result = local(x).view(own) if name.startswith("view") else local(x).reshape(own)
-    except RuntimeError as error:  # strides, of which view makes none
+    except RuntimeError as error:  # strides that view cannot make
         _refuse_view(func, args, x, f"({error})")
     return mark(result, layout.moved(place, sizes[place], blocks))
 
@@ -120,7 +120,7 @@ def repeat_interleaved(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
-    """squeeze(dims): those whose whole size is 1."""
+    """squeeze(dims): those whose global size is 1."""
     x, layout = _sharded_operand(func, args)
     dims = argument(args, kwargs, 1, "dim")
     dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
@@ -132,7 +132,7 @@ def squeezed(func: Func, args: Args, kwargs: Kwargs) -> Tensor:
 
 
 def placed(func: Func, args: Args, kwargs: Kwargs, place: Place) -> Any:
-    """A function that leaves the sharded dim as it is, at the place that `place` says."""
+    """A function that keeps the sharded dim's size and moves it to the position that `place` returns."""
     x, layout = _sharded_operand(func, args)
     found = place(x, layout.sharded_dim, args, kwargs)
     if found is None:

@@ -1,4 +1,4 @@
-"""The layers that a tensor-parallel model is written with.
+"""The layers from which a tensor-parallel model is built.
 
     from ranvier.tensor import layers as tensor
 
@@ -18,12 +18,11 @@ the parameters. The model's code does not change, and does not depend on the sch
     the residual stream is what `Linear(stationary="input")`, embeddings and norms return; any dim may be sharded
     between an output- and an input-stationary Linear a tensor has all tokens of a row, and a shard of the features
 
-On several columns each activation carries its layout, and has the sizes of the whole tensor. An operation that breaks a
+On several columns each activation carries its layout, and has the sizes of the full tensor. An operation that breaks a
 rule is refused by name: it either computes what it computes on one rank, gradients included, or raises a ModelError
-(`ranvier.tensor.columns`), as does reading a layer's weights outside of it. What is
-computed for each head by itself may go through `local_map`, which passes plain shards to it and checks nothing inside.
-`ranvier.testing.check_split` compares a model with the unsplit one. A layer of your own takes part if it has the
-methods of `Splittable`.
+(`ranvier.tensor.columns`), as does reading a layer's weights outside of it. Computations on each head independently may
+use `local_map`, which passes plain shards to a function and checks nothing inside. `ranvier.testing.check_split`
+compares a model with the unsplit one. Your own layer takes part if it has the methods of `Splittable`.
 """
 
 from ranvier.tensor.columns import local_map

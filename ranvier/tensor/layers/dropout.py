@@ -1,4 +1,4 @@
-"""Dropout whose masks do not depend on the mesh: as of one rank, and of a rank's part of the residual stream."""
+"""Dropout whose masks do not depend on the mesh: on one rank, and on a rank's part of the residual stream."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ranvier.tensor.splittable import Layer, SplitLayer
 
 
 class Dropout(Layer):
-    """Dropout of the residual stream, or of what is added to it. Masks are keyed by place: the same on any mesh.
+    """Dropout of the residual stream, or of a tensor added to it. Masks are keyed by place: the same on any mesh.
 
-    probability: of an element to be zeroed. whole: the input is replicated, such as what a `ClassifierHead` returns.
+    probability: that an element is zeroed. whole: the input is replicated, such as the output of a `ClassifierHead`.
     """
 
     def __init__(self, probability: Annotated[float, Ge(0), Le(1)], *, whole: bool = False) -> None:
@@ -30,28 +30,28 @@ class Dropout(Layer):
         self.takes = self.gives = "whole" if whole else "stream"
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """A `SplitDropout`, or of a replicated input the same layer."""
+        """A `SplitDropout`, or for a replicated input the same layer."""
         return super().split(mesh) if self.whole else SplitDropout(self, mesh, self.probability)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x of any shape [B, ...], with elements zeroed and the others scaled while training.
 
-        onto: a tensor of the same shape to which that is added, such as the residual stream; where chains are compiled
-        (`tensor/fused`) one kernel does both.
+        onto: a tensor of the same shape to which the result is added, such as the residual stream; if chains are
+        compiled (`tensor/fused`), one kernel does both.
         """
         y = keyed_dropout.dropout(x, self.probability, self.training)
         return y if onto is None else onto + y
 
 
 class SplitDropout(SplitLayer):
-    """Drops what the unsplit layer drops: masks are keyed by the sample and the place in it."""
+    """Drops the same elements as the unsplit layer: masks are keyed by the sample and the place in it."""
 
     def __init__(self, layer: Layer, mesh: TensorMesh, probability: float) -> None:
         super().__init__(layer, mesh)
         self._probability = probability
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """x, this rank's part of x_BSH, and onto as for the unsplit layer."""
+        """x is this rank's part of x_BSH; onto is as in the unsplit layer."""
         if not (self.training and self._probability):
             return x if onto is None else onto + x
         sizes = list(x.shape[1:])
@@ -70,7 +70,7 @@ class SplitDropout(SplitLayer):
 
 
 class _Dropped(Function):
-    """The backward computes the mask again, from the samples' keys."""
+    """Dropout whose backward recomputes the mask from the samples' keys."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, onto: Tensor | None, masked: tuple[Any, ...], fused: Fused) -> Tensor:

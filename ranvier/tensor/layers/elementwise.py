@@ -1,7 +1,7 @@
-"""Functions that work element by element, with backward passes that keep less than autograd's.
+"""Elementwise functions, with backward passes that keep less memory than autograd's.
 
-    gated      SwiGLU and GeGLU (Shazeer, 2020), which keep their two inputs and nothing else
-    gelu       its gradient takes the place of its input
+    gated      SwiGLU and GeGLU (Shazeer, 2020), which keep only their two inputs
+    gelu       its gradient overwrites its input
     softcap    cap tanh(x / cap), of logits and of attention scores (Gemma 2)
 """
 
@@ -23,7 +23,7 @@ Activation = Literal["silu", "gelu", "gelu-tanh"]
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up, of two tensors with one shape and layout. The backward computes the activation again
+    """activation(gate) * up, of two tensors with the same shape and layout. The backward recomputes the activation
     instead of keeping it."""
     if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return _activate(gate, activation) * up
@@ -67,10 +67,10 @@ def _gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: Activatio
 
 
 def gelu(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh") -> Tensor:
-    """GELU, by its tanh approximation or exact ("none"), of a tensor that nothing else needs in a backward.
+    """GELU, by its tanh approximation or exact ("none"), of a tensor that no other backward needs.
 
-    The gradient takes x's place in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward runs once;
-    autograd raises a RuntimeError where another function would see the changed values.
+    The gradient overwrites x in memory (Xu et al., 2021, section 3.2.3, method 1), so the backward can run only once;
+    autograd raises a RuntimeError if another function would see the changed values.
     """
     if torch.compiler.is_dynamo_compiling():  # the compiler plans memory itself
         return functional.gelu(x, approximate=approximate)

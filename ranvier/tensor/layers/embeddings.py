@@ -1,6 +1,6 @@
 """Embeddings: of tokens, positions, token types and patches. Each scheme shards the token table in its own way.
 
-B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All return the residual stream x_BSH, but for
+B batch, S sequence, H hidden width, V vocabulary, F features of a patch. All return the residual stream x_BSH, except
 `BiasTable`.
 """
 
@@ -37,7 +37,7 @@ class Embedding(Layer, nn.Embedding):
         return {"weight": Split(dims[settings.scheme])}
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns, and for stationary rows too, divide the features; else each needs a part of the vocabulary."""
+        """Columns, and stationary rows, divide the features; otherwise each needs a part of the vocabulary."""
         if mesh.settings.scheme == "stationary":
             yield "features", self.embedding_dim, "col", mesh.num_cols
             yield f"features of one of {mesh.num_cols} columns", self.embedding_dim // mesh.num_cols, "row", \
@@ -59,12 +59,12 @@ class Embedding(Layer, nn.Embedding):
 
 
 class _FeatureEmbedding(Layer, nn.Embedding):
-    """An embedding whose table is small: every rank has all its entries, of the features that the rank has."""
+    """An embedding whose table is small: every rank has all its entries, for the features of that rank."""
 
     takes = "ids"
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """[entries, H / col] where the residual stream's features are sharded, else [entries, H]."""
+        """[entries, H / col] if the residual stream's features are sharded, else [entries, H]."""
         features = feature_split(settings)
         return {"weight": Split(((), *features.dims), features.summed)}
 
@@ -78,20 +78,20 @@ class _FeatureEmbedding(Layer, nn.Embedding):
 
 
 class PositionEmbedding(_FeatureEmbedding):
-    """Learned positions: a length S to the embedding [S, H] of the first S positions, or positions_BS int64, where they
+    """Learned positions: a length S to the embedding [S, H] of the first S positions, or positions_BS int64, which may
     restart within a sequence, to x_BSH."""
 
     def forward(self, positions: int | Tensor) -> Tensor:
-        """[length, H] of a length, [B, S, H] of positions_BS."""
+        """[length, H] for a length, [B, S, H] for positions_BS."""
         return self.weight[:positions] if isinstance(positions, int) else functional.embedding(positions, self.weight)
 
 
 class TokenTypeEmbedding(_FeatureEmbedding):
-    """An embedding of few kinds, such as which segment a token belongs to (BERT): types_BS int64 to x_BSH."""
+    """An embedding of a few token types, such as the segment of a token (BERT): types_BS int64 to x_BSH."""
 
 
 class BiasTable(Layer, nn.Embedding):
-    """A learned bias of scores for each head and kind of position, such as the distance between two tokens (T5).
+    """A learned bias of attention scores for each head and bucket, such as the distance between two tokens (T5).
 
         bias = self.table(buckets).permute(2, 0, 1)     # buckets [S, S] int64 -> [heads, S, S]
         scores = scores + bias                          # [B, heads, S, S], of Linears with units=heads
@@ -115,11 +115,11 @@ class BiasTable(Layer, nn.Embedding):
 
 
 class PatchEmbedding(Layer):
-    """Projected patches behind a learned first (class) token: patches [B, S - 1, F], replicated, to x_BSH.
+    """Projected patches after a learned first (class) token: patches [B, S - 1, F], replicated, to x_BSH.
 
     Patches are inputs of a model and get no gradient.
 
-    length: S where it is known, so that a mesh whose columns cannot divide it is refused before it runs.
+    length: S if it is known, so that a mesh whose columns do not divide it is refused before it runs.
     """
 
     takes = "whole"
@@ -135,7 +135,7 @@ class PatchEmbedding(Layer):
         nn.init.trunc_normal_(self.first, std=0.02)
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """The weight [H / col, F] where the residual stream's features are sharded, else [H, F]; others alike."""
+        """The weight [H / col, F] if the residual stream's features are sharded, else [H, F]; the others likewise."""
         features = feature_split(settings)
         return {"weight": Split((*features.dims, ()), features.summed), "bias": features, "first": features}
 
@@ -156,15 +156,15 @@ class PatchEmbedding(Layer):
 
 
 def _check_ids(ids: Tensor, vocab: int) -> None:
-    """IndexError, as torch's embedding, for ids outside the vocabulary. Not on CUDA, where reading them would wait for
-    the device."""
+    """Raise an IndexError, like torch's embedding, for ids outside the vocabulary. Not on CUDA, where reading the ids
+    would wait for the device."""
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise IndexError(f"a token is out of range of the vocabulary of {vocab}: {int(ids.min())} to {int(ids.max())}")
 
 
 class HiddenEmbedding(SplitLayer):
-    """Each rank has a part of every token's features; embeddings travel once, in one all-to-all along the column, and
-    where the sequence is sharded in another one along the row.
+    """Each rank has a part of every token's features; embeddings are sent once, in an all-to-all along the column, and
+    if the sequence is sharded in another all-to-all along the row.
 
     The table is sharded as [V, H / (col, row)]: the shards of a column's ranks together are the column's features.
     """
@@ -174,8 +174,8 @@ class HiddenEmbedding(SplitLayer):
         self._padding = padding
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids_BS to this rank's part of x_BSH. Rows may have different numbers of tokens: an all-to-all needs equal
-        ones, so that ids are padded."""
+        """ids_BS to this rank's part of x_BSH. Rows may have different numbers of tokens; an all-to-all needs equal
+        numbers, so ids are padded."""
         x = self._own_features(ids)
         if self.mesh.activations.name != "sequence" or self.mesh.num_cols == 1:
             return x
@@ -207,7 +207,7 @@ class _AllToAllEmbedding(Function):
             received = torch.empty_like(found)
             mesh.over_rows.all_to_all(received, found).wait()
             found = received
-        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1]).data  # as of `_Multiply`
+        return found.movedim(0, 1).reshape(*ids.shape, rows * table.shape[1]).data  # as in `_Multiply`
 
     @staticmethod
     @once_differentiable
@@ -337,7 +337,7 @@ class SplitFeatureEmbedding(SplitLayer):
 
 
 class SplitPatchEmbedding(SplitLayer):
-    """Patches of this rank's part of the residual stream, and the first token where it belongs to that."""
+    """Patches of this rank's part of the residual stream, and the first token if it belongs to that part."""
 
     first: nn.Parameter
 
@@ -351,7 +351,7 @@ class SplitPatchEmbedding(SplitLayer):
 
 
 def own_tokens(mesh: TensorMesh, length: int) -> slice:
-    """The tokens, of a sequence of `length`, in this rank's part of the residual stream."""
+    """The tokens of a sequence of `length` in this rank's part of the residual stream."""
     if mesh.activations.name != "sequence":
         return slice(0, length)
     own = mesh.activations.own_dims((1, length))[1]

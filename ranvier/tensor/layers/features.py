@@ -1,5 +1,5 @@
-"""Layers with values of their own for each feature, whose sharding follows from the features they cover: learned
-factors, one for each feature or a scalar, and convolutions over tokens.
+"""Layers with parameters for each feature, whose sharding follows from the features they cover: learned factors, one
+for each feature or a scalar, and convolutions over tokens.
 
     x + self.scale(self.fc2(...))                LayerScale (Touvron et al., 2021)
     x + self.alpha() * self.fc2(...)             ReZero (Bachlechner et al., 2020)
@@ -36,7 +36,7 @@ class OverFeatures(Layer):
     units: int | None = None
 
     def _set_over(self, over: Over, num_features: int) -> None:
-        """num_features: of the whole last dim."""
+        """Set what the layer is over. num_features: of the full last dim."""
         if over not in ("stream", "inner", "heads"):
             raise ModelError("must be stream, inner or heads", code="layer-over",
                              where=f"over of {type(self).__name__}", value=over,
@@ -53,7 +53,7 @@ class OverFeatures(Layer):
                 for name, parameter in self._parameters.items() if parameter is not None}
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns divide the features, where they are sharded."""
+        """Columns divide the features if they are sharded."""
         if self._is_sharded(mesh):
             if self.units is not None:
                 yield "units", self.units, "col", mesh.num_cols
@@ -67,7 +67,7 @@ class OverFeatures(Layer):
 class Scale(OverFeatures):
     """x times a learned factor for each feature of the last dim.
 
-    value: of all factors at the start. over: see `Over`.
+    value: initial value of all factors. over: see `Over`.
     """
 
     def __init__(self, features: int, value: float = 1.0, *, over: Over = "stream",
@@ -84,7 +84,7 @@ class Scale(OverFeatures):
 class Scalar(Layer):
     """A learned number. Called without arguments, it returns a tensor that any operation of a block may take.
 
-    value: at the start. shape: of the parameter `weight`; some models have (1,).
+    value: initial value. shape: of the parameter `weight`; some models have (1,).
     """
 
     gives = "whole"
@@ -94,7 +94,7 @@ class Scalar(Layer):
         self.weight = nn.Parameter(torch.full(shape, value, dtype=dtype))
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """Replicated; each row has the gradient of its samples, and all columns have that of a row."""
+        """Replicated; each row has the gradient of its samples, and all columns have the gradient of their row."""
         return {"weight": Split(((),) * self.weight.dim(), summed=("row",))}
 
     def forward(self) -> Tensor:
@@ -104,20 +104,20 @@ class Scalar(Layer):
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
-# Convolutions over tokens in which each feature stays by itself. Where columns share the tokens, each column convolves
-# all tokens of its features:
+# Depthwise convolutions over tokens. If the tokens are sharded over columns, each column convolves all tokens of its
+# features:
 #
 #     [B, S / c, F]  --all-to-all-->  [B, S, F / c]  --convolution-->  [B, S, F / c]  --all-to-all-->  [B, S / c, F]
 
 
 class DepthwiseConv1d(OverFeatures):
-    """y[b, t, f] = bias[f] + sum over k of weight[f, 0, k] x[b, t + k - offset, f], with zeros beside the sequence.
+    """y[b, t, f] = bias[f] + sum over k of weight[f, 0, k] x[b, t + k - offset, f], with zeros around the sequence.
 
-    With parameters as of nn.Conv1d(features, features, kernel_size, groups=features), on tensors [B, S, F].
+    With the parameters of nn.Conv1d(features, features, kernel_size, groups=features), on tensors [B, S, F].
 
-    causal: offset is kernel_size - 1, so that a token sees none after it; else (kernel_size - 1) // 2.
-    over: inner, between an output- and an input-stationary Linear, or stream. There, with a sharded sequence, columns
-        exchange tokens for features and back.
+    causal: offset is kernel_size - 1, so that a token sees no later token; otherwise (kernel_size - 1) // 2.
+    over: inner, between an output- and an input-stationary Linear, or stream. In the stream, with a sharded sequence,
+        columns exchange tokens for features and back.
     """
 
     bias: nn.Parameter | None
@@ -137,7 +137,7 @@ class DepthwiseConv1d(OverFeatures):
         self._set_over(over, features)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """The same layer with this column's features; a `SplitStreamConv1d` where columns share the tokens."""
+        """The same layer with this column's features; a `SplitStreamConv1d` if tokens are sharded over columns."""
         if self._shares_tokens(mesh):
             return SplitStreamConv1d(self, mesh, causal=self.causal)
         return super().split(mesh)
@@ -158,7 +158,7 @@ class DepthwiseConv1d(OverFeatures):
 
 class SplitStreamConv1d(SplitLayer):
     """A `DepthwiseConv1d` of the residual stream with a sharded sequence. Each column has all weights, and gradients
-    of those of its features."""
+    of the weights of its features."""
 
     def __init__(self, layer: Layer, mesh: TensorMesh, *, causal: bool) -> None:
         super().__init__(layer, mesh)
@@ -174,7 +174,7 @@ class SplitStreamConv1d(SplitLayer):
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, *, causal: bool) -> Tensor:
-    """x [B, S, F] convolved with weight [F, 1, K], with zeros beside the sequence: [B, S, F]."""
+    """x [B, S, F] convolved with weight [F, 1, K], with zeros around the sequence: [B, S, F]."""
     size = weight.shape[-1]
     before = size - 1 if causal else (size - 1) // 2
     padded = functional.pad(x.transpose(1, 2), (before, size - 1 - before))

@@ -1,7 +1,7 @@
 """Linear layers: products between the residual stream and sublayers, onto the vocabulary, and of replicated tensors.
 
-B batch, S sequence, H hidden width, F inner width, V vocabulary, C classes; c columns. Sharding over columns is the
-scheme's; see `ranvier.tensor.activations` for the residual stream x_BSH.
+B batch, S sequence, H hidden width, F inner width, V vocabulary, C classes; c columns. The scheme decides the sharding
+over columns; see `ranvier.tensor.activations` for the residual stream x_BSH.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Linear(Layer, nn.Linear):
 
     With one row these are Megatron-LM's ColumnParallelLinear and RowParallelLinear.
 
-    stationary: which of the two activations stays on its rank, where the scheme lets one stay: "output" for the first
-        of a pair of products (queries, keys and values; H to 4H), "input" for the second.
+    stationary: which of the two activations stays on its rank, if the scheme keeps one there: "output" for the first of
+        a pair of products (queries, keys and values; H to 4H), "input" for the second.
     units: pieces of the output (input-stationary: of the input) that are never divided, such as heads.
-    reuse_input: nothing else needs the input in a backward, such as a GELU's output. On a mesh its gradient takes its
-        place in memory, where the weight's gradient is not deferred; the backward then runs once only.
+    reuse_input: no other backward needs the input, such as a GELU's output. On a mesh its gradient overwrites it in
+        memory unless the weight's gradient is deferred; the backward can then run only once.
     parts: names of outputs that are computed together, such as query, key and value. Each unit has the rows of the
         first part, then those of the next.
     """
@@ -52,7 +52,7 @@ class Linear(Layer, nn.Linear):
         self.takes, self.gives = ("stream", "inner") if stationary == "output" else ("inner", "stream")
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """Output-stationary weights [out / col, in / row], input-stationary ones [out / row, in / col]; SUMMA's all
+        """Output-stationary weights [out / col, in / row], input-stationary ones [out / row, in / col]; all of SUMMA's
         [out / col, in / row]."""
         if self.stationary == "output" or settings.scheme == "summa":
             found = {"weight": Split((("col",), ("row",))), "bias": Split((("col",),), summed=("row",))}
@@ -61,8 +61,8 @@ class Linear(Layer, nn.Linear):
         return found if self.bias is not None else {"weight": found["weight"]}
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns divide the units or inner features, and the residual stream's; rows divide the latter, but for
-        SUMMA."""
+        """Columns divide the units or inner features, and the residual stream's features; rows divide the latter,
+        except with SUMMA."""
         inner = self.out_features if self.stationary == "output" else self.in_features
         outer = self.in_features if self.stationary == "output" else self.out_features
         yield "units" if self.units else "features", self.units or inner, "col", mesh.num_cols
@@ -84,7 +84,7 @@ class VocabularyLinear(Layer, PaddedLinear):
     """The projection onto the vocabulary, x_BSH to logits_BSV, without bias.
 
     On a mesh each column has the logits of its part of the vocabulary, `layout.part(vocab, columns, column)`; the loss
-    must be a `NextTokenLoss`, which computes on such parts.
+    must be a `NextTokenLoss`, which computes on these parts.
     """
 
     gives = "vocabulary"
@@ -111,7 +111,7 @@ class VocabularyLinear(Layer, PaddedLinear):
 class ClassifierHead(Layer, nn.Linear):
     """Scores of one token, x_BSH to [B, C], or of each token, to [B, S, C]; replicated over columns.
 
-    token: the token's place in the sequence, from the end where negative; None for each token.
+    token: the token's place in the sequence, counted from the end if negative; None for each token.
     """
 
     gives = "whole"
@@ -122,10 +122,10 @@ class ClassifierHead(Layer, nn.Linear):
         self.token = token
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """The weight [C, H / col] where the residual stream's features are sharded, else [C, H]."""
+        """The weight [C, H / col] if the residual stream's features are sharded, else [C, H]."""
         features = feature_split(settings)
-        # Every column computes the gradients of all scores, and from them the bias' of its row. With the sequence
-        # sharded and scores of each token, a column has the gradients of its own tokens only.
+        # Every column computes the gradients of all scores, and from them the bias gradient of its row. With a sharded
+        # sequence and scores of each token, a column has the gradients of its own tokens only.
         sharded = self.token is None and layout_of(settings) == "sequence"
         summed = features.summed if sharded else tuple(axis for axis in features.summed if axis == "row")
         found = {"weight": Split(((), *features.dims), summed)}
@@ -140,12 +140,12 @@ class ClassifierHead(Layer, nn.Linear):
         return SplitClassifierHead(self, mesh, self.token)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x_BSH to [B, C], or [B, S, C] where `token` is None."""
+        """x_BSH to [B, C], or to [B, S, C] if `token` is None."""
         return functional.linear(x if self.token is None else x[:, self.token], self.weight, self.bias)
 
 
 class ReplicatedLinear(Layer, nn.Linear):
-    """y = x W^T + b of a replicated x, such as what a `ClassifierHead` returns; y is replicated too."""
+    """y = x W^T + b for a replicated x, such as the output of a `ClassifierHead`; y is replicated too."""
 
     takes = gives = "whole"
 
@@ -204,13 +204,13 @@ class _TokenOfColumn(Function):
 
 
 class _TokensOfColumns(Function):
-    """All-gather of the sequence: [B, S/c, C] to [B, S, C]. Every column has the gradient of all tokens, and takes that
-    of its own."""
+    """All-gather of the sequence: [B, S/c, C] to [B, S, C]. Every column has the gradient of all tokens, and takes the
+    gradient of its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: TensorMesh) -> Tensor:
         ctx.mesh, ctx.length = mesh, x.shape[1]
-        return gather_sequence(x, mesh).data  # no view, which a block could not change in place
+        return gather_sequence(x, mesh).data  # not a view, which a block could not change in place
 
     @staticmethod
     @once_differentiable

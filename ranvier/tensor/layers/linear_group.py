@@ -1,9 +1,9 @@
-"""Several linear layers of one input, such as those of queries, keys and values, or of a gated MLP. On rows and columns
-they are one product: the input is gathered once.
+"""Several linear layers of one input, such as queries, keys and values, or a gated MLP. On rows and columns they are
+one product: the input is gathered once.
 
-A rank multiplies with its rows of all weights together, which are copied next to each other for each product. Where the
-columns do not divide the units of an output, such as heads of keys that several heads of queries share, every column
-holds all of its weight and multiplies with the units that its part of the first output needs.
+A rank multiplies with its rows of all weights together, which are copied next to each other for each product. If the
+columns do not divide the units of an output, such as key heads that several query heads share, every column holds that
+output's full weight and multiplies with the units that its part of the first output needs.
 
 B batch, S sequence, H hidden width, F features of one output.
 """
@@ -37,13 +37,13 @@ class SharedInputLinear(Layer):
         query, key, value = self.qkv(x_BSH)
 
     It returns a tuple of [B, S, F], one for each output, in their order. Columns divide the units of the first output.
-    Where they do not divide those of another, such as heads of keys that several heads of queries share, every column
-    holds that weight whole, and computes the units that its part of the first output needs: units that several columns
-    need are computed by each of them, and in groups of other sizes than on one rank a unit is repeated for each unit of
-    the first output.
+    If they do not divide those of another output, such as key heads that several query heads share, every column holds
+    that weight in full, and computes the units that its part of the first output needs: units that several columns
+    need are computed by each of them, and if the groups have other sizes than on one rank, a unit is repeated for each
+    unit of the first output.
 
-    outputs: name -> features. units: name -> pieces that are never divided, such as heads; the features by default.
-        Those of the first output are a multiple of each other's.
+    outputs: name -> features. units: name -> pieces that are never divided, such as heads; the features by default. The
+        first output's number of units is a multiple of every other's.
     """
 
     takes: ActivationKind = "stream"
@@ -64,7 +64,7 @@ class SharedInputLinear(Layer):
             self.add_module(name, nn.Linear(in_features, outputs[name], bias, dtype=dtype))
 
     def splits(self, settings: TensorParallel) -> dict[str, Split]:
-        """Weights [out / col, in / row]; of outputs whose units columns do not divide [out, in / row]."""
+        """Weights [out / col, in / row]; [out, in / row] for outputs whose units the columns do not divide."""
         found = {}
         for name, units in self.units.items():
             for kind, _ in self.get_submodule(name).named_parameters(recurse=False):
@@ -74,7 +74,7 @@ class SharedInputLinear(Layer):
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
         """Columns divide the units of the first output, and the residual stream's features; rows divide the latter,
-        but for SUMMA."""
+        except with SUMMA."""
         yield "units", next(iter(self.units.values())), "col", mesh.num_cols
         yield from hidden_constraint(mesh, self.in_features, "features of the residual stream")
         if mesh.settings.scheme != "summa":
@@ -88,7 +88,7 @@ class SharedInputLinear(Layer):
         return SplitLinearGroup(self, mesh, product, self.splits(mesh.settings), owned)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x_BSH to [B, S, F] of each output."""
+        """x_BSH to [B, S, F] for each output."""
         return tuple(self.get_submodule(name)(x) for name in self.outputs)
 
 
@@ -96,8 +96,8 @@ class SharedInputLinear(Layer):
 class OwnUnits:
     """The units of one output that a column computes.
 
-    rows: of the weight that the column holds, those that it multiplies with. order: the unit to take for each unit of
-    the first output, counted from the first row's; None where units are taken as they are.
+    rows: the rows of the column's weight that it multiplies with. order: the unit to take for each unit of the first
+    output, counted from the first row's unit; None if units keep their order.
     """
 
     rows: slice
@@ -105,7 +105,7 @@ class OwnUnits:
 
 
 def own_units(features: int, units: int, leading: int, mesh: TensorMesh) -> OwnUnits:
-    """This rank's units of an output with so many features and units, next to a first output of `leading` units."""
+    """This rank's units of an output with these features and units, next to a first output of `leading` units."""
     columns, width = mesh.num_cols, features // units
     if units % columns == 0:
         return OwnUnits(rows=slice(0, features // columns))
@@ -122,7 +122,8 @@ def own_units(features: int, units: int, leading: int, mesh: TensorMesh) -> OwnU
 class SplitLinearGroup(SplitLinear):
     """A `SharedInputLinear` on the mesh.
 
-    splits: of each parameter of the layer, by its name. owned: of each output, what this column computes.
+    splits: the split of each parameter of the layer, by name. owned: the units of each output that this column
+        computes.
     """
 
     def __init__(self, layer: Layer, mesh: TensorMesh, product: Product, splits: Mapping[str, Split],
@@ -138,12 +139,12 @@ class SplitLinearGroup(SplitLinear):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        """One for each output."""
+        """The weights, one for each output."""
         return self._parameters_of("weight")
 
     @property
     def biases(self) -> tuple[nn.Parameter, ...]:
-        """One for each output, or none."""
+        """The biases, one for each output, or none."""
         return self._parameters_of("bias")
 
     def _parameters_of(self, kind: str) -> tuple[nn.Parameter, ...]:
@@ -194,7 +195,7 @@ class SplitLinearGroup(SplitLinear):
                      for (name, own), output in zip(self._owned.items(), outputs, strict=True))
 
     def _add_adapter(self, name: str, y: Tensor, x: Tensor) -> Tensor:
-        """One output with its adapter's, where it has one (`ranvier.tensor.adapters`)."""
+        """One output, with that of its adapter added if it has one (`ranvier.tensor.adapters`)."""
         output = self.get_submodule(name)
         adapter = output._modules.get("lora")
         if adapter is None:
@@ -204,7 +205,7 @@ class SplitLinearGroup(SplitLinear):
 
 
 def _reorder_units(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """y [..., units x width] with its units in this order, in which one may come several times."""
+    """y [..., units x width] with its units in this order, in which a unit may occur several times."""
     if order is None:
         return y
     places = torch.tensor(order, device=y.device)

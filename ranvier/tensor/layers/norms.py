@@ -17,7 +17,7 @@ from ranvier.tensor.splittable import Layer, SplitLayer
 
 
 def _shape(normalized_shape: int | tuple[int, ...]) -> int | list[int]:
-    """As torch 2.11's annotations have it."""
+    """The shape as torch 2.11's annotations require it."""
     return list(normalized_shape) if isinstance(normalized_shape, tuple) else normalized_shape
 
 
@@ -37,9 +37,9 @@ class LayerNorm(OverFeatures, nn.LayerNorm):
 class RMSNorm(OverFeatures, nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) over the last dim, times a weight (Zhang and Sennrich, 2019).
 
-    over: see `Over`. A norm of queries and keys is over "inner" where it is over all heads together, over "heads" where
-    each head is normalized by itself. offset: what is added to the weight, such as 1 in Gemma, whose weights start from
-    0. units: pieces of the features that are never divided, such as heads.
+    over: see `Over`. A norm of queries and keys is over "inner" if it normalizes all heads together, over "heads" if it
+    normalizes each head independently. offset: added to the weight, such as 1 in Gemma, whose weights start from 0.
+    units: pieces of the features that are never divided, such as heads.
     """
 
     def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-6, elementwise_affine: bool = True, *,
@@ -50,7 +50,7 @@ class RMSNorm(OverFeatures, nn.RMSNorm):
         self.offset, self.units = offset, units
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm, in fp32 at least where the weight has an offset: 1 + weight would lose digits in half precision."""
+        """The norm, in at least fp32 if the weight has an offset: 1 + weight would lose digits in half precision."""
         if not self.offset:
             return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -66,7 +66,7 @@ class RMSNorm(OverFeatures, nn.RMSNorm):
 class SplitNorm(SplitLayer):
     """A norm over features that are sharded over columns: one small collective forward, one backward.
 
-    centred: subtract the mean (layer norm) or take it as 0 (RMS norm). offset: what is added to the weight.
+    centred: subtract the mean (layer norm) or take it as 0 (RMS norm). offset: added to the weight.
     """
 
     def __init__(self, layer: Layer, mesh: TensorMesh, epsilon: float | None, *, centred: bool,
@@ -118,7 +118,7 @@ class _NormOverColumns(Function):
 
 
 def _statistics(x: Tensor, centred: bool) -> Tensor:
-    """[2, ..., 1]: mean and variance of a column's features; a mean of 0 where it is not centred."""
+    """[2, ..., 1]: mean and variance of a column's features; the mean is 0 if not centred."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if centred and wide.is_cuda:
         variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
@@ -133,9 +133,9 @@ def _statistics(x: Tensor, centred: bool) -> Tensor:
 
 def _normalize(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float,
                offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) from the statistics of all columns [columns, 2, ..., 1], which have equally many features."""
+    """(y, mean, rstd) from the statistics [columns, 2, ..., 1] of all columns, which have equal numbers of features."""
     means, variances = all_of_row.unbind(1)
-    mean = means.mean(0)  # which is saved, so it is not a view of both
+    mean = means.mean(0)  # saved for the backward, so not a view of both
     variance = variances.mean(0) + (means - mean).square_().mean(0)
     rstd = variance.add_(epsilon).rsqrt_()
     y = (x.to(mean.dtype) - mean).mul_(rstd)
@@ -151,8 +151,7 @@ def _normalize(x: Tensor, all_of_row: Tensor, weight: Tensor | None, bias: Tenso
 
 def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, offset: float,
                wants_input: bool, wants_weight: bool, wants_bias: bool) -> tuple[Tensor | None, ...]:
-    """(what is summed over columns for dx, dW, db, normalized x, the gradient with respect to it); None where it is not
-    wanted."""
+    """(terms to be summed over columns for dx, dW, db, normalized x, its gradient); None for what is not needed."""
     normal = (x.to(mean.dtype) - mean).mul_(rstd)
     wide = dy.to(mean.dtype)
     dw = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype) if wants_weight and weight is not None else None
@@ -168,7 +167,7 @@ def _gradients(x: Tensor, dy: Tensor, weight: Tensor | None, mean: Tensor, rstd:
 
 def _input_gradient(x: Tensor, sums: Tensor, normal: Tensor, gradient: Tensor, rstd: Tensor, features: int,
                     centred: bool) -> Tensor:
-    """dx from the sums over all columns, which have so many features together."""
+    """dx from the sums over all columns. features: of all columns together."""
     sums = sums / features
     if centred:
         gradient.sub_(sums[0])

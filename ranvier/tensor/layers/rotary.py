@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., 2021) and their scalings to longer sequences.
 
-B batch, N heads, S sequence, D width of a head. Feature i of a head and feature i + D / 2 are one plane, which turns by
+B batch, N heads, S sequence, D width of a head. Features i and i + D / 2 of a head form a plane, which is rotated by
 position x frequency i: the order of features in Hugging Face's files.
 """
 
@@ -35,9 +35,9 @@ class Rotary:
             (Llama 3.1). yarn does so by the number of turns within `positions`, and scales queries and keys (Peng et
             al., 2023).
         factor: by which sequences become longer.
-        positions: of the model before scaling.
-        limits: llama3: factors of the lowest and of the highest frequencies that are changed and kept (1, 4). yarn:
-            turns within `positions` below which frequencies are divided, and above which they are kept (1, 32).
+        positions: number of positions of the model before scaling.
+        limits: llama3: low and high frequency factors, below and above which frequencies are divided and kept (1, 4).
+            yarn: turns within `positions` below which frequencies are divided, and above which they are kept (1, 32).
         magnitude: yarn: factor of rotated queries and keys; None is 0.1 ln(factor) + 1.
         whole_limits: yarn: whether the limits are rounded to whole features.
     """
@@ -82,7 +82,7 @@ class Rotary:
         slow, fast = self.limits or (1.0, 32.0)
 
         def feature(turns: float) -> float:
-            """Place of the frequency that turns so often within `positions`."""
+            """Place of the frequency with this number of turns within `positions`."""
             return self.width * math.log(self.positions / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         first, last = feature(fast), feature(slow)
@@ -100,9 +100,9 @@ class Rotary:
         return self.magnitude if self.magnitude is not None else max(1.0, 0.1 * math.log(self.factor) + 1)
 
     def __call__(self, x: Tensor, positions: Tensor | None = None, *, longest: int | None = None) -> Tensor:
-        """x [B, N, S, D] with each head turned by the angles of its position.
+        """x [B, N, S, D] with each head rotated by the angles of its position.
 
-        positions: [B, S] int64; by default 0, 1, ... S - 1. longest: more than the largest position, S by default.
+        positions: [B, S] int64; by default 0, 1, ... S - 1. longest: exceeds the largest position, S by default.
         """
         if torch.compiler.is_dynamo_compiling() and longest is None:
             return self._compiled(x, positions)
@@ -128,8 +128,8 @@ class Rotary:
 
 @lru_cache(maxsize=32)
 def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [S, D / 2], which all layers share. Rounded once, from fp64; for the meta device none are
-    computed."""
+    """Cosines and sines [S, D / 2], which all layers share. They are rounded once, from fp64; for the meta device none
+    are computed."""
     with torch.inference_mode(False):
         if device.type == "meta":
             one = torch.zeros((), dtype=dtype, device="cpu").expand(length, rotary.width // 2)
@@ -140,7 +140,7 @@ def _tables(rotary: Rotary, length: int, dtype: torch.dtype, device: torch.devic
 
 
 class _Rotated(Function):
-    """The gradient turns back by the same angles. The tables live in the cache, so they are not saved."""
+    """A rotation whose gradient is rotated back by the same angles. The tables are cached, so they are not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, fused: Fused) -> Tensor:

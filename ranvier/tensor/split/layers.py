@@ -1,4 +1,4 @@
-"""Replaces the layers of a block by tensor-parallel ones, which hold this rank's shard of each parameter."""
+"""Replaces the layers of a block with tensor-parallel ones, which hold this rank's shard of each parameter."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
 
     Parameters on the meta device become empty ones on the default device; of others this rank gets its shard.
 
-    where: the module's name in messages. in_chain: it is a block of a model, whose inputs and outputs carry their
-    layout. Otherwise it is called with plain tensors, this rank's part of the residual stream (or, a layer by itself,
-    of what it takes), and returns such. Raises DivisibilityError for sizes that the mesh does not divide, and
+    where: the module's name in messages. in_chain: the module is a block of a model, whose inputs and outputs carry
+    their layout. Otherwise it is called with plain tensors, this rank's part of the residual stream (or of a single
+    layer's input), and returns plain tensors. Raises DivisibilityError for sizes that the mesh does not divide, and
     ModelError for layers that cannot be split, each by name.
     """
     _check_sharing(module, where)
@@ -45,7 +45,7 @@ def split_layers(module: nn.Module, mesh: TensorMesh, where: str, *, in_chain: b
 
 
 def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
-    """The loss of what a split model's last block returns: logits may be sharded over the vocabulary."""
+    """The loss for the output of a split model's last block: logits may be sharded over the vocabulary."""
     whole = loss
     if isinstance(loss, nn.Module):
         done: dict[nn.Module, nn.Module] = {}
@@ -56,7 +56,7 @@ def split_loss(loss: Loss, mesh: TensorMesh) -> Loss:
 
 def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[nn.Module, nn.Module],
                    alone: bool) -> nn.Module:
-    """done: modules that have been replaced already, for those that occur twice. alone: no block is around it."""
+    """done: modules that have already been replaced, which may occur again. alone: the module is not in a block."""
     if module in done:
         return done[module]
     if isinstance(module, Splittable):
@@ -89,14 +89,14 @@ def _split_modules(module: nn.Module, mesh: TensorMesh, where: str, done: dict[n
 
 
 def _keep_sizes(whole: nn.Module, part_of_it: nn.Module) -> None:
-    """A block may read its layers' numbers, such as `out_features` and `eps`: they are those of the whole layer."""
+    """Keep the full layer's sizes and settings, such as `out_features` and `eps`, which a block may read."""
     for name, value in whole.__dict__.items():
         if not name.startswith("_") and isinstance(value, (int, float, str, tuple)) and not hasattr(part_of_it, name):
             part_of_it.__dict__[name] = value
 
 
 def _check_sharing(module: nn.Module, where: str) -> None:
-    """ModelError for a parameter that two layers of a block share: it would become two."""
+    """Raise a ModelError for a parameter that two layers of a block share: it would become two parameters."""
     holders: dict[nn.Parameter, nn.Module] = {}
     for layer in module.modules():
         for name, parameter in layer.named_parameters(recurse=False):
@@ -120,9 +120,9 @@ def _check_sizes(layer: Splittable, mesh: TensorMesh, where: str) -> None:
 
 # References in a split module's attributes: methods and lists of the whole model's layers become those of its copy.
 #
-# A split module is a copy whose layers are this rank's. An attribute that still leads to the whole model's layers or
+# A split module is a copy whose layers are this rank's. An attribute that still refers to the whole model's layers or
 # parameters (`self.pair = [self.query, self.key]`, `self.run = lambda x: self.into(x)`) would compute with weights that
-# nobody trains, and nothing would fail on rows alone.
+# are never trained, and with rows only nothing would fail.
 
 
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
@@ -131,9 +131,9 @@ _HOOKS = tuple(name for name in _OF_TORCH if name.endswith("_hooks"))
 
 def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], where: str, *, check_only: bool = False
                       ) -> None:
-    """Let the attributes of all copies lead to copies; ModelError for what cannot be changed.
+    """Make the attributes of all copies refer to copies; ModelError for attributes that cannot be changed.
 
-    done: modules of `whole` -> their copies. check_only: change nothing, of copies by `copy.deepcopy`.
+    done: modules of `whole` -> their copies. check_only: change nothing; for copies made by `copy.deepcopy`.
     """
     parameters = _Parameters(whole)
     for path, module in whole.named_modules():
@@ -156,14 +156,14 @@ def rebind_attributes(whole: nn.Module, done: Mapping[nn.Module, nn.Module], whe
 
 
 class _Parameters:
-    """Those of a whole module."""
+    """The parameters of a whole module."""
 
     def __init__(self, whole: nn.Module) -> None:
         self._found = {id(parameter) for parameter in whole.parameters()}
         self._trained = ByMemory((None, parameter) for parameter in whole.parameters() if parameter.requires_grad)
 
     def contain(self, value: Tensor) -> bool:
-        """Whether it is one of them, or has values of one that trains in its memory."""
+        """Whether `value` is one of them, or shares memory with one that is trained."""
         return id(value) in self._found or bool(self._trained.overlapping(value))
 
 
@@ -176,7 +176,7 @@ class _Rebinding:
         self._memo: dict[int, Any] = {}
 
     def rebind(self, value: Any) -> Any:
-        """`value` with copies in place of the whole model's modules: itself where it has none."""
+        """`value` with the whole model's modules replaced by copies; `value` itself if it refers to none."""
         if isinstance(value, nn.Module):
             return self._done.get(value, value)
         if isinstance(value, Tensor):
@@ -188,7 +188,7 @@ class _Rebinding:
         if isinstance(value, types.MethodType):
             owner = self.rebind(value.__self__)
             if owner is value.__self__ and isinstance(owner, nn.Module):
-                self._refuse()  # of a module that is none of the block's
+                self._refuse()  # bound to a module outside the block
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if type(value) in (list, tuple, dict):
             return self._container(value)
@@ -202,7 +202,7 @@ class _Rebinding:
         return value
 
     def check(self, value: Any) -> None:
-        """ModelError where a function or an object leads to a module or parameter of the whole model."""
+        """ModelError if a function or an object refers to a module or parameter of the whole model."""
         if id(value) in self._memo:
             return
         self._memo[id(value)] = value
@@ -213,7 +213,7 @@ class _Rebinding:
     def _container(self, value: Any) -> Any:
         if id(value) in self._memo:
             return self._memo[id(value)]
-        self._memo[id(value)] = value  # of one that holds itself
+        self._memo[id(value)] = value  # for a container that contains itself
         before = list(value.values()) if isinstance(value, dict) else value
         parts = [self.rebind(one) for one in before]
         if not all(map(operator.is_, parts, before)):

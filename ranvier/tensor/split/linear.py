@@ -1,7 +1,7 @@
 """Linear layers on a row x col mesh.
 
-A product's backward does not go through autograd's graph of small steps, but through one function that knows which
-tensors travel. The function has two halves, so that activation recomputation, which stops when the last operand has
+A product's backward does not go through autograd's graph of small steps, but through one function that controls which
+tensors are sent. The function has two halves, so that activation recomputation, which stops when the last operand has
 been saved, never repeats the product that follows it:
 
     operands -> [save] -> [multiply] -> y        forward: saved, then multiplied
@@ -37,21 +37,21 @@ from ranvier.tensor.weight_gradients import WeightGradients
 _PASSES: dict[tuple[bool, bool], Pass] = {
     (True, True): "backward", (True, False): "backward of the input", (False, True): "backward of the weight",
     (False, False): "backward"}
-"""Whether the gradients of the input and of the weight are wanted -> the pass."""
+"""Whether the gradients of the input and of the weight are needed -> the pass."""
 
 
 @dataclass(slots=True, eq=False)
 class _Operands:
-    """Operands of one product that are on their way already. gathered: x."""
+    """Operands of one product whose gathers have been started. gathered: x."""
 
     weight: Arriving | None = None
     gathered: Gathered | None = None
 
 
 class SplitLinear(SplitLayer):
-    """A `Linear` on the mesh: x and y as `product` defines, which also decides what travels.
+    """A `Linear` on the mesh: `product` defines the layouts of x and y and which tensors are sent.
 
-    reuse_input: as of `Linear`.
+    reuse_input: as in `Linear`.
     """
 
     def __init__(self, layer: Layer, mesh: TensorMesh, product: Product, *, reuse_input: bool = False) -> None:
@@ -60,40 +60,40 @@ class SplitLinear(SplitLayer):
         self._reuse_input = reuse_input
         self._has_one_weight = True
         self.weight_gradients: WeightGradients | None = None
-        """Takes the weight's gradient in the backward of a stage; None leaves it to autograd."""
+        """Receives the weight's gradient in the backward of a stage; None leaves it to autograd."""
         self.may_wait = False
         """Whether weight gradients may be computed after the backward."""
         self.recomputed = False
-        """Whether this layer's product runs again before its backward: it then keeps what it gathers."""
+        """Whether this layer's product runs again before its backward: it then keeps the gathered tensors."""
         self.has_own_weights = False
-        """Whether no other module holds a weight of this one. Sums of their gradients may then be added late, which
-        else would change the order of additions."""
+        """Whether no other module holds a weight of this one. Sums of the weights' gradients may then be added late,
+        which would otherwise change the order of additions."""
         self._kept: Arriving | None = None
         self._coming: dict[int, Arriving] = {}
         self._unreduced: Tensor | None = None
-        """This row's part [rows, *weight_shape] of the weight gradients of the batch so far, where they are summed over
+        """This row's part [rows, *weight_shape] of the weight gradients of the batch so far, if they are summed over
         rows once."""
         self._waiting, self._closed = 0, False
 
     @property
     def gathered(self) -> Tensor | None:
-        """The column's weight [rows, *weight.shape], where it is kept and has been gathered."""
+        """The column's weight [rows, *weight.shape], if it is kept and has been gathered."""
         return None if self._kept is None else self._kept.tensor
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the column's weight where it stays gathered."""
+        """Bytes of the column's weight if it stays gathered."""
         rows = self.mesh.num_rows if self._keeps_weight else 0
         return rows * sum(weight.numel() * weight.element_size() for weight in self.weights)
 
     @property
     def weight_uses(self) -> list[WeightUse]:
-        """The weight, where each pass gathers it."""
+        """The weight, if each pass gathers it."""
         return [WeightUse(self, False)] if self._gathers_weight and not self._keeps_weight else []
 
     @property
     def unreduced_bytes(self) -> int:
-        """Bytes of the weight gradients of a batch that are added up before they are summed over rows."""
+        """Bytes of the weight gradients of a batch that are accumulated before they are summed over rows."""
         wide = next((weight.grad_dtype or weight.dtype for weight in self.weights if weight.requires_grad), None)
         if wide is None or not self._adds_up:
             return 0
@@ -109,7 +109,7 @@ class SplitLinear(SplitLayer):
         """The parameters that are added to the product: as many as `weights`, or none."""
         return () if self.bias is None else (self.bias,)
 
-    @cached_property  # each read of a parameter on the way is several calls
+    @cached_property  # computing it reads parameters, several calls each
     def own_shape(self) -> torch.Size:
         """[out, in] of this rank's weight."""
         shape: torch.Size = self.weight.shape
@@ -123,12 +123,12 @@ class SplitLinear(SplitLayer):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Number format in which this rank's weight travels."""
+        """Number format in which this rank's weight is sent."""
         return self.mesh.product_dtype(self.weights[0].dtype)
 
     def own_weight(self, buffer: int = 0) -> Tensor:
-        """This rank's weight as it travels, [out, in] or transposed, without a graph. buffer: which of the `BUFFERS` of
-        the workspace it may lie in."""
+        """This rank's weight as it is sent, [out, in] or transposed, without a graph. buffer: which of the workspace's
+        `BUFFERS` it may use."""
         own: Tensor = self.mesh.cast(dense(self.weight.detach()))
         if not self._product.transposes_weight:
             return own
@@ -152,17 +152,17 @@ class SplitLinear(SplitLayer):
 
     @property
     def _adds_up(self) -> bool:
-        """Whether weight gradients of a batch are added up here, and summed over rows once."""
+        """Whether weight gradients of a batch are accumulated here, and summed over rows once."""
         return self._keeps_weight and self.has_own_weights
 
     def forget(self) -> None:
-        """Drop the gathered weight, which the optimizer is about to change, and what a failed batch has left."""
+        """Drop the gathered weight, which the optimizer is about to change, and leftovers of a failed batch."""
         self._kept = self._unreduced = None
         self._waiting, self._closed = 0, False
 
     def close(self) -> None:
-        """The last backward of the batch has passed this layer: what has been added up is summed over rows when no
-        deferred product is left."""
+        """Record that the last backward of the batch has passed this layer: accumulated gradients are summed over rows
+        when no deferred product is left."""
         self._closed = True
         self._sum_over_rows()
 
@@ -171,7 +171,7 @@ class SplitLinear(SplitLayer):
             return
         partial_sums, self._unreduced = self._unreduced, None
         total = partial_sums.new_empty(partial_sums.shape[1:])
-        self.mesh.sums.next_buffer()  # so that no more of them are under way than of other sums
+        self.mesh.sums.next_buffer()  # limits the number of these sums in flight to that of other sums
         self.mesh.sums.add(Arriving(total, self.mesh.over_rows.reduce_scatter(total, partial_sums),
                                     source=partial_sums), self._add_gradients)
 
@@ -183,14 +183,14 @@ class SplitLinear(SplitLayer):
             self._unreduced.add_(dw)
 
     def start_gather(self, buffer: int, kept: bool) -> Arriving:
-        """See `under_way.GatheringLayer`."""
+        """See `overlapped_transfers.GatheringLayer`."""
         weight = self.own_weight(buffer)
         shape = (self.mesh.num_rows, *weight.shape)
         slabs = weight.new_empty(shape) if kept else self.mesh.workspace.take_one(buffer, "weight", shape, weight)
         return Arriving(slabs, self.mesh.over_rows.all_gather(slabs, weight), source=weight)
 
     def _column_weight(self, *, kept: bool = False) -> Arriving:
-        """[rows, *weight.shape], here or on its way; kept: in memory of its own."""
+        """[rows, *weight.shape], arrived or arriving; kept: in separate memory."""
         if not self._gathers_weight:
             return Arriving(self.own_weight().unsqueeze(0))
         if not self._keeps_weight:
@@ -206,7 +206,7 @@ class SplitLinear(SplitLayer):
         compute = partial(self._compute, x.detach(), operands)
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, *weights, *biases))):
             if self.weight_gradients is not None and any(weight.requires_grad for weight in weights):
-                self.may_wait = False  # a block may call autograd for purposes of its own, which adds by itself
+                self.may_wait = False  # a block may call autograd, which adds the gradient itself
             return compute()
         y = _Multiply.apply(_Save.apply(x, self, operands, *weights, *biases), self, compute)
         gradients = self.weight_gradients
@@ -223,7 +223,7 @@ class SplitLinear(SplitLayer):
         return y
 
     def save(self, x: Tensor, operands: _Operands) -> tuple[int, ...]:
-        """Start to gather what a recomputation shares with its backward; returns y's shape."""
+        """Start gathering the tensors that a recomputation shares with its backward; returns y's shape."""
         if self.recomputed:
             if self._gathers_weight:
                 operands.weight = self._column_weight(kept=True)
@@ -234,11 +234,11 @@ class SplitLinear(SplitLayer):
 
     def backward(self, dy: Tensor, like: Tensor, x: Tensor | None, slabs: Tensor | None, panels: Sequence[Tensor], *,
                  wants_input: bool, wants_weight: bool) -> tuple[Tensor | None, Tensor | None]:
-        """(dx, dW); dW is None where it is added to the parameters' gradients: here, later in this pass, or when a
+        """(dx, dW); dW is None if it is added to the parameters' gradients: here, later in this pass, or when a
         deferred product runs.
 
-        like: of x's shape, without values. x: None where only `panels`, its gathered form, were saved, or where the
-        weight's gradient is not wanted. slabs: the column's weight, where it was saved.
+        like: of x's shape, without values. x: None if only `panels`, its gathered form, were saved, or if the weight's
+        gradient is not needed. slabs: the column's weight, if it was saved.
         """
         self.begins(_PASSES[wants_input, wants_weight])
         gradients = self.weight_gradients
@@ -254,13 +254,13 @@ class SplitLinear(SplitLayer):
             return self._defer(gradients, dy, like, x, weight), None
         gathered = [self._take_started(panel) for panel in panels] or None
         into = self._accumulation_target(dy.dtype) if gradients is not None else None
-        # The only product of a batch has nothing to be added up with.
+        # The only product of a batch has no others to be accumulated with.
         summed = gradients is None or not self._adds_up or (
             gradients.last and self._unreduced is None and not self._waiting)
         dx, dw = (None, None) if not (wants_input or wants_weight) else self._product.gradients(
             dy, like if x is None else x, weight, self.weight_shape if wants_weight else None, gathered=gathered,
             into=into, reuse=self._reuse_input and x is not None and x.is_contiguous(), summed=summed)
-        for one in self._coming.values():  # saved, and not wanted
+        for one in self._coming.values():  # saved, but not needed
             one.wait()
         self._coming.clear()
         if dw is None or gradients is None:
@@ -274,7 +274,7 @@ class SplitLinear(SplitLayer):
 
     def _defer(self, gradients: WeightGradients, dy: Tensor, like: Tensor, x: Tensor,
                weight: Arriving | None) -> Tensor | None:
-        """Queue dW; returns dx where `weight` is given."""
+        """Queue dW; returns dx if `weight` is given."""
         self._waiting += 1
         gathered = self._product.gather_dy(dy)
         dx = None if weight is None else self._product.gradients(dy, like, weight, None, gathered=gathered)[0]
@@ -295,8 +295,8 @@ class SplitLinear(SplitLayer):
         return gradient if gradient is not None and gradient.dtype is wide(dtype) else None
 
     def _take(self, dw: Arriving, summed: bool) -> None:
-        """Add dW to the parameters' gradients: while later products run, where it is on its way and the order of
-        additions allows; or add it up, where it is this row's part of the sum."""
+        """Add dW to the parameters' gradients, while later products run if its sum is in flight and the order of
+        additions permits; or accumulate it, if it is this row's part of the sum."""
         if not summed:
             self._add_up(dw.tensor)
         elif self.has_own_weights and dw.is_coming:
@@ -310,7 +310,7 @@ class SplitLinear(SplitLayer):
                 _add_gradient(weight, share)
 
     def _compute_deferred(self, is_gathered: bool, x: Tensor, dy: Tensor, *panels: Tensor) -> None:
-        """Compute a weight gradient that was deferred, and add it to the parameters', or start the sum that will be."""
+        """Compute a deferred weight gradient, and add it to the parameters' gradients, or start its sum over ranks."""
         self.begins("deferred weight gradient")
         gathered = [Arriving(panel) for panel in panels] if is_gathered else None
         self._waiting -= 1
@@ -323,7 +323,7 @@ class SplitLinear(SplitLayer):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Names the memory of a tensor; without values too, where addresses are 0."""
+    """Identifies the memory of a tensor, including tensors without values, whose addresses are 0."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -344,7 +344,7 @@ class _Save(Function):
         ctx.num_weights = len(layer.weights)
         wants_input, wants_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:3 + ctx.num_weights])
         gathered, weight = operands.gathered, operands.weight
-        # `.data`: what a collective writes meanwhile must not count as a change of what is saved.
+        # `.data`: a collective's writes in the meantime must not count as changes of saved tensors.
         ctx.save_for_backward(x if wants_weight and gathered is None else None,
                               weight.tensor.data if weight is not None and wants_input else None,
                               *(tensor.tensor.data for tensor in gathered or () if wants_weight))
@@ -369,7 +369,7 @@ class _Multiply(Function):
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, layer: SplitLinear, compute: Callable[[], Tensor]) -> Tensor:
-        # `.data`: no view, which autograd would not let a block change in place
+        # `.data`: not a view, which autograd would not let a block change in place
         return kept_outputs.current().product(layer, lambda: compute().data)
 
     @staticmethod

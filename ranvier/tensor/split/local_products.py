@@ -1,7 +1,7 @@
 """Matrix products on one rank.
 
-Half-precision operands may have an fp32 result: what is added to other products, of other panels or other ranks, is
-rounded once, after the last addition. Rounding before each addition would multiply the error: of 64 panels by 5.8.
+Half-precision operands may have an fp32 result: a product that is added to others, of other panels or other ranks, is
+rounded once, after the last addition. Rounding before each addition would multiply the error: by 5.8 for 64 panels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 if TorchVersion(torch.__version__) < "2.13":
-    # torch 2.11 has no meta kernel of the batched product into fp32, and one of the added product that fails: what
-    # these give is in `out`, so that nothing is left to do where tensors have no values
+    # In torch 2.11 the batched product into fp32 has no meta kernel, and that of the added product fails. The result is
+    # in `out`, so for tensors without values there is nothing to do.
     def _nothing(*_: Any, out: Tensor, **__: Any) -> Tensor:
         return out
 
@@ -41,8 +41,8 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, adds: bool = False, bias: Ten
 
 
 def multiply_rows(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """out = a b (+ bias) of a matrix b; out [n, m, F] or a [n, m, K] may be rows of a panel, which have gaps between
-    them, and the other one has the same tokens. Formats as of `multiply`."""
+    """out = a b (+ bias) for a matrix b; out [n, m, F] or a [n, m, K] may be rows of a panel, with gaps between them,
+    and the other tensor has the same tokens. Formats as in `multiply`."""
     if out.shape[0] == a.shape[0] == 1:
         multiply(out[0], a[0], b, bias=bias)
         return
@@ -53,8 +53,8 @@ def multiply_rows(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None)
 
 
 def multiply_slabs(slabs: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """slabs [k, m, F / k] = a b of a matrix b [K, F], whose result is cut by its features, in one call; a [1, m, K].
-    One slab is as `out` of `multiply_rows`, and may have a bias."""
+    """slabs [k, m, F / k] = a b for a matrix b [K, F], with the result cut by features, in one call; a [1, m, K]. A
+    single slab is like `out` of `multiply_rows`, and may have a bias."""
     if len(slabs) == 1:
         multiply_rows(slabs, a, b, bias)
         return

@@ -32,7 +32,7 @@ IGNORED = -100
 
 class TokenLosses(nn.Module):
     """Cross-entropy of each target, -log p, over a vocabulary of known size, so that it can be split: in a split model
-    logits are sharded over it, and a loss that is made of these gets them from `SplitTokenLosses`."""
+    logits are sharded over the vocabulary, and a loss built from these gets them from `SplitTokenLosses`."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class TokenLosses(nn.Module):
 
 
 class SplitTokenLosses(nn.Module):
-    """The same of logits [B, S, V_j] whose vocabulary is sharded over columns; every column gets the row's losses."""
+    """The same for logits [B, S, V_j] whose vocabulary is sharded over columns; every column gets the row's losses."""
 
     def __init__(self, losses: TokenLosses, mesh: TensorMesh) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class NextTokenLoss(nn.Module):
 
     @staticmethod
     def is_unshifted(inputs: object, targets: object) -> bool:
-        """Whether the targets that count are the inputs of their own positions, as labels of transformers are, and not
-        those of the next ones: the model would learn to repeat each token. Reads the values, so once a run."""
+        """Whether the targets that count are the inputs at the same positions, like labels of transformers, instead of
+        the next positions: the model would learn to repeat each token. Reads the values, so called once a run."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
         if not isinstance(ids, Tensor) or not isinstance(targets, Tensor):
             return False
@@ -88,13 +88,13 @@ class NextTokenLoss(nn.Module):
 
 
 def overwrites_logits(loss: object) -> bool:
-    """Whether a loss is made of `TokenLosses`, split or not, whose backward needs no memory beside the logits'."""
+    """Whether a loss is built from `TokenLosses`, split or not, whose backward needs no memory besides the logits'."""
     layers = loss.modules() if isinstance(loss, nn.Module) else ()
     return any(isinstance(layer, (TokenLosses, SplitTokenLosses)) for layer in layers)
 
 
 def vocabulary_of(loss: object) -> int | None:
-    """The vocabulary over which a loss can be split; None where it has no `TokenLosses`."""
+    """The vocabulary over which a loss can be split; None if it has no `TokenLosses`."""
     layers = loss.modules() if isinstance(loss, nn.Module) else ()
     return next((layer.vocab for layer in layers if isinstance(layer, TokenLosses)), None)
 
@@ -103,9 +103,9 @@ def token_losses(logits_BSV: Tensor, targets: object) -> Tensor:
     """[B, S]: the cross-entropy of each target, 0 where it does not count.
 
     targets: [B, S] int64, `IGNORED` where none. Losses are fp32 for half-precision logits, else in their dtype.
-    The backward overwrites the logits with their gradient, so it runs once; whatever else needs the logits after the
-    backward takes a copy (autograd raises a RuntimeError where it would see changed values). Evaluation, where nothing
-    requires a gradient, leaves them as they are.
+    The backward overwrites the logits with their gradient, so it can run only once; code that needs the logits after
+    the backward must copy them (autograd raises a RuntimeError if it would see changed values). Evaluation, where
+    nothing requires a gradient, leaves them unchanged.
     ModelError when the shapes do not fit.
     """
     return _TokenLosses.apply(logits_BSV, _checked_targets(logits_BSV, targets))
@@ -124,7 +124,7 @@ def _checked_targets(logits_BSV: Tensor, targets: object) -> Tensor:
 
 
 def _are_numbers(targets: Tensor, shape: torch.Size) -> bool:
-    """Whether these are numbers of tokens or classes, and not probabilities, in this shape."""
+    """Whether these are indices of tokens or classes, not probabilities, in this shape."""
     return targets.shape == shape and targets.dtype in (torch.int64, torch.int32, torch.uint8)
 
 
@@ -136,8 +136,8 @@ def _num_counted(targets: Tensor) -> Tensor:
 class ClassLoss(nn.Module):
     """Sum of the cross-entropies of logits [B, C] whose targets [B] int64 are not `IGNORED`, and their number.
 
-    The sum is fp32 for half-precision logits, else in their dtype. On a mesh every column has all logits and finds the
-    same. ModelError when the shapes do not fit.
+    The sum is fp32 for half-precision logits, else in their dtype. On a mesh every column has all logits and computes
+    the same loss. ModelError when the shapes do not fit.
     """
 
     def forward(self, logits_BC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
@@ -149,9 +149,9 @@ class ClassLoss(nn.Module):
 
 
 class LastTokenLoss(nn.Module):
-    """`ClassLoss` of the logits of each sample's last token, of logits [B, S, C].
+    """`ClassLoss` of the logits of each sample's last token, from logits [B, S, C].
 
-    targets: {"last": [B], "class": [B]} int64: the position of that token, and the class. ModelError as `last_logits`.
+    targets: {"last": [B], "class": [B]} int64: the token's position, and the class. ModelError as in `last_logits`.
     """
 
     def forward(self, logits_BSC: Tensor, targets: object) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class LastTokenLoss(nn.Module):
 
 def last_logits(logits_BSC: Tensor, targets: object) -> tuple[Tensor, dict[str, Tensor]]:
     """[B, C], or [B, N, C], in fp32 or wider: the logits at the positions targets["last"], [B] or [B, N] int64, or at 0
-    where that is `IGNORED`; and the targets. ModelError where these lack it."""
+    where that is `IGNORED`; and the targets. ModelError if the targets lack "last"."""
     if not isinstance(targets, dict) or "last" not in targets:
         raise ModelError("lack the position of each text's last token, `last`", code="targets-of-scores",
                          where="targets of scores", value=type(targets).__name__,
@@ -211,10 +211,10 @@ def _shape_error(logits: Tensor, targets: object, remedy: str) -> ModelError:
 
 
 class _TokenLosses(Function):
-    """Cross-entropies that save nothing of the logits' size but the logits, and return their memory as their gradient.
+    """Cross-entropies that save no tensor of the logits' size except the logits, whose memory becomes the gradient.
 
-    On CUDA by two Triton kernels; elsewhere blocks of rows go through one scratch block, so that no second tensor of
-    the logits' size exists.
+    On CUDA they use two Triton kernels; elsewhere blocks of rows go through one scratch block, so that no second tensor
+    of the logits' size exists.
     """
 
     @staticmethod
@@ -314,13 +314,13 @@ def _overwrite_with_gradient(logits_RV: Tensor, index_R: Tensor, log_sum_R1: Ten
 
 
 def _place_in_column(targets_R: Tensor, start: int, size: int) -> Tensor:
-    """[R] places of targets among a column's `size` logits from `start` on; -1 for those elsewhere."""
+    """[R] positions of targets among a column's `size` logits from `start` on; -1 for targets elsewhere."""
     return (targets_R - start).where((targets_R >= start) & (targets_R < start + size), -1)
 
 
 def _losses(log_sum_R1: Tensor, target_R1: Tensor, targets_BS: Tensor, vocab: int) -> Tensor:
     """[B, S] from each row's log of summed exponentials and its target's logit. A target outside the vocabulary, which
-    a GPU cannot report without a wait, gives NaN."""
+    a GPU cannot report without a synchronization, gives NaN."""
     targets_R = targets_BS.flatten()
     inside_R = (targets_R >= 0) & (targets_R < vocab)
     losses_R = (log_sum_R1 - target_R1).squeeze(1).where(inside_R, torch.nan).where(targets_R != IGNORED, 0)
@@ -328,7 +328,7 @@ def _losses(log_sum_R1: Tensor, target_R1: Tensor, targets_BS: Tensor, vocab: in
 
 
 def _kernel(logits_RV: Tensor) -> ModuleType | None:
-    """`cross_entropy_kernel` where it can compute these logits: on CUDA, in fp32 or half precision."""
+    """`cross_entropy_kernel` if it supports these logits: on CUDA, in fp32 or half precision."""
     on_device = logits_RV.is_cuda and type(logits_RV) is Tensor and logits_RV.stride(1) == 1  # has values
     if on_device and logits_RV.numel() and logits_RV.dtype is not torch.float64 and has_triton():
         from ranvier.tensor import cross_entropy_kernel  # needs Triton
@@ -338,7 +338,7 @@ def _kernel(logits_RV: Tensor) -> ModuleType | None:
 
 
 def _scratch(logits_RV: Tensor) -> Tensor:
-    """An empty block of rows; all of them where nothing is computed."""
+    """An uninitialised block of rows; as many as the logits have if nothing is computed."""
     rows, vocab = logits_RV.shape
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
     return logits_RV.new_empty((scratch_rows(rows, vocab, logits_RV.device.type), vocab), dtype=wide)
@@ -351,7 +351,7 @@ def scratch_rows(rows: int, vocab: int, device_type: str) -> int:
 
 
 def _row_blocks(logits_RV: Tensor, scratch: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Consecutive blocks of rows, each with as many rows of `scratch`."""
+    """Consecutive blocks of rows, each with the same number of rows of `scratch`."""
     total, size = len(logits_RV), max(1, len(scratch))
     for start in range(0, total, size):
         stop = min(start + size, total)

@@ -1,23 +1,23 @@
 """The loss of preference tuning: the chosen one of two answers to a prompt becomes more likely than the rejected one.
 
-The reward of an answer is what its likelihood says beside that of a reference, and the margin is the chosen answer's
-reward minus the rejected one's:
+The reward of an answer compares its likelihood with that under a reference model, and the margin is the chosen answer's
+reward minus the rejected answer's reward:
 
     dpo      reward  beta (log p - log p_reference)               loss  -log sigmoid(margin)
     ipo      reward  beta (log p - log p_reference) / tokens      loss  (margin / beta - 1 / (2 beta))^2
     simpo    reward  beta log p / tokens                          loss  -log sigmoid(margin - gamma)
 
-dpo: Rafailov et al., 2023, equation 7; with label smoothing e the loss of the reversed pair counts with e, that of the
-pair with 1 - e (Mitchell, 2023). ipo: Azar et al., 2023, equation 17, over the mean of an answer's tokens, as TRL
+dpo: Rafailov et al., 2023, equation 7; with label smoothing e the loss of the reversed pair has weight e, that of the
+pair weight 1 - e (Mitchell, 2023). ipo: Azar et al., 2023, equation 17, over the mean of an answer's tokens, as TRL
 computes it. simpo: Meng et al., 2024, equation 6; it needs no reference.
 
 Both answers of a pair are one row of the batch, so that no microbatch separates them: the chosen one comes first, and
 attention stays within each (`ranvier.models.packed_sequences`). The loss needs log p alone, so it works on logits whose
 vocabulary is sharded over columns.
 
-A reward model gives a score to each token, of which that of an answer's last token is its reward (`RewardLoss`).
+A reward model gives each token a score; the score of an answer's last token is its reward (`RewardLoss`).
 
-B pairs, S positions, V vocabulary; of the size 2: chosen, rejected.
+B pairs, S positions, V vocabulary; dims of size 2 are chosen, rejected.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PreferenceLoss(nn.Module):
     """Sum of the losses of pairs, and their number; a pair without a target does not count.
 
     targets: {"tokens": [B, S] int64, `IGNORED` where none, "rejected_from": [B] int64, the first position of the
-    rejected answer, "reference": [B, 2] float64, the log p of the reference, where the loss has one}. Losses are fp32
-    for half-precision logits, else in their dtype. ModelError where targets lack something or do not fit.
+    rejected answer, "reference": [B, 2] float64, the log p of the reference, if the loss has one}. Losses are fp32 for
+    half-precision logits, else in their dtype. ModelError if targets lack an entry or do not fit.
     """
 
     def __init__(self, vocab: int, settings: Preference) -> None:
@@ -53,13 +53,13 @@ class PreferenceLoss(nn.Module):
 
 
 class RewardLoss(nn.Module):
-    """Sum over pairs of -log sigmoid of the chosen answer's score minus the rejected one's, and the number of pairs
-    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1). A pair's margin is subtracted from that difference
+    """Sum over pairs of -log sigmoid(chosen answer's score - rejected answer's score), and the number of pairs
+    (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1). A pair's margin is subtracted from the difference
     (Touvron et al., Llama 2, 2023, equation 2).
 
     targets: {"last": [B, 2] int64}, the position of each answer's last token, or `IGNORED` where there is no pair;
-    "margin": [B] float64, where pairs have one. Number formats as for `PreferenceLoss`; on a mesh every column has all
-    scores. ModelError where targets lack "last".
+    "margin": [B] float64, if pairs have one. Number formats as in `PreferenceLoss`; on a mesh every column has all
+    scores. ModelError if targets lack "last".
     """
 
     def forward(self, scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def last_scores(scores_BS1: Tensor, targets: object) -> tuple[Tensor, Tensor]:
 
 
 def checked_targets(targets: object, settings: Preference) -> dict[str, Tensor]:
-    """The targets. ModelError where one is missing."""
+    """The targets. ModelError if one is missing."""
     needed = {"tokens", "rejected_from"} | ({"reference"} if settings.needs_reference else set())
     if not isinstance(targets, dict) or not needed <= targets.keys():
         has = sorted(targets) if isinstance(targets, dict) else type(targets).__name__
@@ -97,7 +97,7 @@ def answer_sums(values_BS: Tensor, rejected_from_B: Tensor) -> Tensor:
 
 
 def rewards(log_p_B2: Tensor, targets: dict[str, Tensor], settings: Preference) -> tuple[Tensor, Tensor]:
-    """[B, 2], the reward of each answer, and [B], whether the pair counts: both answers have targets."""
+    """[B, 2], the reward of each answer, and [B], whether the pair counts, that is, both answers have targets."""
     counts_B2 = answer_sums((targets["tokens"] != IGNORED).long(), targets["rejected_from"])
     found_B2 = log_p_B2
     if settings.needs_reference:

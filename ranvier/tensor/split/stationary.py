@@ -7,20 +7,20 @@
 
 "gather" is an all-gather, "scatter" a reduce-scatter. Row i has its sequences; column j has its shard of W's output
 features (output-stationary) or input features (input-stationary), which the rows of the column share. The two alternate
-in a transformer's sublayer, so that of each pair of products one activation travels forward, and not two as in SUMMA
-(Xu et al., 2021, send both operands or the output). With one row these are Megatron-LM's ColumnParallelLinear and
-RowParallelLinear (Shoeybi et al., 2019; with sequence parallelism Korthikanti et al., 2022).
+in a transformer's sublayer, so that for each pair of products one activation is sent in the forward, instead of two as
+in SUMMA (Xu et al., 2021, send both operands or the output). With one row these are Megatron-LM's ColumnParallelLinear
+and RowParallelLinear (Shoeybi et al., 2019; with sequence parallelism Korthikanti et al., 2022).
 
-What has been gathered is one matrix, and is multiplied once: the output-stationary weights of a column travel
-transposed, [in_i, out_j], so that the rows' parts follow each other in memory. Where operands are in half precision,
-weight gradients are added, over panels and rows, in fp32; so are sums of activations over columns, which are rounded
-once (`TensorMesh.sum_dtype`).
+A gathered weight is one matrix, and is multiplied once: the output-stationary weights of a column are sent transposed,
+[in_i, out_j], so that the rows' parts follow each other in memory. If operands are in half precision, weight gradients
+are summed, over panels and rows, in fp32; so are activations over columns, which are rounded once
+(`TensorMesh.sum_dtype`).
 
-Activations travel in panels, the next one while one is multiplied, so that buffers stay bounded. A weight arrives while
-the product before it is computed (`weight_gathers`), dX of an output-stationary product is summed while dW is computed,
-and dW while the next products are (`TensorMesh.sums`). Rows may have different numbers of tokens, or none: each row
-counts its own panels, because they travel along the row only, and each weight travels once for every product, whatever
-the tokens are.
+Activations are sent in panels, the next one while one is multiplied, so that buffers stay bounded. A weight arrives
+while the product before it is computed (`overlapped_transfers`), dX of an output-stationary product is summed while dW
+is computed, and dW while the next products are (`TensorMesh.sums`). Rows may have different numbers of tokens, or none:
+each row has its own number of panels, because they are sent along the row only, and each weight is sent once for every
+product, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ranvier.tensor.split.products import Gathered, Product, flat
 
 
 def _gathered_panels(mesh: TensorMesh, x: Tensor, *, exposed: bool = True) -> Sequence[Panel]:
-    """Panels of an x that is gathered; one panel if nothing travels."""
+    """Panels of an x that is gathered; one panel if nothing is sent."""
     return mesh.panels(x, exposed=exposed, travels=mesh.activations.num_parts > 1)
 
 
@@ -57,10 +57,10 @@ def _gather_whole(mesh: TensorMesh, x: Tensor) -> Gathered:
 
 def _panels_of(mesh: TensorMesh, x: Tensor, gathered: Gathered | None, *, exposed: bool = True
                ) -> Iterator[tuple[Panel, Tensor]]:
-    """(panel, tokens [m, width]) of each panel of x, while the next one travels; the first starts at once.
+    """(panel, tokens [m, width]) of each panel of x, while the next one is sent; the first starts immediately.
 
-    gathered: x, on its way already; of x only the shape is used then. exposed: False where products are computed before
-    the first panel is wanted.
+    gathered: x, if its gather has been started; only the shape of x is then used. exposed: False if products are
+    computed before the first panel is needed.
     """
     panels = _gathered_panels(mesh, x, exposed=exposed or gathered is not None)
     coming = deque(gathered or ())
@@ -82,10 +82,10 @@ def _panels_of(mesh: TensorMesh, x: Tensor, gathered: Gathered | None, *, expose
 
 def scatter(mesh: TensorMesh, out: Tensor, fill: Callable[[Panel, Tensor], None], *, exposed: bool = True,
             bias: Tensor | None = None) -> Arriving:
-    """Reduce-scatter partial sums over columns into `out`; the sum of one panel travels while the next is computed.
+    """Reduce-scatter partial sums over columns into `out`; one panel is summed while the next is computed.
 
     fill: (panel, slabs) -> None writes this rank's partial sums into the slabs, or on one column the result.
-    exposed: False where products are computed before `out` is wanted. bias: added to the sums, on several columns.
+    exposed: False if products are computed before `out` is needed. bias: added to the sums, on several columns.
     """
     activations, under_way = mesh.activations, deque[Work]()
     if mesh.num_cols == 1:
@@ -108,7 +108,7 @@ def _panel_buffer(mesh: TensorMesh, number: int, like: Tensor, name: str, shape:
 
 
 def _after_arrival(arriving: Arriving | None, panels: Iterable[tuple[Panel, Tensor]]) -> Iterator[tuple[Panel, Tensor]]:
-    """`panels`, of which the first (or the end, where there is none) comes after something else has arrived."""
+    """`panels`, the first of which (or the end, if there is none) comes after `arriving` has arrived."""
     for panel in panels:
         if arriving is not None:
             arriving.wait()
@@ -134,8 +134,8 @@ def _gradient_buffers(mesh: TensorMesh, shape: torch.Size, like: Tensor,
 
 def _summed_weight(mesh: TensorMesh, slabs: Tensor, out: Tensor, into: Tensor | None, summed: bool, *, is_empty: bool
                    ) -> Arriving | None:
-    """dW as `Product.gradients` returns it, of partial sums [rows, ...]: this row's shard of their sum over a column,
-    on its way into `out` where there are several rows.
+    """dW as `Product.gradients` returns it, from partial sums [rows, ...]: this row's shard of their sum over a column,
+    arriving in `out` if there are several rows.
 
     is_empty: nothing has been written into `slabs`, because there were no tokens.
     """
@@ -182,7 +182,7 @@ class OutputStationary(Product):
         return None if dx is None else dx.wait(), dw
 
     def _input_gradient(self, dy: Tensor, like: Tensor, weight: Arriving, *, exposed: bool) -> Arriving:
-        """dx of dy [tokens, out_j]. exposed: as of `scatter`."""
+        """dx from dy [tokens, out_j]. exposed: as in `scatter`."""
         matrix = _column_matrix(weight.wait())
 
         def fill(panel: Panel, dx_slabs: Tensor) -> None:
@@ -192,7 +192,7 @@ class OutputStationary(Product):
 
     def _weight_gradient(self, dy: Tensor, like: Tensor, panels: Iterable[tuple[Panel, Tensor]], shape: torch.Size,
                          into: Tensor | None, summed: bool) -> Arriving | None:
-        """dW of dy [tokens, out_j], in the order of the weight as it travels. panels: of x, whose shape `like` has."""
+        """dW from dy [tokens, out_j], in the layout of the sent weight. panels: of x, whose shape `like` has."""
         partial_sums, total, begin = _gradient_buffers(self._mesh, shape, dy, into)
         for panel, tokens in panels:
             rows = self._mesh.activations.rows(dy, like, panel).flatten(0, 1)

@@ -5,11 +5,11 @@
     atb   C[k,j] = sum_i A[i,k]^T B[i,j]    broadcast A along rows, reduce C along columns
 
 (Optimus: Xu et al., 2021, algorithms 1 to 3, after van de Geijn and Watts' SUMMA.) Rank (i, j) of the r x c mesh holds
-block (i, j) of every tensor: its rows are divided in r, its columns in c. The gradients of each product are the other
-two. The dim k, divided in r in one tensor and in c in the other, is passed in panels that lie in one block of each; the
-next panel travels while one is multiplied. On a square mesh a panel is a whole block, which its root sends without a
-copy. Half-precision products are added in fp32, over panels and over ranks, and rounded once; A^T B, the gradient of a
-weight, stays in fp32.
+block (i, j) of every tensor: its rows are divided by r, its columns by c. The gradients of each product are the other
+two products. The dim k, divided by r in one tensor and by c in the other, is processed in panels that lie in one block
+of each; the next panel is sent while one is multiplied. On a square mesh a panel is an entire block, which its root
+sends without a copy. Half-precision products are summed in fp32, over panels and over ranks, and rounded once; A^T B,
+the gradient of a weight, stays in fp32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ranvier.tensor.split.local_products import multiply
 from ranvier.tensor.split.products import Gathered, Product, flat
 
 
-@lru_cache(maxsize=256)  # each product asks, and sizes are few
+@lru_cache(maxsize=256)  # called by each product, with few different sizes
 def pieces(width: int, first: int, second: int) -> tuple[tuple[int, slice, int, slice], ...]:
     """Ranges of `width`, divided into `first` and into `second` slabs, that lie in one slab of each.
 
@@ -50,7 +50,7 @@ def pieces(width: int, first: int, second: int) -> tuple[tuple[int, slice, int, 
 
 @dataclass(frozen=True)
 class _Panel:
-    """A range of k that lies in one column's block (k divided in c) and in one row's block (k divided in r)."""
+    """A range of k that lies in one column's block (k divided by c) and in one row's block (k divided by r)."""
 
     number: int
     col: int
@@ -106,7 +106,7 @@ def _down_column(mesh: TensorMesh, b: Tensor, panel: _Panel, flip: bool) -> tupl
 
 def _prefetch(panels: list[_Panel], *starts: Callable[[_Panel], tuple[Tensor, Work | None]]
               ) -> Iterator[tuple[_Panel, list[Tensor]]]:
-    """Each panel with the tensors that `starts` broadcast for it, while those of the next panel travel."""
+    """Each panel with the tensors that `starts` broadcast for it, while those of the next panel are sent."""
     coming = [start(panels[0]) for start in starts]
     for panel in panels:
         here = coming
@@ -143,7 +143,7 @@ def _reduce_panels(mesh: TensorMesh, fill: Iterator[tuple[_Panel, Tensor]], root
 
 
 def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: Tensor | None = None) -> Tensor:
-    """C [T, n_j] of A [T, k_col] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view."""
+    """C [T, n_j] of A [T, k_col] and B [k_row, n_j]. width: of the full k. flip: B is a transposed view."""
     c = a.new_empty(len(a), b.shape[1])
     panels = _panels(mesh, width)
     total = c
@@ -158,7 +158,7 @@ def ab(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, bias: 
 
 
 def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: Tensor | None = None) -> Tensor:
-    """C [T, k_col] of A [T, n_j] and B [k_row, n_j]. width: of the whole k. flip: B is a transposed view. out: memory
+    """C [T, k_col] of A [T, n_j] and B [k_row, n_j]. width: of the full k. flip: B is a transposed view. out: memory
     for C."""
     start, stop = part(width, mesh.num_cols, mesh.col)
     c = a.new_empty(len(a), stop - start) if out is None else out
@@ -178,7 +178,7 @@ def abt(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool, out: 
 
 
 def atb(mesh: TensorMesh, a: Tensor, b: Tensor, width: int, *, flip: bool) -> Tensor:
-    """C [k_row, n_j] of A [T, k_col] and B [T, n_j], in fp32 where those are in half precision. width: of the whole k.
+    """C [k_row, n_j] of A [T, k_col] and B [T, n_j], in fp32 if those are in half precision. width: of the full k.
     flip: C as a transposed view."""
     start, stop = part(width, mesh.num_rows, mesh.row)
     shape = (b.shape[1], stop - start) if flip else (stop - start, b.shape[1])
