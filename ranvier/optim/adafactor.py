@@ -1,7 +1,7 @@
-"""Adafactor (Shazeer and Stern, 2018): of the second moments of a matrix, only means over rows and columns are kept.
+"""Adafactor (Shazeer and Stern, 2018): keeps only means over rows and columns of a matrix's second moments.
 
-As `torch.optim.Adafactor`, with its default constants. The learning rate is relative to the root mean square of each
-parameter, and updates are clipped by their own. There is no first moment.
+Like `torch.optim.Adafactor`, with its default constants. The learning rate is relative to the root mean square of each
+parameter, and updates are clipped by their own root mean square. There is no first moment.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ranvier.optim.tensor_update import TensorUpdate
 
 @dataclass(frozen=True)
 class Adafactor:
-    """beta2_decay: exponent of the step number in the decay rate. smallest_scale: least root mean square that counts
-    for a parameter. clip: largest root mean square of an update before the learning rate."""
+    """The rule. beta2_decay: exponent of the step number in the decay rate. smallest_scale: lower bound on a
+    parameter's root mean square. clip: largest root mean square of an update before the learning rate."""
 
     beta2_decay: float = -0.8
     smallest_scale: float = 1e-3
@@ -41,8 +41,8 @@ class Adafactor:
             self._update(tensor)
 
     def working_bytes(self, shape: tuple[int, ...], part: tuple[int, ...], element_bytes: int) -> int:
-        """Memory of the update of a tensor of which this rank has a part, beside it and its states, for predictions:
-        squares of the gradient and two estimates of them, and sums over rows and columns."""
+        """Memory of the update of a tensor of which this rank has a part, besides the part and its states, for
+        predictions: squares of the gradient, two estimates of them, and sums over rows and columns."""
         return element_bytes * (3 * prod(part) + 4 * sum(prod(shape) // size for size in shape[-2:]))
 
     def _update(self, tensor: TensorUpdate) -> None:
@@ -55,7 +55,7 @@ class Adafactor:
         tensor.parameter.sub_(update.mul_(rate * scale / clipped))
 
     def _variance(self, tensor: TensorUpdate, epsilon: float) -> Tensor:
-        """The estimate of the second moment of each element here."""
+        """The estimate of the second moment of each element on this rank."""
         share, squares = tensor.step ** self.beta2_decay, tensor.gradient.square()
         if "variance" in tensor.states:
             return tensor.states["variance"].lerp_(squares, share)

@@ -1,7 +1,7 @@
-"""Buckets: pieces of the flat buffer that are updated together, and within them segments that are updated alike.
+"""Buckets: pieces of the flat buffer that are updated together, and within them segments with the same settings.
 
     chunk     |           0           |           1           |      reduced in one piece
-    share     |     | mine|           |     | mine|           |      updated here, where states are sharded
+    share     |     | mine|           |     | mine|           |      updated here, if states are sharded
     buckets         | 0|1 |                 | 2|3 |                  updated in one piece, states side by side
 
 Pure: no tensors.
@@ -20,9 +20,9 @@ from operator import attrgetter
 class Segment:
     """Elements [start, stop) of the flat buffer, with their group's factor on the learning rate and weight decay.
 
-    tensor: the gradient (`GradientSpec`) of a parameter that is updated as a whole; None where elements are updated by
-        themselves.
-    missed_updates: updates of the optimizer that left these elements alone.
+    tensor: the gradient (`GradientSpec`) of a parameter that is updated as a whole; None if elements are updated
+        independently.
+    missed_updates: number of the optimizer's updates that did not change these elements.
     """
 
     start: int
@@ -33,7 +33,7 @@ class Segment:
     missed_updates: int = 0
 
     def updates_like(self, other: Segment) -> bool:
-        """Whether both are updated alike, in one piece where they are neighbours."""
+        """Whether both have the same settings, so that neighbours are updated in one piece."""
         return self.tensor is None and other.tensor is None and (
             self.learning_rate_factor, self.weight_decay, self.missed_updates) == (
                 other.learning_rate_factor, other.weight_decay, other.missed_updates)
@@ -43,7 +43,8 @@ class Segment:
 class Bucket:
     """Elements [start, stop) of the flat buffer; their states start at `state` in the flat states of this rank.
 
-    Never changed. It is not frozen, since a rank may have hundreds of thousands, and frozen ones take thrice as long.
+    Immutable by convention. It is not frozen, since a rank may have hundreds of thousands, and frozen dataclasses take
+    three times as long.
     """
 
     number: int
@@ -56,7 +57,7 @@ class Bucket:
 
 
 def join_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """The same elements in as few buckets as possible: those that follow each other in memory become one."""
+    """The same elements in as few buckets as possible: buckets adjacent in memory are joined."""
     first: list[Bucket] = []
     stops: list[int] = []
     before: Bucket | None = None
@@ -75,7 +76,7 @@ def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tup
                ) -> list[list[Bucket]]:
     """The buckets of each share, none larger than `size` elements; states are numbered in the same order.
 
-    uncut: elements [start, stop), rising and disjoint, that must be in one bucket, which may be larger for that.
+    uncut: elements [start, stop), ascending and disjoint, that must be in one bucket, which may then be larger.
     """
     stops = [stop for _, stop in uncut]
     found: list[list[Bucket]] = []
@@ -96,7 +97,7 @@ def buckets_of(shares: Sequence[tuple[int, int]], size: int, uncut: Sequence[tup
 
 def split_by_share(buckets: Sequence[Bucket], host_share: float) -> tuple[list[Bucket], list[Bucket]]:
     """The buckets whose states are on the device, and those whose states are in host memory: at least `host_share` of
-    all elements, and less than a bucket more, spread evenly over the order of updates so that copies run beside all of
+    all elements, and less than a bucket more, spread evenly over the order of updates so that copies overlap all of
     them. Each list's states are numbered from 0.
     """
     found: tuple[list[Bucket], list[Bucket]] = [], []
@@ -110,7 +111,7 @@ def split_by_share(buckets: Sequence[Bucket], host_share: float) -> tuple[list[B
 
 
 def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """The parts of `segments` (rising, disjoint) inside [start, stop), neighbours that are alike in one."""
+    """The parts of `segments` (ascending, disjoint) inside [start, stop), with equal neighbours joined."""
     found: list[Segment] = []
     for number in range(bisect_right(segments, start, key=attrgetter("stop")), len(segments)):
         segment = segments[number]
@@ -131,15 +132,15 @@ def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
 #
 #     weights          | wte ....... | qkv ..... | bias |  up ........ |
 #     momentum_buffer                | qkv ..... |      |  up ........ |      Muon's
-#     exp_avg          | wte ....... |             bias |                     AdamW's, beside it
+#     exp_avg          | wte ....... |             bias |                     AdamW's, next to it
 #
-# They lie in the order of the buckets, so those of a bucket are one piece of each state. Pure: no tensors.
+# States are in the order of the buckets, so those of a bucket are one piece of each state. Pure: no tensors.
 
 
 @dataclass(frozen=True)
 class StateOwner:
     """Elements [start, stop) of the flat buffer that have these states. None: one number for each element; otherwise
-    the shape of a state of the whole parameter, which lies in one bucket."""
+    the shape of a state of the whole parameter, which must be in one bucket."""
 
     start: int
     stop: int
@@ -148,7 +149,7 @@ class StateOwner:
 
 @dataclass(frozen=True)
 class _Interval:
-    """Elements [start, stop) have their states from `at` on; all of it where `whole`."""
+    """The states of elements [start, stop), from `at` on in the flat state; indivisible if `whole`."""
 
     start: int
     stop: int
@@ -157,9 +158,9 @@ class _Interval:
 
 
 class StatePlaces:
-    """Places of all states but master copies.
+    """Places of all states except master copies.
 
-    owners: rising and disjoint; they need not cover all elements.
+    owners: ascending and disjoint; they need not cover all elements.
     """
 
     def __init__(self, buckets: Sequence[Bucket], owners: Sequence[StateOwner]) -> None:
@@ -167,7 +168,7 @@ class StatePlaces:
         """Name -> elements of the flat state."""
         self._intervals: dict[str, list[_Interval]] = {name: [] for name in self.sizes}
         stops = [owner.stop for owner in owners]
-        for bucket in join_buckets(buckets):  # neighbours have their states side by side
+        for bucket in join_buckets(buckets):  # neighbours have adjacent states
             for owner in owners[bisect_right(stops, bucket.start):]:
                 start, stop = max(owner.start, bucket.start), min(owner.stop, bucket.stop)
                 if owner.start >= bucket.stop:
@@ -178,7 +179,7 @@ class StatePlaces:
         self._stops = {name: [each.stop for each in found] for name, found in self._intervals.items()}
 
     def largest(self, buckets: Sequence[Bucket]) -> dict[str, int]:
-        """Name -> elements of the state of the bucket that has most of it."""
+        """Name -> size of the state in the bucket that has the most of it."""
         parts = {name: [self.slice_of(name, bucket.start, bucket.stop) for bucket in buckets] for name in self.sizes}
         return {name: max((part.stop - part.start for part in found), default=0) for name, found in parts.items()}
 

@@ -21,8 +21,8 @@ class GradientSpec(FlatGradient):
     """One trainable parameter of this rank, and where its gradient goes.
 
     group: the ranks over which this gradient is summed; None: those given to `Gradients`.
-    split: how the parameter is split, where its update needs all of it; None where it is whole here.
-    is_table: whether it is a lookup table [rows, width] whose gradient is told row by row; the same on all replicas.
+    split: how the parameter is split, if its update needs all of it; None if this rank has the full parameter.
+    is_table: whether it is a lookup table [rows, width] whose gradient is reported by row; the same on all replicas.
     """
 
     parameter: nn.Parameter
@@ -33,7 +33,7 @@ class GradientSpec(FlatGradient):
     @classmethod
     def from_layout(cls, gradient: FlatGradient, parameter: nn.Parameter, group: Group | None = None,
                     split: TensorSplit | None = None, *, is_table: bool = False) -> GradientSpec:
-        """A gradient as the layout has it, of this parameter."""
+        """The spec of this parameter for a gradient of the layout."""
         return cls(**{**vars(gradient), "group": group}, parameter=parameter, split=split, is_table=is_table)
 
     @property
@@ -49,13 +49,13 @@ class GradientSpec(FlatGradient):
 
 @dataclass(eq=False)
 class Chunk:
-    """Elements [start, stop) of all gradients, summed over `group`, and how far that is.
+    """Elements [start, stop) of all gradients, summed over `group`, and the progress of the sum.
 
     share: the part of it that is summed here; all of it unless the reduction scatters. shares: as in `ChunkCut`.
-    offset: what is added to a place to find it in the buffer.
-    run: the blocks with which it has its memory in turn, from `entered` on; None where it keeps its own.
+    offset: added to a position to find it in the buffer.
+    run: the blocks with which it takes turns in its memory, from `entered` on; None if it has its own memory.
     blocks: those that the last backward has not passed. outstanding: deferred products, and gradients of other ends.
-    gather: starts the second half of a sum that travels in half precision: members collect the shares of the others.
+    gather: starts the second half of a half-precision sum: members collect the shares of the others.
     """
 
     start: int
@@ -91,5 +91,5 @@ class Chunk:
 
     @property
     def reused(self) -> bool:
-        """Whether its memory is that of other chunks too."""
+        """Whether other chunks use its memory too."""
         return self.run is not None

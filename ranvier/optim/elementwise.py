@@ -1,11 +1,11 @@
-"""Whether a user's torch optimizer computes with what one rank has.
+"""Whether a user's torch optimizer can compute with the parameters of one rank.
 
-    AdamW, Lion                  of each element by itself               anywhere
+    AdamW, Lion                  each element independently              anywhere
     Adafactor, Muon, LAMB        by norms and products of a parameter    not on rows and columns, which split it
     a norm over all gradients    of several parameters                   not on a pipeline, whose stages have others
 
-No name of a class tells, so copies of the optimizer update small tensors in place of its parameters, three times: a
-part of them must become what it becomes as a part of the whole, and one of them the same whatever another's gradient.
+The name of a class does not say this, so copies of the optimizer update small tensors instead of its parameters, three
+times: the update of a part must equal that part of the full update, and must not depend on another tensor's gradient.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ranvier.errors import ConfigError
 _SHAPE = (8, 6, 2, 2)
 _STEPS = 3
 _LARGEST = 1 << 20
-"""So many elements a tensor may have that an optimizer keeps beside its parameters."""
+"""Largest number of elements of a tensor that an optimizer keeps in addition to its parameters."""
 _TOLERANCE = 1e-3
-"""Of the difference of two updates, relative to the update: far above rounding."""
+"""Tolerance of the difference of two updates, relative to the update: far above rounding."""
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer, *, splits: bool, cuts: bool) -> None:
-    """ConfigError where an update depends on what other ranks have. splits: they have other parts of its parameters.
-    cuts: they have other parameters of the model. Says nothing of an optimizer that cannot be tried."""
+    """ConfigError if an update depends on data of other ranks. splits: they have other shards of its parameters. cuts:
+    they have other parameters of the model. An optimizer that cannot be tried is accepted."""
     try:
         with torch.random.fork_rng(devices=()):
             whole = _updates(optimizer)
@@ -38,32 +38,32 @@ def refuse_coupled(optimizer: torch.optim.Optimizer, *, splits: bool, cuts: bool
                 return
             part = _updates(optimizer, halves=True) if splits else []
             other = _updates(optimizer, factor=3.0) if cuts else []
-    except Exception:  # it needs a closure, sparse gradients, a device, parameters that it has kept, ...
+    except Exception:  # it needs a closure, sparse gradients, a device, parameters that it has stored, ...
         return
     if splits and _differ([one[_half(one)] for one in whole], part):
-        raise ConfigError("updates an element of a parameter by the others, as by a norm of it, and rows and columns "
-                          "have a part of each", code="optimizer-needs-whole-parameters", where="optimizer",
+        raise ConfigError("updates an element of a parameter depending on the others, as by its norm, and each row "
+                          "and column has only a shard", code="optimizer-needs-whole-parameters", where="optimizer",
                           value=type(optimizer).__name__,
-                          remedy="Use `--optim.algorithm muon` or adafactor, an optimizer that updates each element by "
-                                 "itself, or a mesh without rows and columns.")
+                          remedy="Use `--optim.algorithm muon` or adafactor, an optimizer that updates each element "
+                                 "independently, or a mesh without rows and columns.")
     if cuts and _differ(whole, other):
-        raise ConfigError("updates a parameter by the gradients of others, as by a norm over all, and each stage has "
-                          "its own", code="optimizer-couples-parameters", where="optimizer",
+        raise ConfigError("updates a parameter depending on the gradients of others, as by a norm over all, and each "
+                          "stage has its own", code="optimizer-couples-parameters", where="optimizer",
                           value=type(optimizer).__name__,
                           remedy="Switch that off in the optimizer, and clip by `--optim.clip-norm` or "
                                  "Engine.clip_grad_norm_; or use a mesh without a pipeline.")
 
 
 def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: float = 1.0) -> list[Tensor]:
-    """What steps of a copy of the optimizer add to the first of two tensors in each of its groups. halves: to a part
-    of them. factor: on the gradients of the others."""
+    """The updates by steps of a copy of the optimizer to the first of two tensors in each group. halves: use a part of
+    each tensor. factor: on the gradients of the second tensors."""
     twin, pairs = _twin(optimizer, halves)
     before = [one.detach().clone() for one, _ in pairs]
     step = type(twin).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the hooks of the program
     for number in range(_STEPS):
         for place, parameter in enumerate(one for pair in pairs for one in pair):
-            shape = _SHAPE[:parameter.dim()]  # of mostly one direction, which those look for that adapt to a distance
+            shape = _SHAPE[:parameter.dim()]  # mostly one direction, for optimizers that adapt to a distance
             gradient = _values(shape, parameter, place) + _values(shape, parameter, 2 * number + place)
             parameter.grad = (gradient[_half(gradient)] if halves else gradient) * (
                 10.0 * factor if place % 2 else 10.0)
@@ -74,7 +74,7 @@ def _updates(optimizer: torch.optim.Optimizer, *, halves: bool = False, factor: 
 def _twin(optimizer: torch.optim.Optimizer, halves: bool) -> tuple[Any, list[tuple[nn.Parameter, nn.Parameter]]]:
     """A copy with the same settings, without states, and with two small tensors in each group."""
     twin: Any = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): twin} | {  # which methods and settings may know
+    memo: dict[int, Any] = {id(optimizer): twin} | {  # to which methods and settings may refer
         id(parameter): nn.Parameter(torch.empty(0))
         for group in optimizer.param_groups for parameter in group["params"]}
     settings = {name: OrderedDict() if name.startswith("_optimizer_") else value

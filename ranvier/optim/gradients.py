@@ -3,27 +3,27 @@
     buffer   | head ........ | layer 7 .... | layer 6 .... | ... |      in the order in which a backward finishes them
     chunks   |  0   |  1   |   2   |  3  |   4    | ...                 of equal size; they cut through parameters
 
-A chunk counts what is still to come: blocks that the last backward has not passed, deferred products, gradients from
-the other ends of tied parameters. At zero it is complete, and read-only until it is reduced. Chunks are reduced in one
-fixed order on every replica, never by readiness, so that replicas agree on the order of collectives.
+A chunk counts its outstanding contributions: blocks that the last backward has not passed, deferred products, gradients
+from the other ends of tied parameters. At zero it is complete, and read-only until it is reduced. Chunks are reduced in
+one fixed order on every replica, never by readiness, so that replicas agree on the order of collectives.
 
-With `reuse` (Optimus, section 3.2.3) no such buffer exists: each run of blocks has the same piece of memory in turn,
-and its one chunk is handed on, and forgotten, before the backward enters the run before:
+With `reuse` (Optimus, section 3.2.3) no such buffer exists: runs of blocks use the same piece of memory in turn, and
+a run's one chunk is processed and discarded before the backward enters the preceding run:
 
     buffer   | head |  then  | layer 7 |  then  | layer 6 |  then ...
 
-A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`): many microbatches then add up without
-losing bits.
+A half-precision parameter may have fp32 gradients here (`Tensor.grad_dtype`), so that many microbatches are accumulated
+without losing bits.
 
-Of a lookup table only the rows are summed that some replica has looked up (`reduction`).
+For a lookup table, only the rows that some replica has looked up are summed (`reduction`).
 
-A parameter that no loss reaches has no gradient, and whoever updates leaves it alone. On several replicas that is so
-when none of them reaches it. Each knows that only of itself, and says it by the sign of zero: a gradient that nothing
-was added to is -0.0, which no sum of anything else can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
+A parameter that no loss reaches has no gradient, and is not updated. With several replicas this holds if no replica
+reaches it. Each replica signals it by the sign of zero: a gradient that nothing was added to is -0.0, which no other
+sum can be (-0.0 + -0.0 = -0.0, 0.0 + -0.0 = 0.0).
 
-On a tensor mesh, copies of a parameter may each have a part of its gradient: it is summed over a group of its own, in
-chunks that come last. The members of every group start its collectives in one order if all ranks of a stage have their
-specs in the same order, with groups along the same axes.
+On a tensor mesh, copies of a parameter may each have a part of its gradient: it is summed over its own group, in chunks
+that come last. The members of every group start its collectives in one order if all ranks of a stage have their specs
+in the same order, with groups along the same axes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAKER = "ranvier_gradients"
 """Attribute of a buffer's storage, which is not saved with tensors: its `Gradients`, as a weak reference."""
 
 _REPLACED = sys.maxsize
-"""In place of the version of a gradient that has had values since before its version was counted."""
+"""Replaces the version of a gradient that had values before its version was recorded."""
 
 
 class Gradients:
@@ -57,19 +57,19 @@ class Gradients:
 
     Args:
         specs: trainable parameters, in model order. Their `.grad` become views of the flat buffer.
-        group: the ranks over which gradients without a group of their own are summed.
+        group: the ranks over which gradients without their own group are summed.
         chunk_size: elements that are reduced in one piece; rounded up to a multiple of the group's size.
         send_to_owner: called with the spec of a complete gradient that goes to its owner.
         dtype: of the buffer; by default that of the parameters.
-        reduce_dtype: in which chunks travel; by default that of the buffer.
-        in_flight: reductions that may work in memory of their own at once, 2 or more.
-        reuse: runs of blocks (their numbers) whose gradients have the same memory in turn; `chunk_size` is not used
-            then. What is tied, used in several runs, or summed over a group of its own keeps its own.
-        allocate: whether the buffer is there at once; otherwise `allocate` makes it, after parameters have moved.
-        order: how the gradients lie in the buffer and are cut, as `Layout.flat_order` has it for these specs; by
-            default by `chunk_size`, `reuse` and `shard`.
-        keeps_strides: whether gradients lie in memory as their parameters do (channels_last), as torch makes them:
-            fused optimizers of torch count on it. Otherwise their elements are in order.
+        reduce_dtype: in which chunks are sent; by default that of the buffer.
+        in_flight: number of reductions that may use their own memory at the same time, 2 or more.
+        reuse: runs of blocks (their numbers) whose gradients use the same memory in turn; `chunk_size` is then unused.
+            Gradients that are tied, used in several runs, or summed over their own group keep their own memory.
+        allocate: whether the buffer exists immediately; otherwise `allocate` makes it, after parameters have moved.
+        order: order and chunks of the gradients in the buffer, from `Layout.flat_order` for these specs; by default
+            from `chunk_size`, `reuse` and `shard`.
+        keeps_strides: whether gradients have the strides of their parameters (channels_last), as torch makes them:
+            torch's fused optimizers rely on it. Otherwise their elements are in order.
     """
 
     def __init__(self, specs: Sequence[GradientSpec], group: Group, chunk_size: int,
@@ -94,7 +94,7 @@ class Gradients:
             inside = [specs[number] for number in cut.gradients]
             self.chunks.append(Chunk.from_layout(cut, inside, groups[inside[0].group]))
         self._places_of: dict[range | None, list[tuple[GradientSpec, int, int]]] = {None: []}
-        """The blocks with which gradients have their memory in turn, None for their own -> their places in it."""
+        """The blocks with which gradients take turns in memory, None for their own memory -> their places in it."""
         for spec in self._specs:
             chunk, (start, stop) = self.chunks[self._chunks_of[spec.parameter].start], self.places[spec.parameter]
             self._places_of.setdefault(chunk.run, []).append((spec, start + chunk.offset, stop + chunk.offset))
@@ -103,7 +103,7 @@ class Gradients:
         self.length = order.length
         """Elements of the buffer."""
         self.on_complete: Callable[[Chunk], None] | None = None
-        """With `reuse`: takes each chunk when it is complete; its memory is another's when this returns."""
+        """With `reuse`: called with each chunk when it is complete; afterwards another chunk uses its memory."""
         first = self._specs[0].parameter if self._specs else torch.empty(0)
         self.dtype, self._device = dtype or first.dtype, first.device
         self.reductions = Reductions(self.chunks, dtype=self.dtype, reduce_dtype=reduce_dtype or self.dtype,
@@ -115,16 +115,16 @@ class Gradients:
         self._passed = sys.maxsize
         self._versions: dict[str, int] = {}
         self._handed: dict[str, ref[Tensor]] = dict.fromkeys((spec.name for spec in specs), _GONE)
-        """The tensors that parameters have been given as gradients."""
+        """The tensors that were set as gradients of parameters."""
         self._strides: dict[str, tuple[int, ...]] = dict.fromkeys(self._handed, ())
         self._left: dict[str, int] = {}
-        """Versions of the gradients when the last step or batch was over."""
+        """Versions of the gradients when the last step or batch ended."""
         self._unreached: dict[str, bool] = {}
         self._removed: set[str] = set()
         self._frozen: set[str] = set()
-        """Parameters that were frozen when each batch of this step began: whoever freezes one later has a gradient."""
+        """Parameters that were frozen when each batch of this step began: one that is frozen later has a gradient."""
         self._handed_on: dict[str, int | None] = {}
-        """Versions of the gradients that have been handed on, when they were; None where their memory is another's."""
+        """Versions of the gradients when they were processed; None if another gradient uses their memory now."""
         self.unreached: set[str] = set()
         """Parameters that have no gradient since `show_unreached`."""
         self.unapplied = False
@@ -139,7 +139,7 @@ class Gradients:
 
     def _make_buffer(self) -> None:
         self.flat = torch.zeros(self.length, dtype=self.dtype, device=self._device)
-        """All gradients, in reduction order; with `reuse` room for those of one run, and what keeps its own."""
+        """All gradients, in reduction order; with `reuse`, memory for one run and for those that keep their own."""
         setattr(self.flat.untyped_storage(), _MAKER, ref(self))
         self.reductions.flat = self.flat
         self._attach()
@@ -150,8 +150,8 @@ class Gradients:
         return self.flat[start + chunk.offset:stop + chunk.offset]
 
     def _attach(self, run: range | None = None) -> None:
-        """Whoever set a gradient to None, or to something else, gets its place in the buffer back: those of `run`, or
-        those that keep their own memory."""
+        """Point gradients that were set to None, or to another tensor, back to the buffer: those of `run`, or those
+        that keep their own memory."""
         begin, each = self.flat.data_ptr(), self.flat.itemsize
         for spec, start, stop in self._places_of[run]:
             grad = spec.parameter.grad
@@ -168,10 +168,10 @@ class Gradients:
     # ------------------------------------------------------------------ counting
 
     def begin(self, *, scatter: bool = False, keep: bool = False) -> None:
-        """A new batch: gradients are zero, everything is outstanding. scatter: each member needs its share only. keep:
-        gradients of the batch before are of the same step."""
+        """Begin a batch: gradients are zero, everything is outstanding. scatter: each member needs only its share.
+        keep: gradients of the previous batch belong to the same step."""
         for chunk in self.chunks[:self._next]:
-            chunk.work.wait()  # a batch that failed may have left some under way
+            chunk.work.wait()  # a failed batch may have left some in flight
         self.reductions.begin(scatter=scatter)
         for chunk in self.chunks:
             chunk.work, chunk.gather, chunk.entered = CompletedWork(), None, False
@@ -194,16 +194,16 @@ class Gradients:
             table.begin()
 
     def note_left(self) -> None:
-        """A batch or a step is over: gradients are of no use, and whatever is added to them from here on is not of this
-        engine."""
+        """Note the end of a batch or a step: gradients are no longer needed, and additions to them from now on are not
+        made by this engine."""
         self._left = self._versions_now()
 
     def _versions_now(self) -> dict[str, int]:
-        """The version counts of the gradients that there are."""
+        """The version counts of the existing gradients."""
         return {spec.name: spec.parameter.grad._version for spec in self._specs if spec.parameter.grad is not None}
 
     def warn_of_lost(self) -> None:
-        """Warn where somebody has computed gradients since `note_left`, which the batch begins without."""
+        """Warn if gradients were computed since `note_left`, which the batch discards."""
         for spec in self.owned_specs():
             grad = spec.parameter.grad
             maker = maker_of(grad)
@@ -212,48 +212,49 @@ class Gradients:
             if grad is None or is_left or not (grad.is_sparse or grad.any()):
                 continue
             warnings.warn(f"the gradient that parameter {spec.name} has before the batch is lost: a batch begins with "
-                          "none. Call backward() of your own between engine.forward_backward(batch) and "
-                          "engine.step(result), or zero_grad() where its gradients are of no use", stacklevel=6)
+                          "none. Call your own backward() between engine.forward_backward(batch) and "
+                          "engine.step(result), or zero_grad() if its gradients are not needed", stacklevel=6)
             return
 
     def hold(self) -> None:
-        """Until the next batch begins nothing is reduced or sent: gradients stay those of this rank alone."""
+        """Reduce and send nothing until the next batch begins: gradients stay those of this rank alone."""
         for chunk in self.chunks:
             chunk.outstanding += 1
 
     def chunks_of(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """The places in the reduction order of the chunks that hold some of each of these."""
+        """The positions in the reduction order of the chunks that hold parts of these parameters' gradients."""
         return [number for parameter in parameters for number in self._chunks_of[parameter]]
 
     def note_deferred(self, parameters: Iterable[nn.Parameter]) -> list[int]:
-        """A product for these parameters has been deferred: their chunks wait for its `note_added`."""
+        """Note that a product for these parameters has been deferred: their chunks wait for its `note_added`."""
         chunks = self.chunks_of(parameters)
         for number in chunks:
             self.chunks[number].outstanding += 1
         return chunks
 
     def note_added(self, chunks: Iterable[int]) -> None:
-        """What these chunks have waited for has been added: a deferred product, or the gradient from another end of a
-        tie."""
+        """Note that one contribution for which these chunks waited has been added: a deferred product, or the gradient
+        from another end of a tie."""
         for number in chunks:
             self.chunks[number].outstanding -= 1
         self._reduce_complete()
 
     def added_rows(self, parameter: nn.Parameter, rows: Tensor) -> None:
-        """Something was added to these rows of the gradient of a table, and to no others."""
+        """Note that these rows of a table's gradient, and no others, were added to."""
         if parameter in self._tables:
             self._tables[parameter].add(rows)
 
     @property
     def moves_in_backward(self) -> bool:
-        """Whether something is done with a chunk as soon as the last backward has passed its blocks."""
+        """Whether a chunk is processed as soon as the last backward has passed its blocks."""
         return any(chunk.reused or chunk.sent_to_owner or len(chunk.group.ranks) > 1 for chunk in self.chunks)
 
     def block_passed(self, block: int) -> None:
-        """The last backward of the batch is through with `block` and all behind it, and enters the one before.
+        """Note that the last backward of the batch has finished `block` and all later blocks, and enters the previous
+        one.
 
-        A state of several tensors may tell of boundaries late, or out of order: what is behind one that has been passed
-        is no news.
+        With a state of several tensors, boundaries may be reported late or out of order: those after one that has been
+        passed are ignored.
         """
         if block >= self._passed:
             return
@@ -266,8 +267,8 @@ class Gradients:
                 self._enter(run)
 
     def _enter(self, run: range) -> None:
-        """The memory that runs have in turn is that of `run` now. Where a state has several tensors, autograd may have
-        entered it before: what it has made is copied."""
+        """Give the memory that runs use in turn to `run`. If a state has several tensors, autograd may have entered the
+        run before: the gradients that it has made are copied."""
         chunks = [chunk for chunk in self.chunks if chunk.run == run and not chunk.entered]
         for chunk in chunks:
             self.flat_slice(chunk, chunk.start, chunk.stop).zero_()
@@ -276,7 +277,7 @@ class Gradients:
             self._attach(run)
 
     def all_passed(self) -> None:
-        """Every backward of the batch has run, whatever blocks took part."""
+        """Note that every backward of the batch has run, whichever blocks took part."""
         for chunk in self.chunks:
             chunk.blocks.clear()
         self._reduce_complete()
@@ -311,14 +312,14 @@ class Gradients:
                 self._handed_on.setdefault(spec.name, None if grad is None else grad._version)
 
     def late_parameters(self) -> list[str]:
-        """The parameters to whose gradients something was added in a backward after they were handed on, so that it is
-        in no sum: a block has computed with a parameter of a later block without having it."""
+        """The parameters whose gradients were added to in a backward after they were processed, so that the addition is
+        missing from the sum: a block has computed with a parameter of a later block that it does not own."""
         now = self._versions_now()
         return [spec.name for spec in self._specs if spec.name in self._handed_on
                 and now.get(spec.name) != self._handed_on[spec.name]]
 
     def _tables_in(self, chunk: Chunk) -> list[TouchedRows]:
-        """The tables with elements in a complete chunk of which only some rows need to be summed. Collective for the
+        """The tables with elements in a complete chunk for which only some rows need to be summed. Collective for the
         first chunk of each table, in the order of chunks."""
         found = []
         for spec in chunk.specs if self._tables else ():
@@ -333,7 +334,7 @@ class Gradients:
         return found
 
     def _note_reach(self, spec: GradientSpec) -> None:
-        """Everything of this rank has been added to the gradient of `spec`. If that is nothing, it becomes -0.0."""
+        """Called when the gradient of `spec` is complete on this rank. If nothing was added, it becomes -0.0."""
         if spec.name in self._unreached:
             return
         self._take_replaced(spec)
@@ -345,8 +346,8 @@ class Gradients:
             grad.data.fill_(-0.0)
 
     def _take_replaced(self, spec: GradientSpec) -> None:
-        """A hook, or a backward written by hand, may have put another tensor in the place of this rank's gradient, or
-        None: it becomes the gradient."""
+        """Copy a tensor (or None) with which a hook or a handwritten backward has replaced this rank's gradient into
+        the buffer."""
         chunk, grad = self.chunks[self._chunks_of[spec.parameter].start], spec.parameter.grad
         begin = self.flat.data_ptr() + (self.places[spec.parameter][0] + chunk.offset) * self.flat.itemsize
         if (chunk.run is None or chunk.entered) and (
@@ -357,8 +358,8 @@ class Gradients:
             self._versions[spec.name] = attached._version if grad is None else _REPLACED
 
     def left_alone(self, chunk: Chunk) -> set[nn.Parameter]:
-        """Parameters with sums of a reduced chunk here that are frozen, or that nobody's loss has reached; the same on
-        all who have sums of them."""
+        """Parameters with sums of a reduced chunk here that are frozen, or that no rank's loss has reached; the same on
+        all ranks that have their sums."""
         start, stop = self.share_of(chunk)
         found = {spec.parameter for spec in chunk.specs
                  if spec.name in self._removed or spec.name in self._frozen}
@@ -371,14 +372,14 @@ class Gradients:
         return found
 
     def detach(self) -> None:
-        """Parameters have no gradients any more, and take ones of their own format again."""
+        """Remove the gradients of parameters, which accept gradients of their own dtype again."""
         self.on_complete, self.unapplied = None, False
         for spec in self._specs:
             spec.parameter.grad = None
             spec.parameter.grad_dtype = spec.parameter.dtype
 
     def forget(self) -> None:
-        """After `detach`: the buffer is gone, and what reductions have worked in."""
+        """After `detach`: free the buffer and the work memory of reductions."""
         self.flat = self.reductions.flat = self.flat.new_empty(0)
         self.reductions.forget_buffers()
         for chunk in self.chunks:
@@ -386,19 +387,19 @@ class Gradients:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk is on its way."""
+        """Whether every chunk's reduction has been started."""
         return self._next == len(self.chunks)
 
     def progress(self) -> None:
-        """Let the reductions under way move."""
+        """Let the reductions in flight progress."""
         while self._moving < self._next and self.chunks[self._moving].work.done():
             self._moving += 1
 
     # ------------------------------------------------------------------ the end of the batch
 
     def reduced_chunks(self) -> Iterator[Chunk]:
-        """The chunks that are summed here, in order, each as soon as its sum is there; see `share_of`. Those that
-        `on_complete` has had are left out."""
+        """The chunks that are summed here, in order, each as soon as its sum is available; see `share_of`. Those passed
+        to `on_complete` are left out."""
         assert self.complete, "a chunk of gradients is still incomplete"
         return self.reductions.summed_chunks()
 
@@ -414,7 +415,7 @@ class Gradients:
         return place.as_strided(view.shape, torch.empty_like(parameter, device="meta").stride())  # without gaps
 
     def _hand(self, spec: GradientSpec, place: Tensor, values: Tensor | None = None) -> Tensor:
-        """The parameter's gradient is a view of `place`, with a version count of its own, and has these values."""
+        """Make the parameter's gradient a view of `place`, with its own version count and these values."""
         values = None if values is None else values.to_dense().clone()
         self._leave_to_program((spec,))
         attached = spec.parameter.grad = self._view(place, spec.parameter).data
@@ -422,8 +423,8 @@ class Gradients:
         return attached if values is None else attached.copy_(values)
 
     def _leave_to_program(self, specs: Iterable[GradientSpec], *, attached: bool = True) -> None:
-        """Gradients that the program keeps, in a list or as states of its optimizer, have memory of their own from now
-        on. In a plain loop, which sets gradients to None, they would not change, either. attached: also those that
+        """Give gradients that the program keeps, in a list or as states of its optimizer, their own memory from now on.
+        In a plain loop, which sets gradients to None, they would not change, either. attached: also those that
         parameters still have."""
         for spec in specs:
             kept = self._handed[spec.name]()
@@ -434,14 +435,14 @@ class Gradients:
             kept.data = kept.detach().clone()
 
     def _is_at(self, grad: Tensor, address: int, spec: GradientSpec) -> bool:
-        """Whether the elements of a gradient, which is real, lie from `address` on, in the order of `_view` and as they
-        are: it is not a view such as `grad.t()`, or one with the negative bit, which begin there, too."""
+        """Whether the elements of a (real) gradient are stored from `address` on, unchanged and in the order of
+        `_view`: not a view such as `grad.t()`, or one with the negative bit, which begin there, too."""
         return (grad.layout is torch.strided and grad.data_ptr() == address
                 and grad.stride() == self._strides[spec.name] and not grad.is_neg()) or not grad.numel()
 
     def show_unreached(self) -> None:
-        """Parameters that are frozen, or that no loss has reached, have no gradient until the next batch, as a plain
-        loop has it; nor have those whose owner has the sum: who updates all that he finds leaves them alone."""
+        """Until the next batch, remove the gradients of parameters that are frozen or that no loss has reached, as in a
+        plain loop, and of those whose owner has the sum: an optimizer that updates all gradients skips them."""
         left_alone = set[nn.Parameter]().union(*(self.left_alone(chunk) for chunk in self.reduced_chunks()))
         self.unreached = {spec.name for spec in self.owned_specs() if spec.parameter in left_alone}
         for spec in self._specs:
@@ -449,9 +450,9 @@ class Gradients:
                 spec.parameter.grad = None
 
     def take_edits(self) -> None:
-        """Gradients that a user has put in the place of the averaged ones are copied to the buffer, those of frozen
-        parameters, too, which this step updates then. Where one is None, the parameter is left alone until the next
-        batch; in a later one, to which this is added, nothing has reached it here."""
+        """Copy gradients with which a user has replaced the averaged ones to the buffer, including those of frozen
+        parameters, which this step then updates. If one is None, the parameter is not updated until the next batch; in
+        a later batch, to which this one is added, nothing has reached it here."""
         for spec in self.owned_specs():
             place, grad = self._place(spec), spec.parameter.grad
             if grad is None:
@@ -463,24 +464,23 @@ class Gradients:
                 self._frozen.discard(spec.name)
 
     def let_go(self) -> None:
-        """Parameters have no gradients until the next batch, as `zero_grad` of a plain loop leaves them."""
+        """Remove the gradients of parameters until the next batch, like `zero_grad` in a plain loop."""
         for spec in self._specs:
             spec.parameter.grad = None
         self.unreached, self.unapplied = {spec.name for spec in self.owned_specs()}, False
 
     def snapshot(self) -> Tensor:
-        """A copy of the buffer between batches, with what a user has put in the place of a parameter's gradient."""
+        """A copy of the buffer between batches, including gradients that a user has replaced."""
         self.take_edits()
         return self.flat.clone()
 
     def note_values(self) -> None:
-        """Gradients are whole, for a step that is to be taken; see `were_zeroed`."""
+        """Note that gradients are complete, for a step that is to be taken; see `were_zeroed`."""
         self.unapplied = True
         self._versions = self._versions_now()
 
     def were_zeroed(self) -> bool | None:
-        """Whether somebody has set all gradients of this rank to None or zero since `note_values`; None where it had
-        none."""
+        """Whether all gradients of this rank were set to None or zero since `note_values`; None if it had none."""
         found = [spec.parameter.grad for spec in self.owned_specs() if spec.name in self._versions]
         given = [grad for grad in found if grad is not None]
         written = [spec.name for spec in self.owned_specs() if spec.parameter.grad is not None
@@ -507,7 +507,7 @@ class Gradients:
             self.flat.mul_(factor)
 
     def squared_norm(self, chunk: Chunk, within: tuple[int, int] | None = None) -> Tensor:
-        """Sum of squares of what this rank has the sums of in `chunk` (of it `within` a part of all gradients), fp64,
+        """Sum of squares of the summed elements of `chunk` on this rank (only those in the range `within`), fp64,
         zero-dimensional."""
         start, stop = self.share_of(chunk)
         if within is not None:
@@ -523,7 +523,7 @@ class Gradients:
 
 
 def _reference_count(tensor: Tensor) -> int:
-    """Tensors in the memory of one, and its Python object."""
+    """Number of tensors in the memory of `tensor`, plus its Python object."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -540,14 +540,14 @@ _UNKEPT = _references(ref(_LIKE.grad))
 
 
 def maker_of(grad: Tensor | None) -> ref[Gradients] | None:
-    """Whose buffer a gradient is a part of; None for others."""
+    """The `Gradients` whose buffer contains a gradient; None for others."""
     if grad is None or not storage_of(grad):
         return None
     return getattr(grad.untyped_storage(), _MAKER, None)
 
 
 def refuse_others(parameters: Iterable[tuple[str, nn.Parameter]], own: Gradients | None, *, applied: bool) -> None:
-    """ConfigError where a parameter has the gradient of another engine: in a step that is not taken yet, or, with
+    """Raise a ConfigError if a parameter has the gradient of another engine: in a step that is not taken yet, or, with
     `applied`, in any."""
     for name, parameter in parameters:
         maker = maker_of(parameter.grad)

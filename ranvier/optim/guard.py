@@ -1,8 +1,8 @@
-"""Detection of bad steps: the same answer on every rank, from numbers that all of them have anyway.
+"""Detection of bad steps: the same answer on every rank, from numbers that all ranks have anyway.
 
-A step is bad when its loss or the norm of its gradients is not finite, or when its loss is far above the usual.
-Whoever looks before it updates (stop, skip and rollback) updates nothing from a bad step. An overflow in fp16 is no bad
-step but the loss scale's business, unless the loss itself is not a number: a smaller scale would not change that.
+A step is bad when its loss or the norm of its gradients is not finite, or when its loss is far above the usual. Actions
+that check before the update (stop, skip and rollback) do not update from a bad step. An overflow in fp16 is not a bad
+step but handled by the loss scale, unless the loss itself is not finite: a smaller scale would not change that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from statistics import median
 from ranvier.config.run import Guard
 
 USUAL_STEPS = 20
-"""Good steps whose losses say what is usual."""
+"""Number of good steps whose losses define the usual loss."""
 
 
 class BadSteps:
-    """Decides of each step whether it is bad, and keeps the losses of good ones.
+    """Decides whether each step is bad, and keeps the losses of good steps.
 
     loss: waits for the mean loss of the global batch.
     """
@@ -41,14 +41,14 @@ class BadSteps:
         return None
 
     def judge(self, norm: float) -> str | None:
-        """After `bad_loss`, which found nothing: what is bad about the gradients' norm; the step is good without."""
+        """After `bad_loss` has returned None: description of a bad gradient norm, or None; the step is then good."""
         if not math.isfinite(norm):
             return f"gradient norm is {norm}"
         self.note_good()
         return None
 
     def note_good(self) -> None:
-        """The step at which `bad_loss` has looked last was good: its loss is one of the usual."""
+        """Note that the step last checked by `bad_loss` was good: its loss counts as usual."""
         self._usual.append(self._last)
 
     def state(self) -> dict[str, object]:

@@ -12,8 +12,8 @@ def learning_rate(train: Train, step: float) -> float:
     """The learning rate of `step` (from 1).
 
     It rises linearly to train.learning_rate over the warmup. linear and cosine (Loshchilov and Hutter, 2017, without
-    restarts) fall from there to train.final_learning_rate, which the last step has. wsd (Hu et al., 2024) stays
-    constant and falls in the last train.decay_share of the steps; 1-sqrt is the form of Haegele et al. (2024).
+    restarts) decay from there to train.final_learning_rate in the last step. wsd (Hu et al., 2024) stays constant and
+    decays in the last train.decay_share of the steps; 1-sqrt is the form of Haegele et al. (2024).
     """
     if step <= train.warmup_steps:
         return train.learning_rate * step / train.warmup_steps
@@ -34,7 +34,7 @@ def learning_rate(train: Train, step: float) -> float:
 
 
 def decay_start(train: Train) -> int:
-    """The last step before the learning rate falls."""
+    """The last step before the learning rate decays."""
     if train.schedule != "wsd":
         return train.warmup_steps
     return max(train.warmup_steps, train.steps - max(1, round(train.decay_share * train.steps)))

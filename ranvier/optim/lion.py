@@ -1,6 +1,6 @@
-"""Lion (Chen et al., 2023): one state, and steps of one size, in the direction of the sign of a momentum.
+"""Lion (Chen et al., 2023): one state, and steps of equal size in the direction of the sign of a momentum.
 
-The example of an update rule that docs/optimizers.md explains: copy this file to write your own.
+This is the example of an update rule in docs/optimizers.md: copy this file to write your own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Lion:
-    """betas: share of the momentum in the direction of a step, and in the next momentum."""
+    """The rule. betas: share of the momentum in the direction of a step, and in the next momentum."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     states = ("momentum",)
@@ -26,5 +26,5 @@ class Lion:
         momentum.lerp_(gradients, 1 - beta2)
 
     def working_bytes(self, elements: int, element_bytes: int) -> int:
-        """Memory of an update of so many elements beside them and their states, for predictions: the direction."""
+        """Memory of an update of `elements` elements besides them and their states, for predictions: the direction."""
         return elements * element_bytes

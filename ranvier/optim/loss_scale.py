@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: small gradients are lifted over the smallest number, and overflows are found.
+"""Dynamic loss scaling for fp16: keeps small gradients above fp16's smallest number, and detects overflows.
 
     loss * scale -> backward -> gradients * scale -> overflow anywhere?  skip the step, scale / 2
                                                   -> none for `window` steps: scale * 2
@@ -16,14 +16,14 @@ _LEAST, _MOST = 2.0**-14, 2.0**32
 
 @dataclass(kw_only=True)
 class LossScale:
-    """The scale and what decides its next value; the same on every rank, since all see the same statuses."""
+    """The scale and the counters that decide its next value; the same on all ranks, which see the same statuses."""
 
     scale: float
     window: int
     good_steps: int = 0
     """Steps since the scale last changed."""
     skipped_steps: int = 0
-    """Steps that were skipped for an overflow, in all."""
+    """Total number of steps that were skipped because of an overflow."""
 
     @property
     def is_initial(self) -> bool:
@@ -31,11 +31,11 @@ class LossScale:
         return not self.good_steps and not self.skipped_steps
 
     def lower(self, factor: float) -> None:
-        """Losses are `factor` times as large as the scale was chosen for."""
+        """Lower the scale: losses are `factor` times as large as those it was chosen for."""
         self.scale = max(self.scale / 2.0 ** math.floor(math.log2(factor)), _LEAST)
 
     def update(self, overflow: bool) -> None:
-        """A step has ended: an overflow halves the scale, `window` good steps in a row double it."""
+        """Update the scale after a step: an overflow halves it, `window` good steps in a row double it."""
         if overflow:
             self.scale, self.good_steps = max(self.scale / 2, _LEAST), 0
             self.skipped_steps += 1

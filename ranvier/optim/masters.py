@@ -1,10 +1,10 @@
-"""fp32 master copies for a user's torch optimizer, which updates them in place of half-precision parameters.
+"""fp32 master copies for a user's torch optimizer, which updates them instead of half-precision parameters.
 
     gradients (fp32, or half) -> master.grad -> optimizer.step() -> parameter = master, rounded
 
-Between batches a program may use the optimizer by itself: its parameters are the copies, and have gradients.
+Between batches a program may use the optimizer directly: its parameters are the copies, and have gradients.
 
-An update is often smaller than the distance between two half-precision numbers: without a copy of full precision it is
+An update is often smaller than the distance between two half-precision numbers: without a full-precision copy it is
 rounded away (Micikevicius et al., 2018, section 3.1).
 """
 
@@ -23,13 +23,13 @@ from ranvier.precision import wide
 
 
 class MasterCopies:
-    """Puts a master copy in the place of every parameter that `optimizer` has.
+    """Replaces every parameter of `optimizer` by a master copy.
 
-    The optimizer is built with the parameters themselves, so that its groups may depend on which they are; groups and
-    states that it has made by then take the copies instead.
+    The optimizer is built with the parameters themselves, so that its groups may depend on them; then the copies
+    replace them in its groups and states.
 
     Args:
-        parameters: of half precision; those that the optimizer does not have get no copy.
+        parameters: in half precision; those that the optimizer does not have get no copy.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
@@ -39,11 +39,11 @@ class MasterCopies:
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter -> its master copy."""
         self._given: dict[nn.Parameter, tuple[_Noted, _Noted]] = {}
-        """Copy -> its gradient when it was given, and its parameter's."""
+        """Copy -> its gradient when it was set, and its parameter's gradient then."""
         self._known: dict[nn.Parameter, tuple[tuple[int, int], tuple[int, int]]] = {}
         """Parameter -> `_versions` when it and its copy were last the same."""
         self._norms: dict[nn.Parameter, Tensor] = {}
-        """Parameter -> the norm of its copy then, where copies are compared: writes through `data` are no version."""
+        """Parameter -> the norm of its copy then, if copies are compared: writes through `data` change no version."""
         self._take_places()
         self._steps_are_noticed = hasattr(optimizer, "_optimizer_step_post_hooks")
         if self._steps_are_noticed:  # also those that the program takes
@@ -51,7 +51,7 @@ class MasterCopies:
             optimizer.register_step_post_hook(lambda *_: self.write_parameters())
 
     def _take_places(self) -> None:
-        """In groups and states, also of parameters that a program has added to groups."""
+        """Put copies into groups and states, also for parameters that a program has added to groups."""
         has = {parameter for group in self._optimizer.param_groups for parameter in group["params"]
                if parameter in self._parameters and parameter not in self.of}
         for parameter in self._parameters if has else ():
@@ -66,11 +66,11 @@ class MasterCopies:
             group["params"][:] = [self.of.get(parameter, parameter) for parameter in group["params"]]
 
     def _refuse(self, parameters: Collection[int]) -> None:
-        """ConfigError for an optimizer that has parameters elsewhere than in groups."""
+        """Raise a ConfigError for an optimizer that has parameters outside its groups."""
         name = type(self._optimizer).__name__
         remedy = "Use an optimizer that takes them from its param_groups, or fp32."
         if not hasattr(self._optimizer, "param_groups"):
-            raise ConfigError("has no param_groups, in which master copies take the places of half-precision "
+            raise ConfigError("has no param_groups, in which master copies would replace half-precision "
                               "parameters", code="optimizer-without-groups", where="optimizer", value=name,
                               remedy=remedy)
         shared = {id(group["params"]) for group in self._optimizer.param_groups}
@@ -79,11 +79,11 @@ class MasterCopies:
             inner = [group["params"] for one in leaves for group in getattr(one, "param_groups", ())]
             if any(id(one) in parameters for one in chain(leaves, *(one for one in inner if id(one) not in shared))):
                 raise ConfigError(f"keeps half-precision parameters in its attribute {attribute}, and master copies "
-                                  "take their places in param_groups alone", code="optimizer-keeps-parameters",
+                                  "replace them only in param_groups", code="optimizer-keeps-parameters",
                                   where="optimizer", value=name, remedy=remedy)
 
     def step(self, factor: float) -> None:
-        """Update copies and parameters from these' gradients times `factor`."""
+        """Update copies and parameters from the parameters' gradients times `factor`."""
         self.take_gradients(factor)
         if not self._steps_are_noticed:
             self.settle()
@@ -92,8 +92,7 @@ class MasterCopies:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Parameters and copies are the same again, where someone has written the ones or the others since they were.
-        """
+        """Make parameters and copies the same again, if either have been written since they were the same."""
         self._take_places()
         looks = self._watch.should_compare()
         for parameter, master in self.of.items():
@@ -101,21 +100,21 @@ class MasterCopies:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Parameters are the copies that someone has written. What has been written into parameters may be taken back
-        before the next update, as averages for an evaluation are: copies would have lost what they have more."""
+        """Copy master copies that have been written to their parameters. Writes to parameters may be undone before the
+        next update, as averages for an evaluation are: the copies would have lost their extra precision."""
         for parameter, master in self.of.items():
             self._show(parameter, master)
 
     @torch.no_grad()
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The copy of a parameter as the next update will find it; the parameter itself where it has none."""
+        """The copy of a parameter as the next update will find it; the parameter itself if it has none."""
         master = self.of.get(parameter, parameter)
         if master is not parameter:
             self._settle(parameter, master, self._watch.is_on)
         return master
 
     def _show(self, parameter: nn.Parameter, master: nn.Parameter) -> bool:
-        """Whether the copy alone has been written since both were the same: the parameter becomes it."""
+        """Whether only the copy has been written since both were the same; if so, the parameter is set to it."""
         was, now = self._known.get(parameter), _versions(parameter, master)
         if was is None or was[0] != now[0] or was[1] == now[1]:
             return False
@@ -134,13 +133,13 @@ class MasterCopies:
             self._note(parameter, master)
 
     def _note(self, parameter: nn.Parameter, master: nn.Parameter) -> None:
-        """Both are the same now."""
+        """Note that both are the same now."""
         self._known[parameter] = _versions(parameter, master)
         if self._watch.is_on:
             self._norms[parameter] = _norm(master)
 
     def _begin_step(self) -> None:
-        """What a program has done with parameters' gradients since copies were given theirs is done with these."""
+        """Apply a program's changes of parameters' gradients, since copies got theirs, to the copies' gradients."""
         for parameter, master in self.of.items():
             if (given := self._given.get(master)) and given[0].is_still(master.grad) and (
                     not given[1].is_still(parameter.grad)):
@@ -148,7 +147,7 @@ class MasterCopies:
         self.settle()
 
     def take_gradients(self, factor: float) -> None:
-        """Each copy has its parameter's gradient times `factor`, in fp32; without one where that is None."""
+        """Give each copy its parameter's gradient times `factor`, in fp32, or None."""
         self._take_places()
         for parameter, master in self.of.items():
             self._take_gradient(parameter, master, factor)
@@ -163,13 +162,13 @@ class MasterCopies:
         self._given[master] = _Noted(master.grad), _Noted(parameter.grad)
 
     def forget_gradients(self) -> None:
-        """A batch begins: copies have no gradients."""
+        """Remove the gradients of copies at the start of a batch."""
         self._given.clear()
         for master in self.of.values():
             master.grad = None
 
     def give_gradients(self) -> None:
-        """What a program has done with the gradients of copies since they were given is done with the parameters'."""
+        """Apply a program's changes of the copies' gradients, since they were set, to the parameters' gradients."""
         for parameter, master in self.of.items():
             now, (given, _) = master.grad, self._given.get(master, (_Noted(None), None))
             if now is not parameter.grad and not given.is_still(now):
@@ -177,8 +176,8 @@ class MasterCopies:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Parameters become their updated copies, rounded. Those without a gradient stay: whoever froze them may have
-        set them."""
+        """Set parameters to their updated copies, rounded. Those without a gradient stay: they may have been frozen and
+        set."""
         for parameter, master in self.of.items():
             if master.grad is not None:
                 parameter.copy_(master)
@@ -186,7 +185,7 @@ class MasterCopies:
 
 
 def _versions(parameter: nn.Parameter, master: nn.Parameter) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of a parameter and of its copy what changes when they are written; `parameter.data = ...` is not a version."""
+    """State of a parameter and its copy that changes when they are written; `parameter.data = ...` is not a version."""
     return (parameter._version, parameter.data_ptr()), (master._version, master.data_ptr())
 
 
@@ -196,43 +195,43 @@ def _norm(master: Tensor) -> Tensor:
 
 
 class _Noted:
-    """A gradient, or None, as it is now."""
+    """A record of a gradient, or None, and its version."""
 
     def __init__(self, grad: Tensor | None) -> None:
         self._grad, self._version = grad, 0 if grad is None else grad._version
 
     def is_still(self, grad: Tensor | None) -> bool:
-        """Whether it is this one, and unchanged."""
+        """Whether `grad` is the recorded gradient, unchanged."""
         return grad is self._grad and (grad is None or grad._version == self._version)
 
 
 class Watch:
-    """Whether copies are compared with parameters element by element before an update: always on a CPU. On a device
-    that takes as long as an update, so there only before the first two, and before all where these find that someone
-    has written: a program that writes through `parameter.data` mostly does after each step."""
+    """Whether copies are compared with parameters element by element before an update: always on a CPU. On a device a
+    comparison takes as long as an update, so only before the first two updates, and before all if these find writes: a
+    program that writes through `parameter.data` mostly does so after each step."""
 
     def __init__(self, device_type: str) -> None:
         self._left = {"cpu": inf, "meta": 0}.get(device_type, 2)
 
     @property
     def is_on(self) -> bool:
-        """Whether the next update looks."""
+        """Whether the next update compares."""
         return self._left > 0
 
     def should_compare(self) -> bool:
-        """Asked once for each update."""
+        """Whether this update should compare. Called once for each update."""
         self._left -= 1
         return self._left >= 0
 
     def note_comparison(self, has_written: bool) -> None:
-        """What a comparison has found."""
+        """Note the result of a comparison."""
         if has_written:
             self._left = inf
 
 
 def follow(master: Tensor, values: Tensor) -> bool:
-    """Elements of a master copy become `values` where these are not the copy, rounded: someone has written them, by
-    whatever way (a write through `parameter.data` leaves no trace). Others keep their bits. Whether there are any."""
+    """Set elements of a master copy to `values` where these differ from the rounded copy, because they have been
+    written (a write through `parameter.data` leaves no trace). Others keep their bits. Returns whether any differ."""
     values = values.to(master.device)
     written = values != master.to(values.dtype)
     has_written = bool(written.any())

@@ -1,6 +1,6 @@
 """Muon (Jordan et al., 2024): the momentum of each hidden matrix is orthogonalised before it is applied.
 
-As `torch.optim.Muon`, with Nesterov momentum and five Newton-Schulz steps. Only matrices of layers are updated this
+Like `torch.optim.Muon`, with Nesterov momentum and five Newton-Schulz steps. Only matrices of layers are updated this
 way; embeddings, heads, biases and norms are left to AdamW.
 """
 
@@ -25,8 +25,8 @@ _EPSILON = 1e-7
 
 @dataclass(frozen=True)
 class Muon:
-    """scale: factor on the learning rate of a matrix, as torch's `adjust_lr_fn`. compute_dtype: format of the
-    Newton-Schulz steps; None is that of the momentum."""
+    """The rule. scale: factor on the learning rate of a matrix, like torch's `adjust_lr_fn`. compute_dtype: dtype of
+    the Newton-Schulz steps; None for that of the momentum."""
 
     momentum: float = 0.95
     scale: Literal["match-rms-adamw", "original"] = "match-rms-adamw"
@@ -59,8 +59,8 @@ class Muon:
         return STEPS * (4.0 * short ** 2 * long + 2.0 * short ** 3)
 
     def working_bytes(self, shape: tuple[int, ...], part: tuple[int, ...], element_bytes: int) -> int:
-        """Memory of the update of a matrix of which this rank has a part, beside it and its states, for predictions:
-        that of a Newton-Schulz step, or the momentum before it is rounded."""
+        """Memory of the update of a matrix of which this rank has a part, besides the part and its states, for
+        predictions: that of a Newton-Schulz step, or the momentum before it is rounded."""
         size, square = prod(shape), min(shape) ** 2
         whole = 0 if shape == part else prod(part)
         each = element_bytes if self.compute_dtype is None else self.compute_dtype.itemsize
@@ -74,7 +74,7 @@ class Muon:
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """[m, n] roughly the nearest matrix with orthonormal rows or columns: its singular values are 0.5 to 1.5."""
+    """[m, n], approximately the nearest matrix with orthonormal rows or columns: its singular values are 0.5 to 1.5."""
     a, b, c = COEFFICIENTS
     found = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     found = found / found.norm().clamp(min=_EPSILON)

@@ -1,11 +1,11 @@
-"""The optimizer of a rank: flat parameters beside flat gradients, updated bucket by bucket as chunks are reduced.
+"""The optimizer of a rank: flat parameters and flat gradients, updated bucket by bucket as chunks are reduced.
 
     optimizer = FlatOptimizer(optim, gradients, offload="stream", bucket_size=4_194_304)
-    optimizer.prefetch()                       # states of the first buckets come in
+    optimizer.prefetch()                       # states of the first buckets are copied in
     optimizer.begin(learning_rate)
     for chunk in gradients.reduced():          # while later chunks are still being reduced
         for _ in optimizer.update(chunk, factor): ...
-    optimizer.finish()                         # with `shard`: the parameters that others update are here
+    optimizer.finish()                         # with `shard`: the parameters that others update have arrived
 
 Parameters become views of one flat buffer, laid out as their gradients are, so that a bucket is one piece of memory
 whatever shapes it holds.
@@ -41,9 +41,9 @@ Offload = Literal["none", "stream", "host", "hybrid"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlice:
-    """The states of elements [start, stop) of a flattened parameter: name -> [stop - start], views of what lives.
+    """The states of elements [start, stop) of a flattened parameter: name -> [stop - start], views of the live states.
 
-    whole: states that have a shape of their own, of the whole parameter, which `TensorRule`s have.
+    whole: states of the whole parameter with their own shape, which `TensorRule`s have.
     """
 
     parameter: str
@@ -58,8 +58,8 @@ class FlatOptimizer:
 
     Args:
         optim: the settings; with offload hybrid, `offload_share` is a number.
-        offload: where states live; `optim.offload` resolved (not auto).
-        gradients: their buffer, which need not be allocated yet. Parameters are moved into a flat one of its order.
+        offload: where states are stored; `optim.offload` resolved (not auto).
+        gradients: their buffer, which need not be allocated yet. Parameters are moved into a flat one in its order.
             With `optim.shard` each member of a chunk's group updates its share.
         bucket_size: parameters that are updated in one piece.
     """
@@ -72,13 +72,13 @@ class FlatOptimizer:
         self._watch = Watch(self.weights.device.type)
         views.follow()
         self.left_behind = views.left
-        """Tensors that had values of parameters in common with them, and have none of the new memory."""
+        """Tensors that shared memory with parameters before, and do not share the new memory."""
         self._chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
         self.offload, self.offload_share = offload, optim.offload_share
         self.sharded = optim.shard and any(len(chunk.group.ranks) > 1 for chunk in self._chunks)
         self.scatters = self.sharded and all(chunk.shares is None for chunk in self._chunks)
-        """Whether each member of a group needs the sums of its share alone. Where whole tensors have owners, shares are
-        not equal, and all get all sums."""
+        """Whether each member of a group needs only the sums of its share. If whole tensors have owners, shares are not
+        equal, and all members get all sums."""
         shares = [chunk.share if self.sharded else (chunk.start, chunk.stop) for chunk in self._chunks]
         self._rules = rules_of(optim, self.weights.dtype)
         buckets = buckets_of(shares, bucket_size, uncut_places(gradients))
@@ -99,7 +99,7 @@ class FlatOptimizer:
                       key=lambda item: (item[1].start, item[1].stop))
         self._here = {spec.name for chunk, share in zip(self._chunks, shares, strict=True) for spec in chunk.specs
                       if _overlap(gradients.places[spec.parameter], share)}
-        """The parameters of which this rank updates elements: with sharded states not all that it holds."""
+        """The parameters with elements that this rank updates: with sharded states not all that it holds."""
         places = state_places(gradients, self._rules, self.buckets)
         for name in places.sizes:
             check_state_name(name, optim.algorithm)
@@ -115,7 +115,7 @@ class FlatOptimizer:
 
     def _place(self, places: StatePlaces) -> Placement:
         in_flight, ema = self._optim.buckets_in_flight, self._optim.ema
-        gradients, chunk_of = self._gradients, self._chunk_of  # and not this object, which holds the placement
+        gradients, chunk_of = self._gradients, self._chunk_of  # not this object, which holds the placement
 
         def of_bucket(bucket: Bucket) -> Tensor:
             return gradients.flat_slice(chunk_of[bucket.number], bucket.start, bucket.stop)
@@ -135,7 +135,7 @@ class FlatOptimizer:
 
     @property
     def steps(self) -> int:
-        """Updates so far; skipped steps do not count. Waits for the device where it decides of the last one."""
+        """Updates so far; skipped steps do not count. Waits for the device if it decides about the last step."""
         undecided, self._undecided = self._undecided, None
         if undecided is not None and not undecided():
             self._steps -= 1
@@ -146,39 +146,39 @@ class FlatOptimizer:
 
     @property
     def missed_updates(self) -> dict[str, int]:
-        """Parameter with elements that are updated here -> updates that left it alone, where there are any: it was
-        frozen, or no loss reached it. Waits as `steps` does."""
+        """Parameter with elements that are updated here -> number of updates that skipped it, if not 0, because it was
+        frozen or no loss reached it. Waits as `steps` does."""
         assert self.steps >= 0
         return {name: count for name, count in self._missed.items() if count and name in self._here}
 
     @property
     def largest_piece(self) -> int:
-        """Most elements that a rule updates at once: those of a bucket, or of all of a chunk."""
+        """Largest number of elements that a rule updates in one call: those of a bucket, or of an entire chunk."""
         return max((len(piece) for buckets in self._buckets.values() for piece in join_buckets(buckets)), default=0)
 
     @property
     def on_device(self) -> bool:
-        """Whether a CUDA device updates: numbers of a step may stay there, and a step can be skipped by what only the
-        device knows."""
+        """Whether updates run on a CUDA device: a step's numbers may stay there, and can skip a step without a
+        synchronization."""
         return self.weights.is_cuda and self.offload != "host"
 
     # ------------------------------------------------------------------ one step
 
     def prefetch(self) -> None:
-        """The next updates are those of a whole step: states of the first buckets may come in already."""
+        """Start copying in the states of the first buckets: the next updates are those of a full step."""
         self.follow_parameters(by_value=self._watch.should_compare())
         self.placement.prefetch(self.buckets)
 
     def follow_parameters(self, *, by_value: bool) -> None:
-        """Parameters that someone has written since the last step (in place, as load_state_dict does, or by giving them
-        memory of their own, as `parameter.data = ...` does) are views of the flat buffer, and have their master copies
-        follow. by_value: also those of which versions say nothing."""
+        """Make parameters that were written since the last step (in place, as load_state_dict does, or with new memory,
+        as `parameter.data = ...` does) views of the flat buffer again, and update their master copies. by_value: also
+        those whose versions have not changed."""
         base, size = self.weights.data_ptr(), self.weights.element_size()
         replaced = {parameter for parameter, (start, stop) in self._gradients.places.items()
                     if start < stop and parameter.data_ptr() != base + start * size}
         views = ViewsOfParameters(replaced)
         _move_into(self.weights, {parameter: self._gradients.places[parameter] for parameter in replaced})
-        if not views.left:  # else they are views of one tensor that the program writes into
+        if not views.left:  # otherwise they are views of one tensor that the program writes into
             views.follow()
         for spec, segment in self._groups:
             parameter = spec.parameter
@@ -187,13 +187,13 @@ class FlatOptimizer:
                 self._watch.note_comparison(self.placement.take_parameters(segment.start, segment.stop) and by_value)
 
     def _note_versions(self) -> None:
-        """Parameters are what their master copies say."""
+        """Note that parameters agree with their master copies."""
         self._versions = {spec.parameter: spec.parameter._version for spec, _ in self._groups}
 
     def begin(self, learning_rate: float, *, skip: Tensor | None = None,
               undecided: Callable[[], bool] | None = None) -> None:
-        """A step that is not skipped; after `prefetch`. skip, undecided: where only the device knows whether it is
-        (`on_device`), as `Update.skip` has it; asked later, whether the step was one."""
+        """Begin a step that is not skipped; after `prefetch`. skip, undecided: used if only the device knows whether it
+        is skipped (`on_device`): `skip` as in `Update.skip`; `undecided`, called later, whether the step was taken."""
         self._steps = self.steps + 1
         self._undecided, self._missed_now = undecided, set()
         self._trained = self._segments(set())
@@ -201,11 +201,11 @@ class FlatOptimizer:
                               skip=skip)
 
     def update(self, chunk: Chunk, factor: float | Tensor) -> Iterator[Bucket]:
-        """Update the parameters of a reduced chunk from its gradients times `factor`, a bucket for each turn."""
+        """Update the parameters of a reduced chunk from its gradients times `factor`, yielding after each bucket."""
         left_alone = self._gradients.left_alone(chunk)
         self._update.factor = factor
         self._update.segments = self._segments(left_alone) if left_alone else self._trained
-        # A parameter may be in several chunks, and misses an update once.
+        # A parameter may be in several chunks, but misses an update only once.
         for spec in chunk.specs:
             if spec.parameter in left_alone and spec.name in self._here and spec.name not in self._missed_now:
                 self._missed_now.add(spec.name)
@@ -214,8 +214,8 @@ class FlatOptimizer:
         self._gather(chunk)
 
     def _gather(self, chunk: Chunk) -> None:
-        """Start collecting the parameters of a chunk from those that update them. What is sent lies in memory that a
-        few chunks have in turn; owners of whole tensors broadcast them in place."""
+        """Start gathering the parameters of a chunk from the ranks that update them. They are sent from memory that a
+        few chunks use in turn; owners of whole tensors broadcast them in place."""
         if not self.sharded or len(chunk.group.ranks) == 1:
             return
         if chunk.shares is not None:
@@ -233,7 +233,7 @@ class FlatOptimizer:
         self._gathers.append(chunk.group.all_gather(self.weights[chunk.start:chunk.stop], sent))
 
     def progress(self) -> None:
-        """Let parameters that others update come in."""
+        """Let gathers of parameters that others update progress."""
         while self._gathers and self._gathers[0].done():
             self._gathers.popleft()
 
@@ -244,7 +244,7 @@ class FlatOptimizer:
         self._gathered = 0
 
     def take_averages(self) -> Tensor:
-        """Parameters become their moving averages, on all ranks that hold them; returns what they were. Collective."""
+        """Set parameters to their moving averages, on all ranks that hold them; returns the old values. Collective."""
         self.finish()
         self.placement.synchronize()
         self.follow_parameters(by_value=self._watch.is_on)
@@ -263,10 +263,10 @@ class FlatOptimizer:
         """Buffers from which this rank's shares of parameters are sent."""
         return list(self._sent.values())
 
-    # ------------------------------------------------------------------ what a checkpoint keeps
+    # ------------------------------------------------------------------ state for checkpoints
 
     def slices(self) -> Iterator[StateSlice]:
-        """The states that this rank keeps, by parameter; "master" among them where parameters have a copy of their own.
+        """The states that this rank keeps, by parameter; including "master" if parameters have master copies.
 
         They may be read and written between steps; after writing, call `restore_counters`.
         """
@@ -281,7 +281,7 @@ class FlatOptimizer:
                         yield self._slice(spec, bucket, start, stop, first)
 
     def _slice(self, spec: GradientSpec, bucket: Bucket, start: int, stop: int, first: int) -> StateSlice:
-        """The states of elements [start, stop) of the buffer, which lie in `bucket`; `spec` begins at `first`."""
+        """The states of elements [start, stop) of the buffer, which are in `bucket`; `spec` begins at `first`."""
         states = self.placement.states_of(bucket, start, stop)
         shapes = self._rules.state_shapes(spec.rule_name, spec.whole_shape, in_layer=spec.in_layer)
         found = {name: states[name] for name in ("master", EMA) if name in states}
@@ -290,7 +290,7 @@ class FlatOptimizer:
             name: states[name].view(shape) for name, shape in shapes.items() if shape is not None})
 
     def restore_counters(self, steps: int, missed_updates: Mapping[str, int]) -> None:
-        """Parameters and `slices` have been written, as they were after `steps` updates."""
+        """Restore counters after parameters and `slices` have been written as they were after `steps` updates."""
         self._steps, self._undecided = steps, None
         self._missed, self._missed_now = dict(missed_updates), set()
         self._note_versions()
@@ -303,7 +303,7 @@ class FlatOptimizer:
         return Segment(start, stop, group.learning_rate_factor, group.weight_decay, spec if whole else None)
 
     def _segments(self, left_alone: set[nn.Parameter]) -> list[Segment]:
-        """Segments that are updated now, as `Gradients.left_alone` has it."""
+        """Segments that are updated now: all except those of `Gradients.left_alone`."""
         return [replace(segment, missed_updates=missed) if (missed := self._missed.get(spec.name)) else segment
                 for spec, segment in self._groups if spec.parameter not in left_alone]
 
@@ -313,7 +313,7 @@ def _overlap(interval: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def uncut_places(gradients: Gradients) -> list[tuple[int, int]]:
-    """Elements of the buffer that no bucket may cut: gradients whose update needs all of them, in order."""
+    """Elements of the buffer that buckets must not cut: gradients whose update needs the full tensor, in order."""
     return sorted(gradients.places[spec.parameter] for spec in gradients.owned_specs()
                   if spec.whole and spec.parameter.numel())
 
@@ -330,8 +330,8 @@ def state_places(gradients: Gradients, rules: Rules, buckets: Sequence[Bucket]) 
 
 
 def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) -> tuple[Optim, Offload]:
-    """`optim` with the share of hybrid resolved, and its offload with auto replaced: by the size of the states
-    (`ranvier.config.resolve`), for an engine of which no memory is predicted. Half of what is free is left to
+    """`optim` with the share of hybrid resolved, and its offload with auto replaced according to the size of the states
+    (`ranvier.config.resolve`), for an engine without predicted memory. Half of the free memory is left for
     activations."""
     free = free_bytes(device) if device.type == "cuda" else 0
     if optim.offload == "hybrid" and optim.offload_share == "auto":
@@ -343,8 +343,8 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:
-    """Bytes of the buffers from which shares of parameters are sent, where each member of a chunk's group updates its
-    own."""
+    """Bytes of the buffers from which shares of parameters are sent, if each member of a chunk's group updates its own
+    share."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     gathered = sum(len(chunk.group.ranks) > 1 and chunk.shares is None for chunk in chunks)
     return min(MAX_COLLECTIVES, gathered) * _largest_share(chunks) * itemsize
@@ -368,7 +368,7 @@ def _flatten(gradients: Gradients) -> Tensor:
 
 
 def _move_into(weights: Tensor, places: Mapping[nn.Parameter, tuple[int, int]]) -> None:
-    """Parameters become views of `weights`, with the values that they have."""
+    """Make parameters views of `weights`, with their values copied."""
     for parameter, (start, stop) in places.items():
         place = weights[start:stop].view(parameter.shape)
         place.copy_(parameter.detach())
@@ -379,7 +379,7 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
                         optimizer: FlatOptimizer | None) -> dict[str, dict[str, list[Tensor]]]:
     """Tensors that persist between steps: {"device": {category: tensors}, "host": {...}}.
 
-    Frozen parameters and those outside the flat buffer count as parameters too. On a CPU as the device, offloaded
+    Frozen parameters and those outside the flat buffer count as parameters too. If the device is a CPU, offloaded
     states count as the host's.
     """
     device = {"parameters": [*parameters, *([optimizer.weights] if optimizer else [])], "gradients": [gradients.flat]}
@@ -399,6 +399,6 @@ def tensors_by_category(parameters: Sequence[Tensor], gradients: Gradients,
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes behind `tensors`, each storage once."""
+    """Bytes of the storages of `tensors`, each counted once."""
     storages = [stored.untyped_storage() for tensor in tensors for stored in stored_tensors(tensor)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

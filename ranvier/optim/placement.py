@@ -1,17 +1,17 @@
 """Placement of optimizer states while parameters are updated bucket by bucket.
 
-    Resident   states on the device: bucket after bucket, nothing moves
+    Resident   states on the device: bucket after bucket, nothing is copied
     Streamed   states in host memory; up to d buckets of them on the device at once:
 
                    copy in     | 0 | 1 | 2 | 3 |
                    update          | 0 | 1 | 2 | 3 |          three streams on CUDA, one after the other on CPU
                    copy out            | 0 | 1 | 2 | 3 |
 
-    OnHost     states and a master copy in host memory, updated there; gradients go out, new parameters come in
+    OnHost     states and a master copy in host memory, updated there; gradients are copied out, new parameters in
     Hybrid     states of some buckets are Resident, those of the others Streamed
 
-(AxoNN, section V-B, has the second with one bucket in flight.) All hold the same numbers: bucket for bucket the same
-rule sees the same values. With a CPU as the device the copies are real copies, so that memory and order are the same.
+(AxoNN, section V-B, has the second with one bucket in flight.) All give the same numbers: for each bucket the same
+rule sees the same values. If the device is a CPU, the copies are real copies, so that memory and order are the same.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Update:
 
 GradientsOf = Callable[[Bucket], Tensor]
 _FOLLOWED, _FOLLOWED_ON_CPU = 1 << 22, 1 << 14
-"""So many elements of master copies are compared with their parameters at once, in memory that nobody predicts."""
+"""Number of elements of master copies that are compared with their parameters at a time, in unpredicted memory."""
 
 
 def _undo_if_skipped(skip: Tensor | None, written: Sequence[Tensor], call: Callable[..., None], *args: object,
                      **named: object) -> None:
-    """`call`, and `written` is as it was before where `skip` is 1: for what cannot skip by itself. The same operations
-    run either way, so nobody waits, and a step that is not skipped has the same bits."""
+    """Run `call`, and restore `written` if `skip` is 1: for rules that cannot skip. The same operations run either way,
+    so there is no synchronization, and a step that is not skipped is bit-identical."""
     if skip is None:
         call(*args, **named)
         return
@@ -69,9 +69,9 @@ def _undo_if_skipped(skip: Tensor | None, written: Sequence[Tensor], call: Calla
 class _Flat:
     """Flat parameters and gradients of a rank, and its states in one place.
 
-    weights: [all elements], on the device. gradients: gives those of a bucket, on the device too. places: of all states
-    but copies of parameters. ema: decay of the moving average; 0 for none. master: whether there are master copies even
-    of parameters that are not in half precision.
+    weights: [all elements], on the device. gradients: returns those of a bucket, also on the device. places: of all
+    states except copies of parameters. ema: decay of the moving average; 0 for none. master: whether even parameters
+    that are not in half precision have master copies.
     """
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
@@ -87,29 +87,29 @@ class _Flat:
         sizes = dict.fromkeys(self._copies, size) | places.sizes
         self.states = {name: pinned_zeros(sizes[name], self._dtype) if on_host and weights.is_cuda
                        else torch.zeros(sizes[name], dtype=self._dtype, device=device) for name in self._names}
-        """Name -> [elements that have it], by `StatePlaces`; copies of parameters: [elements of all buckets]."""
+        """Name -> [elements with this state], by `StatePlaces`; copies of parameters: [elements of all buckets]."""
         self.workspace: dict[str, Tensor] = {}
-        """Device memory beside parameters, gradients and resident states."""
+        """Device memory in addition to parameters, gradients and resident states."""
         self.staging: Sequence[Tensor] = ()
-        """Host memory beside the states."""
-        for name in self._copies:  # an average is that before the first update
+        """Host memory in addition to the states."""
+        for name in self._copies:  # before the first update an average is the parameters
             for piece in self._pieces:
                 self._bucket_state(piece, name).copy_(weights[piece.start:piece.stop])
 
     def states_of(self, bucket: Bucket, start: int, stop: int) -> dict[str, Tensor]:
-        """Name -> the states of elements [start, stop), which lie in `bucket`; "master" where parameters have a copy of
-        their own, and "ema" where they are averaged. Views of what lives."""
+        """Name -> the states of elements [start, stop), which are in `bucket`; "master" if parameters have master
+        copies, and "ema" if they are averaged. Views of the live states."""
         at = bucket.state + start - bucket.start
         return {name: self.states[name][at:at + stop - start] for name in self._copies} | {
             name: self.states[name][self._places.slice_of(name, start, stop)] for name in self._places.sizes}
 
     def homes(self) -> Sequence[tuple[Literal["device", "host"], Mapping[str, Tensor]]]:
-        """Places of the states: (place, name -> all of them there)."""
+        """Places of the states: (place, name -> all states there)."""
         return [(self._home, self.states)]
 
     def take_parameters(self, start: int, stop: int) -> bool:
-        """Master copies of elements [start, stop) become what the parameters are now, where someone has written them;
-        whether anyone has."""
+        """Update master copies of elements [start, stop) from parameters that have been written; returns whether any
+        have."""
         found = False
         for piece in self._pieces if "master" in self.states else ():
             first, last = max(start, piece.start), min(stop, piece.stop)
@@ -132,8 +132,8 @@ class _Flat:
 
     def _apply(self, bucket: Bucket, update: Update, parameters: Tensor, gradients: Tensor,
                states: Mapping[str, Tensor]) -> None:
-        """The rules on each segment of a bucket. All tensors hold the bucket's elements, from 0. states: by name, those
-        of the bucket."""
+        """Apply the rules to each segment of a bucket. All tensors hold the bucket's elements, from 0. states: those of
+        the bucket, by name."""
         rules = self._rules
         firsts = {name: self._part(bucket, name).start for name in self._places.sizes}
         tensors: dict[str, TensorUpdate] = {}
@@ -165,12 +165,12 @@ class _Flat:
             _undo_if_skipped(update.skip, written, rules.tensors.update_tensors, tensors)
 
     def share_room(self, other: _Flat) -> None:
-        """Both widen gradients in the same memory, one after the other on the device's own stream."""
+        """Let both widen gradients in the same memory, one after the other on the device's main stream."""
         self.workspace = other.workspace
         self._largest = other._largest = max(self._largest, other._largest)
 
     def _scaled_gradients(self, bucket: Bucket, factor: float | Tensor) -> Tensor:
-        """The bucket's gradients times `factor` in the states' format: in place where they have it already."""
+        """The bucket's gradients times `factor` in the states' dtype: in place if they already have it."""
         gradients = self._gradients(bucket)
         if gradients.dtype is not self._dtype:
             if "gradients" not in self.workspace:
@@ -179,7 +179,7 @@ class _Flat:
         return gradients.mul_(factor) if isinstance(factor, Tensor) or factor != 1.0 else gradients
 
     def _finish_bucket(self, bucket: Bucket, update: Update, states: dict[str, Tensor]) -> None:
-        """The update itself, on the device, from states that are there."""
+        """Compute the update on the device, from states that are there."""
         weights = self._weights[bucket.start:bucket.stop]
         gradients = self._scaled_gradients(bucket, update.factor)
         self._apply(bucket, update, states.get("master", weights), gradients, states)
@@ -190,17 +190,17 @@ class _Flat:
             _copy_updated(weights, states["master"], bucket, update)
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """These buckets, in this order, are the next that will be updated. They replace those of an earlier call.
-        Nothing to do here: states are where they are updated."""
+        """Announce that these buckets are updated next, in this order; replaces an earlier call. Nothing to do here:
+        states are where they are updated."""
 
     def synchronize(self) -> None:
-        """Return when states may be read and written by the host. Nothing to do here: states are the host's own, or on
+        """Return when states may be read and written by the host. Nothing to do here: states are in host memory, or on
         the device in order with updates."""
 
 
 def _copy_updated(weights: Tensor, master: Tensor, bucket: Bucket, update: Update, *, non_blocking: bool = False
                   ) -> None:
-    """New parameters from their master copies. Frozen ones stay as they are: whoever froze them may have set them."""
+    """Copy master copies to new parameters. Frozen ones stay unchanged: they may have been set after freezing."""
     for segment in within(update.segments, bucket.start, bucket.stop):
         span = slice(segment.start - bucket.start, segment.stop - bucket.start)
         weights[span].copy_(master[span], non_blocking=non_blocking)
@@ -210,11 +210,11 @@ class Resident(_Flat):
     """States on the device."""
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """Update `buckets`, whose gradients are reduced, one for each turn of the caller's loop. On the device's own
-        stream their parameters are new from then on."""
+        """Update `buckets`, whose gradients are reduced, one for each iteration of the caller's loop. On the device's
+        main stream their parameters are new from then on."""
         # In one piece where possible: fewer launches, and a CPU gains nothing from buckets that fit its cache.
-        # Gradients that have to be widened first, and copies of what a skipped step leaves alone, have room for one
-        # bucket only.
+        # Gradients that must be widened first, and backups for a step that may be skipped, have memory for one bucket
+        # only.
         copies = update.skip is not None and (bool(self._ema) or not skips_by_itself(self._rules))
         whole = bool(buckets) and not copies and self._gradients(buckets[0]).dtype is self._dtype
         for bucket in join_buckets(buckets) if whole else buckets:
@@ -224,7 +224,7 @@ class Resident(_Flat):
 
 @dataclass(eq=False)
 class _Slot:
-    """Room for one bucket's states on the device, and when it may be used again."""
+    """Device memory for one bucket's states, and the event after which it may be reused."""
 
     tensors: dict[str, Tensor]
     bucket: int | None = None
@@ -248,14 +248,14 @@ class Streamed(_Flat):
         self._in, self._out = _stream(weights), _stream(weights)
         for stream in (self._in, self._out):
             if stream is not None:
-                for tensor in room.values():  # a copy may still be under way when this object is dropped
+                for tensor in room.values():  # a copy may still be in flight when this object is dropped
                     tensor.record_stream(stream)
         self._queue: list[Bucket] = []
 
     def prefetch(self, buckets: Sequence[Bucket]) -> None:
-        """Copies in as many as there is room for; the rest follow as slots become free."""
+        """Copy in as many as there are slots for; the rest follow as slots become free."""
         if self._in is not None and self._out is not None:
-            self._in.wait_stream(self._out)  # what the last step has written is read again
+            self._in.wait_stream(self._out)  # the last step's writes are read again
             self._in.wait_stream(torch.cuda.current_stream(self._weights.device))
         for slot in self._slots:
             slot.bucket = None
@@ -311,8 +311,8 @@ class Streamed(_Flat):
 
 
 class Hybrid:
-    """States of the buckets `on_device` there, those of the buckets `on_host` streamed. Each list has its own places,
-    and states numbered from 0 (`split_by_share`)."""
+    """States of the buckets `on_device` are resident, those of the buckets `on_host` streamed. Each list has its own
+    places, and states numbered from 0 (`split_by_share`)."""
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, *, on_device: Sequence[Bucket],
                  on_host: Sequence[Bucket], places: Callable[[Sequence[Bucket]], StatePlaces], in_flight: int,
@@ -360,8 +360,8 @@ class _Staging:
     gradients: Tensor
     weights: Tensor
     arrived: torch.cuda.Event | None = None
-    """When the gradients are there. Their copy has waited for the device's own stream, so the parameters that were in
-    this memory before have left it, too."""
+    """Event of the gradients' arrival. Their copy has waited for the device's main stream, so the parameters that were
+    in this memory before have been copied out, too."""
 
 
 class OnHost(_Flat):
@@ -383,7 +383,7 @@ class OnHost(_Flat):
         self._out = _stream(weights)
 
     def update(self, buckets: Sequence[Bucket], update: Update) -> Iterator[Bucket]:
-        """The gradients of the next buckets go out while the host updates this one."""
+        """Copy out the gradients of the next buckets while the host updates this one."""
         depth = len(self._stagings)
         for place, bucket in enumerate(buckets):
             for ahead in buckets[place + depth - 1 if place else 0:place + depth]:
@@ -423,7 +423,7 @@ def _host_of(weights: Tensor) -> torch.device:
 
 
 def _stream(weights: Tensor) -> torch.cuda.Stream | None:
-    """A stream of its own on the device of `weights`; None on a CPU, where copies need none."""
+    """A new stream on the device of `weights`; None on a CPU, where copies need none."""
     return torch.cuda.Stream(weights.device) if weights.is_cuda else None
 
 

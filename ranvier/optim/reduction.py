@@ -1,13 +1,13 @@
-"""The sums of chunks over their groups: in which format they travel, in what memory, and how many at once.
+"""The sums of chunks over their groups: the dtype in which they are sent, their memory, and their number in flight.
 
-At most `in_flight` reductions that work in memory of their own are under way, however late a peer is, and have such
-memory in turn. Where half-precision sums come in two halves, with in_flight 3:
+At most `in_flight` reductions that use their own memory are in flight, however late a peer is, and use such memory in
+turn. With half-precision sums, which have two halves, and in_flight 3:
 
     scatter        | 0 | 1 | 2 | 3 | 4 |      before scatter 3 begins, 0 has been gathered, and gather 1 has begun
     gather                 | 0 | 1 | 2 |
 
-Where rows or columns take part, each has a part of one gradient, such as that of a norm's weight: these parts add up in
-fp32, as those of split weights do, and the sum is rounded once.
+If rows or columns take part, each has a part of one gradient, such as that of a norm's weight: these parts are summed
+in fp32, like those of split weights, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ranvier.optim.chunks import Chunk
 from ranvier.precision import is_half, wide
 
 MAX_COLLECTIVES = 4
-"""Reductions, and gathers of parameters, that may work in memory of their own at once. A replica that is that many
-chunks ahead of the slowest waits for it, as it would at the end of the step."""
+"""Number of reductions, and of gathers of parameters, that may use their own memory at the same time. A replica that
+is this many chunks ahead of the slowest waits for it, as it would at the end of the step."""
 
 
 class Reductions:
@@ -35,8 +35,8 @@ class Reductions:
 
     Args:
         chunks: all of them.
-        dtype: of the buffer. reduce_dtype: in which chunks travel that replicas alone add up.
-        in_flight: reductions that may work in memory of their own at once, 2 or more.
+        dtype: of the buffer. reduce_dtype: in which chunks that are summed over replicas only are sent.
+        in_flight: number of reductions that may use their own memory at the same time, 2 or more.
 
     `flat`, the buffer [elements of its memory], is set before the first reduction.
     """
@@ -50,10 +50,10 @@ class Reductions:
         self._memory: dict[tuple[int, str], Tensor] = {}
         self._under_way: dict[int, Chunk] = {}
         self.scatter = False
-        """Whether each member of a group gets the sums of its share alone."""
+        """Whether each member of a group gets only the sums of its share."""
 
     def begin(self, *, scatter: bool) -> None:
-        """A new batch: nothing is under way."""
+        """Begin a batch, with nothing in flight."""
         self._under_way.clear()
         self.scatter = scatter
 
@@ -62,11 +62,11 @@ class Reductions:
         return self.flat[start + chunk.offset:stop + chunk.offset]
 
     def start(self, chunk: Chunk, tables: Sequence[TouchedRows] = ()) -> None:
-        """Start the sum of one chunk over its group, in the format in which it travels.
+        """Start the sum of one chunk over its group, in the dtype in which it is sent.
 
-        In half precision, shares are summed by their member; who wants the whole collects the shares then.
+        In half precision, shares are summed by their member; members that need the full sum then gather the shares.
 
-        tables: those in it of which only some rows need to be summed; where that pays, all members get all sums.
+        tables: those in it for which only some rows need to be summed; if packing pays, all members get all sums.
         """
         whole, needs = self.flat_slice(chunk, chunk.start, chunk.stop), self._workspace_bytes(chunk, self.scatter)
         packed = PackedChunk(whole, chunk.start, tables) if tables else None
@@ -97,11 +97,11 @@ class Reductions:
             chunk.work.wait()
 
     def forget(self) -> None:
-        """Forget reductions that have been waited for: their memory is free."""
+        """Forget reductions that were waited for: their memory is free."""
         self._under_way.clear()
 
     def summed_chunks(self) -> Iterator[Chunk]:
-        """The chunks that keep their memory and are summed here, in order, each as soon as its sum is there."""
+        """The chunks that keep their memory and are summed here, in order, each as soon as its sum is available."""
         gathering: Chunk | None = None
         for chunk in (chunk for chunk in self._chunks if not chunk.reused):
             ready: Chunk | None = chunk
@@ -112,7 +112,7 @@ class Reductions:
                 if ready is None:
                     continue
                 ready.work.wait()
-            elif gathering is not None:  # a packed chunk has no second half; the one before comes first all the same
+            elif gathering is not None:  # a packed chunk has no second half, but the previous chunk still comes first
                 gathering.work.wait()
                 yield gathering
                 gathering = None
@@ -123,19 +123,19 @@ class Reductions:
             yield gathering
 
     def _collect(self, chunk: Chunk) -> None:
-        """All shares of `chunk` have been summed: start collecting them."""
+        """Start gathering the shares of `chunk`, all of which have been summed."""
         assert chunk.gather is not None
         chunk.work, chunk.gather = chunk.gather(), None
 
     # ------------------------------------------------------------------ memory
 
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:
-        """The number format in which `chunk` travels."""
+        """The number format in which `chunk` is sent."""
         return wide(self._reduce_dtype) if chunk.adds_parts else self._reduce_dtype
 
     def _workspace_bytes(self, chunk: Chunk, scatter: bool) -> dict[str, int]:
-        """Bytes that the reduction of `chunk` works in, beside its gradients: a copy in the format that travels, the
-        share that is summed here, and room for what arrives (`passing` where the group takes it by itself)."""
+        """Bytes that the reduction of `chunk` uses in addition to its gradients: a copy in the dtype that is sent, the
+        share that is summed here, and a receive buffer (`passing` if the group allocates it)."""
         size, members, dtype = chunk.stop - chunk.start, len(chunk.group.ranks), self._dtype_of(chunk)
         if members == 1 or not size or chunk.sent_to_owner:
             return {}
@@ -147,9 +147,8 @@ class Reductions:
         return {name: needed for name, needed in found.items() if needed}
 
     def _next_slot(self, chunk: Chunk) -> int:
-        """The number of the memory that `chunk` has in its turn. Who had it before must be done, and who has it next
-        must have been summed: both are waited for in the order of chunks, the same on every replica, whoever is
-        late."""
+        """The number of the memory that `chunk` uses. The previous user of it must be done, and the next user must have
+        been summed: both are awaited in the order of chunks, the same on every replica, whichever is late."""
         waiting = self._under_way
         if len(waiting) == self._in_flight:
             self.wait(waiting.pop(next(iter(waiting))))
@@ -170,8 +169,8 @@ class Reductions:
         return self._memory[slot, name][:elements * dtype.itemsize].view(dtype)
 
     def _needing(self, scatter: bool) -> list[tuple[Chunk, dict[str, int]]]:
-        """The chunks whose reductions work in memory beside the gradients, and in how much. There may be tens of
-        thousands, of a few sizes: chunks that are alike are counted once."""
+        """The chunks whose reductions use memory in addition to the gradients, and how much. There may be tens of
+        thousands of chunks, of a few sizes: equal chunks are counted once."""
         known: dict[object, dict[str, int]] = {}
         found = []
         for chunk in self._chunks:
@@ -183,8 +182,8 @@ class Reductions:
         return found
 
     def bytes(self, *, scatter: bool) -> tuple[int, int]:
-        """Bytes of reductions beside the buffer, with as many in flight as may be: memory that stays, and what groups
-        take meanwhile."""
+        """Bytes of reductions in addition to the buffer, with the maximum number in flight: persistent memory, and the
+        temporary memory of groups."""
         needing = self._needing(scatter)
         slots = max(min(self._in_flight, sum(not chunk.reused for chunk, _ in needing)),
                     any(chunk.reused for chunk, _ in needing))
@@ -192,12 +191,12 @@ class Reductions:
         return slots * sum(_largest(needing).values()), sum(passing[:slots])
 
     def widened_bytes(self, *, scatter: bool) -> int:
-        """Bytes of a sum of half precision and of what is added to it, both in fp32, where this rank adds itself."""
+        """Bytes of a half-precision sum and of its summand, both in fp32, if this rank does the addition itself."""
         return 2 * 4 * max((min(needs["share"] // 2, PIECE_ELEMENTS) for chunk, needs in self._needing(scatter)
                             if "room" in needs and is_half(self._dtype_of(chunk))), default=0)
 
     def forget_buffers(self) -> None:
-        """Give that memory back."""
+        """Free the work buffers."""
         self._memory.clear()
 
     @property
@@ -207,7 +206,7 @@ class Reductions:
 
 
 def _largest(needing: Sequence[tuple[Chunk, dict[str, int]]]) -> Counter[str]:
-    """Bytes of the memory that reductions have in turn, for one of them."""
+    """Bytes of one piece of the memory that reductions use in turn."""
     found: Counter[str] = Counter()
     for _, needs in needing:
         for name, needed in needs.items():
@@ -217,25 +216,25 @@ def _largest(needing: Sequence[tuple[Chunk, dict[str, int]]]) -> Counter[str]:
 
 
 def _gather(group: Group, whole: Tensor, sent: Tensor, share: Tensor) -> Work:
-    """Start collecting all shares of a chunk into its place, by way of what was sent where formats differ."""
+    """Start gathering all shares of a chunk into its place, through the sent copy if formats differ."""
     work = group.all_gather(sent, share)
     return work if sent is whole else ChainedWork(work, lambda: whole.copy_(sent))
 
 
 # --- sums of some rows ------------------------------------------------------------------------------------------------
 
-# Sums of lookup tables' gradients over replicas: of the rows that some replica has added to, and of no others.
+# Sums of lookup tables' gradients over replicas: only of the rows that some replica has added to.
 #
 #     replica 0   rows 3 and 7        all-reduce of one byte a row: 3, 7, 9        all-reduce of three rows
 #     replica 1   rows 7 and 9
 #
-# All other rows are zero everywhere, and stay so. Whether it pays is decided by counts that all replicas have alike. A
-# replica that cannot vouch for its zeros (autograd, or a user, added to the gradient too; or no loss has reached it,
-# which it says by the sign of zero) says so in one more byte, and everything is summed.
+# All other rows are zero everywhere, and stay so. Whether it pays is decided by counts that are the same on all
+# replicas. A replica that cannot guarantee its zeros (autograd, or a user, added to the gradient too; or no loss has
+# reached it, which the sign of zero signals) reports this in one more byte, and everything is summed.
 
 
 _ROWS_PER_FOUND = 4
-"""A table's rows are told apart where at most one of so many was found: packing copies twice."""
+"""A table's rows are packed if at most one of this many was found, since packing copies twice."""
 
 
 class TouchedRows:
@@ -249,23 +248,23 @@ class TouchedRows:
         self.additions = 0
         """Calls of `add`; each has written to the gradient once."""
         self.found: Tensor | None = None
-        """Rows that are not zero on some replica, rising; None: any may be, or there are too many."""
+        """Rows that are not zero on some replica, ascending; None: any may be nonzero, or there are too many."""
         self.decided = False
         self._touched = torch.zeros(rows + 1, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """A new batch."""
+        """Begin a batch."""
         self._touched.zero_()
         self.additions, self.found, self.decided = 0, None, False
 
     def add(self, rows: Tensor) -> None:
-        """Something was added to these rows."""
+        """Note that these rows were added to."""
         self._touched[rows.long()] = 1
         self.additions += 1
 
     def agree(self, group: Group, *, any_row: bool) -> None:
-        """The same `found` on all members. any_row: whether rows here may be other than +0.0 that `add` was not told.
-        Collective; waits."""
+        """Agree on the same `found` on all members. any_row: whether rows that were not passed to `add` may differ from
+        +0.0 here. Collective; waits."""
         self._touched[-1] = any_row
         group.all_reduce(self._touched, "max").wait()
         found = self._touched[:-1].nonzero().reshape(-1)
@@ -274,7 +273,7 @@ class TouchedRows:
 
 
 class PackedChunk:
-    """Elements of a chunk that are summed: all that is in no table's whole rows, and the found rows.
+    """Elements of a chunk that are summed: all outside the full rows of tables, and the found rows.
 
     gradients: the chunk's, which begin at `start` in the buffer. tables: those with found rows.
     """
@@ -293,10 +292,10 @@ class PackedChunk:
         self._rest = [gradients[first - start:last - start] for first, last in list(pairwise([*edges, stop]))[::2]]
         self.size = sum(map(len, self._rest)) + sum(len(rows) * block.shape[1] for block, rows in self._rows)
         self.pays = 2 * self.size <= len(gradients)
-        """Whether so little is left that packing costs less than sending zeros; the same on all members."""
+        """Whether few enough elements are left that packing costs less than sending zeros; the same on all members."""
 
     def take(self) -> Tensor:
-        """[size]: a copy of what is summed."""
+        """[size]: a copy of the elements to be summed."""
         return torch.cat([*self._rest, *(block.index_select(0, rows).reshape(-1) for block, rows in self._rows)])
 
     def put(self, sums: Tensor) -> None:

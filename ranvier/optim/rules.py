@@ -4,7 +4,7 @@
     TensorRule        Muon, Adafactor         whole tensors by name; it may leave some of them to AdamW
 
 A rule depends neither on where states are stored, nor on buckets, nor on the mesh: `TensorUpdate` gathers and sums for
-it. A rule of a user's is named `module:name` (docs/optimizers.md); `ranvier.testing.rules.check_rule` checks it.
+it. A user's rule is named `module:name` (docs/optimizers.md); `ranvier.testing.rules.check_rule` checks it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _RESERVED = ("parameter", "master", "buffer", "random", "object", EMA, "start", 
 
 
 class ElementwiseRule(Protocol):
-    """Updates flat tensors in place, each element by itself. Pieces of several parameters may come in one call."""
+    """Updates flat tensors in place, each element independently. One call may have pieces of several parameters."""
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states of each element, by torch.optim's names where it has them. All start at zero."""
+        """Names of the states of each element, as in torch.optim if it has them. All start at zero."""
 
     def update(self, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *, step: int,
                learning_rate: float, weight_decay: float) -> None:
-        """Update number `step` (from 1) of these elements: updates that left them alone, because they were frozen or no
-        loss reached them, do not count. All tensors: [n], one device."""
+        """Make update number `step` (from 1) of these elements: updates that skipped them, because they were frozen or
+        no loss reached them, do not count. All tensors: [n], one device."""
 
 
 @runtime_checkable
 class SkippingRule(Protocol):
-    """An `ElementwiseRule` that can leave all tensors as they are, as a number on their device says. For other rules
-    a copy of a bucket's parameters and states is kept until that is known."""
+    """An `ElementwiseRule` that can leave all tensors unchanged, depending on a number on their device. For other rules
+    a copy of a bucket's parameters and states is kept until that number is known."""
 
     def update_unless(self, skip: Tensor, parameters: Tensor, gradients: Tensor, states: dict[str, Tensor], *,
                       step: int, learning_rate: float, weight_decay: float) -> None:
@@ -63,12 +63,12 @@ class TensorRule(Protocol):
     """Updates whole tensors in place, by name."""
 
     def applies_to(self, name: str, shape: tuple[int, ...], *, in_layer: bool) -> bool:
-        """Whether it updates this parameter; AdamW updates the others. in_layer: whether its block belongs to a layer
-        of the model, and is not an embedding or head."""
+        """Whether the rule updates this parameter; AdamW updates the others. in_layer: whether the parameter's block is
+        a layer of the model, not an embedding or head."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...] | None]:
-        """The states of a parameter of this shape, and their shapes. None stands for the parameter's own, which is
-        split over rows and columns as the parameter is; other states are whole on each rank. All start at zero."""
+        """The states of a parameter of this shape, and their shapes. None means the parameter's shape; such a state is
+        split over rows and columns like the parameter. Other states are full on each rank. All start at zero."""
 
     def update_tensors(self, tensors: Mapping[str, TensorUpdate]) -> None:
         """Update these parameters, by name. With rows and columns every rank of a stage passes the same names in the
@@ -124,7 +124,7 @@ class SGD:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Assignment of rules to parameters: `elementwise` updates all that `tensors` does not."""
+    """Assignment of rules to parameters: `elementwise` updates all parameters that `tensors` does not."""
 
     elementwise: ElementwiseRule
     tensors: TensorRule | None = None
@@ -142,8 +142,8 @@ class Rules:
 
 
 def states_per_element(rules: Rules, parameters: Iterable[Parameter]) -> float:
-    """Numbers that the optimizer keeps for each element of these parameters, on average; no master copies. Tied
-    parameters count once."""
+    """Average number of state values that the optimizer keeps for each element of these parameters, without master
+    copies. Tied parameters count once."""
     if rules.tensors is None:
         return len(rules.elementwise.states)
     elements, states = 0, 0
@@ -155,8 +155,8 @@ def states_per_element(rules: Rules, parameters: Iterable[Parameter]) -> float:
 
 
 def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
-    """Operations of one update of these parameters, beside what every element costs: what a tensor rule's `flops` says,
-    which it need not have."""
+    """Operations of one update of these parameters, in addition to those for every element: from a tensor rule's
+    `flops`, which is optional."""
     flops = getattr(rules.tensors, "flops", None)
     if flops is None:
         return 0.0
@@ -165,8 +165,8 @@ def update_flops(rules: Rules, parameters: Iterable[Parameter]) -> float:
 
 
 def working_bytes(rules: Rules, specs: Iterable[GradientSpec], elements: int, element_bytes: int) -> int:
-    """Most bytes that an update allocates beside these parameters and their states: what the `working_bytes` of the
-    rules say, which they need not have. elements: most that an elementwise rule updates at once."""
+    """Peak bytes that an update allocates in addition to these parameters and their states: from the rules'
+    `working_bytes`, which are optional. elements: the most that an elementwise rule updates in one call."""
     elementwise = getattr(rules.elementwise, "working_bytes", lambda *_: 0)(elements, element_bytes)
     of_tensor = getattr(rules.tensors, "working_bytes", lambda *_: 0)
     return max([elementwise, *(of_tensor(spec.whole_shape, tuple(spec.parameter.shape), element_bytes)
@@ -174,13 +174,13 @@ def working_bytes(rules: Rules, specs: Iterable[GradientSpec], elements: int, el
 
 
 def skips_by_itself(rules: Rules) -> bool:
-    """Whether all rules are `SkippingRule`s, so that nothing is copied for a step that is skipped."""
+    """Whether all rules are `SkippingRule`s, so that nothing is copied in case a step is skipped."""
     return rules.tensors is None and isinstance(rules.elementwise, SkippingRule)
 
 
 def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
-    """The rules that `optim.algorithm` names, for parameters of this format. ConfigError for a user's object that is no
-    rule."""
+    """The rules that `optim.algorithm` names, for parameters of this dtype. ConfigError for a user's object that is not
+    a rule."""
     match optim.algorithm:
         case "adamw":
             return Rules(elementwise=AdamW(optim))
@@ -194,7 +194,7 @@ def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
                 compute_dtype=torch.bfloat16 if is_half(dtype) else None))
         case "adafactor":
             return Rules(elementwise=AdamW(optim), tensors=Adafactor())
-    # Those of an object that a run names `module:name`.
+    # The rules of an object that a run names `module:name`.
     text, elementwise = optim.algorithm, ("states", "update()")
     tensors = ("applies_to()", "state_shapes()", "update_tensors()")
     found = load_object(text, "optim.algorithm", (), optim.options)
@@ -212,7 +212,7 @@ def rules_of(optim: Optim, dtype: torch.dtype = torch.float32) -> Rules:
 
 
 def check_state_name(name: str, rule: str) -> None:
-    """ConfigError for a name that a state of a rule cannot have."""
+    """Raise a ConfigError for a name that a state of a rule cannot have."""
     if name in _RESERVED:
         raise ConfigError(f"has a state named {name}, which checkpoints use for something else",
                           code="update-rule-state-name", where="optim.algorithm", value=rule,
@@ -221,11 +221,11 @@ def check_state_name(name: str, rule: str) -> None:
 
 # --- moving averages --------------------------------------------------------------------------------------------------
 
-# Exponential moving average (EMA) of parameters: a state of the optimizer, which lies where the others lie.
+# Exponential moving average (EMA) of parameters: a state of the optimizer, stored with the others.
 #
 # After update t the average is decay x average + (1 - decay) x parameters; after the first it is the parameters, as in
 # torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn. It is in fp32 (fp64 for fp64 parameters), and averages
-# the master copies where there are some. As a state it is sharded, offloaded, saved and moved as the moments are.
+# the master copies if there are any. As a state it is sharded, offloaded, saved and moved like the moments.
 
 
 def averages_of(optim: Optim) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ def averages_of(optim: Optim) -> tuple[str, ...]:
 
 
 def update_average(average: Tensor, parameters: Tensor, *, step: int, decay: float) -> None:
-    """Update number `step` (from 1) of all elements of a bucket, those of frozen parameters too."""
+    """Make update number `step` (from 1) of all elements of a bucket, including those of frozen parameters."""
     if step == 1:
         average.copy_(parameters)
     else:

@@ -1,18 +1,19 @@
 """Updates parameters from the gradients of a batch, or skips the step on all ranks.
 
-Where nothing may skip or shorten the step, a chunk is updated as soon as it is reduced, while the next one is still
-under way:
+If nothing may skip or clip the step, a chunk is updated as soon as it is reduced, while the next one is still being
+reduced:
 
     reduce   | 0 | 1 | 2 | 3 |
     update       | 0 | 1 | 2 | 3 |
 
-Clipping needs the norm of everything, and an overflow or a bad step anywhere skips the step everywhere. With any of
-these, all chunks are reduced first, (norm, overflow, bad) becomes one status over all ranks, and then updates follow:
+Clipping needs the norm of all gradients, and an overflow or a bad step anywhere skips the step everywhere. With any of
+these, all chunks are reduced first, (norm, overflow, bad) is combined into one status over all ranks, and updates
+follow:
 
     reduce   | 0 | 1 | 2 | 3 |         | status  |
-    update   states of the first buckets come in | 0 | 1 | 2 | 3 |
+    update   states of first buckets copied in   | 0 | 1 | 2 | 3 |
 
-With one microbatch blocks may be updated while the backward still runs, and share one piece of memory for gradients:
+With one microbatch, blocks may be updated while the backward still runs, and share one piece of memory for gradients:
 
     backward | head | layer 7 |          | layer 6 |          |
     reduce, update            | head     |         | layer 7  | ...
@@ -51,12 +52,12 @@ from ranvier.schedule.spans import Timeline
 from ranvier.system.pinned_memory import HostCopy
 
 _MAX_WEIGHT_RATIO = 8
-"""A batch is so many times as heavy as it was said to be: an initial loss scale does not fit it."""
+"""Largest ratio of a batch's weight to its nominal weight at which the initial loss scale is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Judgement of a step. bad: why it is a bad one, or None. overflow: whether a gradient was not finite in fp16."""
+    """Judgement of a step. bad: why the step is bad, or None. overflow: whether a gradient was not finite in fp16."""
 
     bad: str | None = None
     overflow: bool = False
@@ -67,10 +68,10 @@ class GradientStatus:
     """Facts about a batch's gradients, equal on every rank.
 
     squared_norm: [1] fp64, of the gradients of the mean loss, being summed over all ranks by `work`.
-    factor: what turns the buffer's gradients into those of the mean loss.
-    may_update: whether parameters may be updated, for all that the host knows.
-    verdict: gives the judgement of the step. is_undecided: whether it waits for a norm that is still on the device;
-        `may_update` is true then.
+    factor: converts the buffer's gradients to those of the mean loss.
+    may_update: whether parameters may be updated, as far as the host knows.
+    verdict: returns the judgement of the step. is_undecided: whether it waits for a norm that is still on the device;
+        `may_update` is then true.
     """
 
     squared_norm: Tensor
@@ -82,7 +83,7 @@ class GradientStatus:
 
     @property
     def bad(self) -> str | None:
-        """Why the step is a bad one, where a guard looks; None: it is not. May wait for the reduction."""
+        """Why the step is bad, according to the guard, if there is one; otherwise None. May wait for the reduction."""
         return self.verdict().bad
 
     @property
@@ -102,7 +103,7 @@ class GradientStatus:
 
     @property
     def norm_on_device(self) -> Tensor:
-        """The same, zero-dimensional, in order with what else runs on its device."""
+        """The same, zero-dimensional, in order with other work on its device."""
         self.work.wait()
         return self.squared_norm.sqrt().reshape(())
 
@@ -120,7 +121,7 @@ def _takes_names(optimizer: OptimizerFactory) -> bool:
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """ConfigError for an optimizer whose `step` must be given a closure, and for what is none."""
+    """ConfigError for an optimizer whose `step` requires a closure, and for an object that is not an optimizer."""
     if not callable(getattr(optimizer, "step", None)):
         raise ConfigError("returns no optimizer", code="optimizer-not-made", where="optimizer",
                           value=type(optimizer).__name__,
@@ -128,14 +129,14 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError("computes the loss several times in a step, by a closure, for which the batch would run "
-                          "again, and decides by the parameters of this rank", code="optimizer-needs-closure",
+                          "again, and makes decisions from the parameters of this rank", code="optimizer-needs-closure",
                           where="optimizer", value=type(optimizer).__name__,
                           remedy="Use an optimizer that takes one gradient.")
 
 
 def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientStatus | None, norm: float) -> Judged:
-    """Judge a step whose loss is good by its norm, and inform the guard and the loss scale. kept: of the batches before
-    it in the same step, of whose overflow the scale knows."""
+    """Judge a step whose loss is good by its norm, and inform the guard and the loss scale. kept: the status of earlier
+    batches in the same step, whose overflow the scale has counted."""
     if scale is None:
         return Judged(bad=None if guard is None else guard.judge(norm))
     overflow = not math.isfinite(norm)
@@ -147,25 +148,24 @@ def _judge_norm(guard: BadSteps | None, scale: LossScale | None, kept: GradientS
 
 
 class Updater:
-    """The gradients of a rank, and all ways from them to new parameters.
+    """The gradients of a rank, and all ways to update parameters from them.
 
     Args:
         specs: trainable parameters, in model order.
-        replicas: the ranks over which gradients without a group of their own are summed. ranks: a group of all ranks.
-        optim: how gradients add up, travel and are clipped, and what updates parameters where `own`.
-        optimizer: the user's torch optimizer for these parameters, where `own` is False; None for gradients only.
-        order: how the gradients of `specs` lie in their buffer and are cut (`Layout.flat_order`);
-            None cuts them here.
-        runs: blocks (their numbers) whose gradients have the same memory in turn; () where each has its own.
+        replicas: the ranks over which gradients without their own group are summed. ranks: a group of all ranks.
+        optim: how gradients are accumulated, sent and clipped, and how parameters are updated if `own`.
+        optimizer: the user's torch optimizer for these parameters, if `own` is False; None for gradients only.
+        order: order and chunks of the gradients of `specs` in their buffer (`Layout.flat_order`); None makes them here.
+        runs: blocks (their numbers) whose gradients use the same memory in turn; () if each has its own memory.
         weight: waits for the weight of the global batch, which is known some time after a rank's last forward.
-        progress: lets messages move; `Updater.progress` calls it, and so each bucket does.
+        progress: lets messages progress; called by `Updater.progress`, and so for each bucket.
         earlier_weight: that of the batches whose gradients `begin` has kept, known together with `weight`.
-        bad_steps: looks at each step before it is applied.
-        bad_loss: says before a step is applied what is bad about its loss, where no `bad_steps` looks; None applies
-            what there is.
-        users_names: name of a parameter -> those in the user's module, where they are others.
+        bad_steps: checks each step before it is applied.
+        bad_loss: returns what is bad about a step's loss before it is applied, if there is no `bad_steps`; None applies
+            every step.
+        users_names: name of a parameter -> its names in the user's module, if they differ.
 
-    Raises ConfigError for what cannot work together.
+    Raises ConfigError for settings that are incompatible.
     """
 
     def __init__(self, specs: Sequence[GradientSpec], replicas: Group, ranks: Group, *, optim: Optim, own: bool,
@@ -189,14 +189,14 @@ class Updater:
             reduce_dtype=reduce_dtype(optim, dtype), reuse=runs, allocate=False, order=order, keeps_strides=not own)
         owned = [spec.parameter for spec in self.gradients.owned_specs()]
         self.updates = own or optimizer is not None
-        """Whether anything updates parameters, on this rank or another."""
+        """Whether parameters are updated, on this rank or another."""
         self.in_backward, self.has_averages = optim.update_in_backward, own and bool(optim.ema)
         """Whether blocks are updated while the backward runs; whether moving averages of parameters are kept."""
         self.flat: FlatOptimizer | None = None
         if own:
             placed, offload = resolve_offload(optim, self.gradients, device)
             self.flat = FlatOptimizer(placed, self.gradients, bucket_size=bucket_size, offload=offload)
-        self.gradients.allocate()  # not before parameters have moved: they are there twice on the way
+        self.gradients.allocate()  # not before parameters have moved, which takes twice their memory
         self.users = None
         if optimizer is not None and owned:
             try:
@@ -208,14 +208,14 @@ class Updater:
                 raise ConfigError("picks none of the parameters that this rank trains", code="optimizer-picks-none",
                                   where="optimizer", value=len(owned),
                                   remedy="Freeze what it leaves out (requires_grad_(False)) before the engine is "
-                                         "built: on ranks that train nothing it is not called. Where another engine "
-                                         "trains that, as of a GAN, give it a group with lr=0.") from error
+                                         "built: on ranks that train nothing it is not called. If another engine "
+                                         "trains those, as for a GAN, add them in a group with lr=0.") from error
             refuse_closures(self.users)
             in_groups = {id(parameter) for group in getattr(self.users, "param_groups", ())
                          for parameter in group["params"]}
             if in_groups and in_groups.isdisjoint(id(parameter) for parameter in owned):
                 warnings.warn(f"optimizer: {type(self.users).__name__} has none of the parameters that it was given: "
-                              "unless it writes into them by itself, nothing trains here. Build it from its argument: "
+                              "unless it updates them anyway, nothing is trained here. Build it from its argument: "
                               "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)", stacklevel=2)
         self.masters = MasterCopies(self.users, owned) if self.users is not None and half else None
         self._scale = LossScale(scale=optim.initial_loss_scale, window=optim.loss_scale_window) \
@@ -237,24 +237,24 @@ class Updater:
 
     @property
     def _flat_optimizer(self) -> FlatOptimizer:
-        """Ranvier's optimizer, where there is one."""
+        """Ranvier's optimizer, which must exist."""
         assert self.flat is not None, "this engine has no optimizer of Ranvier's"
         return self.flat
 
     @property
     def bad_steps(self) -> BadSteps | None:
-        """The guard, which has judged all steps so far."""
+        """The guard, after it has judged all steps so far."""
         self._settle()
         return self._guard
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The scale of the next loss, in fp16. Waits for what the device has found at the step before."""
+        """The scale of the next loss, in fp16. Waits for the device's verdict on the previous step."""
         self._settle()
         return self._scale
 
     def _settle(self) -> None:
-        """The verdict that is still on the device is read; it was there before the device began the update."""
+        """Read the verdict that is still on the device; it was available before the device began the update."""
         undecided, self._undecided = self._undecided, None
         if undecided is not None:
             undecided()
@@ -266,8 +266,8 @@ class Updater:
         return (1.0 if scale is None else scale.scale) / self.nominal_weight
 
     def expect_weight(self, weight: float, *, divide_by_it: bool) -> None:
-        """In fp16: global batches have about this weight (a power of two). It becomes the nominal weight, or, without
-        `divide_by_it`, lowers a loss scale with which that would overflow; one that has been adapted stays."""
+        """In fp16: set the approximate weight of global batches (a power of two). It becomes the nominal weight or,
+        without `divide_by_it`, lowers an initial loss scale that would overflow with it; an adapted scale stays."""
         if divide_by_it:
             self.nominal_weight = weight
         elif (scale := self.loss_scale) is not None and scale.is_initial and (
@@ -277,8 +277,8 @@ class Updater:
     # ------------------------------------------------------------------ one batch
 
     def begin(self, step: int, *, updates: bool, keep: bool = False) -> None:
-        """A new batch, as step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep: whether
-        what `average` has left belongs to the same step."""
+        """Begin a batch of step `step` (from 1). updates: whether `finish` follows, rather than `average`. keep:
+        whether the gradients left by `average` belong to the same step."""
         self._kept, self._kept_status = (self.gradients.snapshot(), self._averaged) if keep else (None, None)
         if self.masters is not None:
             self.masters.forget_gradients()
@@ -294,7 +294,7 @@ class Updater:
             self.gradients.on_complete = self._update_run
 
     def finish(self) -> GradientStatus:
-        """All backwards have run: average the gradients, check them, and update unless they are refused."""
+        """After all backwards: average the gradients, check them, and update unless they are rejected."""
         if self.flat is not None and not self.in_backward:
             self.flat.prefetch()
         started, bad = time.monotonic_ns(), self._bad_before_update()
@@ -311,7 +311,7 @@ class Updater:
         return status
 
     def average(self) -> GradientStatus:
-        """All backwards have run: the gradients become those of the mean loss; nothing is updated."""
+        """After all backwards: convert the gradients to those of the mean loss, and update nothing."""
         if self.gradients.dtype is torch.float16:
             raise ConfigError("loses small gradients when they are unscaled in fp16", code="half-accumulation-in-fp16",
                               where="optim.accumulate", value="half",
@@ -331,8 +331,8 @@ class Updater:
         return self._bad_loss() if self._bad_loss is not None and self._weight() else None
 
     def apply(self) -> GradientStatus:
-        """Update from the gradients that `average` has left, and a user may have changed since; what is known of them
-        all, whichever batch of the step told of which. Collective where they are clipped."""
+        """Update from the gradients that `average` has left, which a user may have changed since. Returns the status of
+        all of them, from all batches of the step. Collective if they are clipped."""
         assert self._averaged is not None, "there are no averaged gradients"
         averaged = status = self._averaged
         let_go = not self.gradients.unapplied and all(
@@ -355,8 +355,8 @@ class Updater:
         return self._averaged is not None
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients that `average` has left, and a user may have changed since, so that their norm over all
-        ranks is at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does; the norm before. Collective."""
+        """Scale the gradients that `average` has left, which a user may have changed since, so that their norm over all
+        ranks is at most `max_norm`, like torch.nn.utils.clip_grad_norm_; returns the norm before. Collective."""
         assert self._averaged is not None, "there are no averaged gradients"
         self._take_edits()
         norm = self._recount(self._averaged).norm_on_device
@@ -366,19 +366,19 @@ class Updater:
         return norm
 
     def _take_edits(self) -> None:
-        """What a user has done with gradients, of parameters or of what the optimizer updates in their place."""
+        """Apply a user's changes of gradients, of parameters or of the master copies that the optimizer updates."""
         if self.masters is not None:
             self.masters.give_gradients()
         self.gradients.take_edits()
 
     def were_zeroed(self) -> bool | None:
-        """Of `Gradients.were_zeroed`, also by the user's optimizer."""
+        """See `Gradients.were_zeroed`; also for the user's optimizer."""
         if self.masters is not None:
             self.masters.give_gradients()
         return self.gradients.were_zeroed()
 
     def let_go(self) -> None:
-        """Of `Gradients.let_go`."""
+        """See `Gradients.let_go`."""
         self.gradients.let_go()
         if self.masters is not None:
             self.masters.take_gradients(1.0)
@@ -396,14 +396,14 @@ class Updater:
         return replace(status, squared_norm=norm, work=self._ranks.all_reduce(norm))
 
     def wait(self) -> None:
-        """Return when the parameters that other replicas update are here."""
+        """Return when the parameters that other replicas update have arrived."""
         if self.flat is not None:
             self.flat.finish()
         if self.masters is not None:
             self.masters.show()
 
     def progress(self) -> None:
-        """Let messages, reductions and gathers move."""
+        """Let messages, reductions and gathers progress."""
         self._move_messages()
         self.gradients.progress()
         if self.flat is not None:
@@ -417,8 +417,8 @@ class Updater:
         return self.nominal_weight / (weight * (1.0 if scale is None else scale.scale)) if weight else 0.0
 
     def _judge(self) -> GradientStatus:
-        """Wait for the weight of the batch and the reduction of all chunks, and start (where the step depends on it:
-        finish) the status."""
+        """Wait for the weight of the batch and the reduction of all chunks, and start the status (finish it, if the
+        step depends on it)."""
         started, weight = time.monotonic_ns(), self._weight()
         self.gradients.wait()
         started = self._timeline.add("reduce", "average", self._step, started)
@@ -432,9 +432,9 @@ class Updater:
         return status
 
     def _look(self, status: GradientStatus) -> GradientStatus:
-        """Whether the step overflows in fp16, or is a bad one; where neither can be, nobody waits for the norm, nor
-        where the device can skip a step by itself."""
-        guard = self.bad_steps  # which has judged the step before
+        """Check whether the step overflows in fp16, or is bad. If neither is possible, or the device can skip a step on
+        its own, the norm is not awaited."""
+        guard = self.bad_steps  # which has judged the previous step
         bad = guard.bad_loss() if guard is not None else self._bad_before_update()
         if bad is not None or (guard is None and self._scale is None):
             return replace(status, may_update=bad is None, verdict=partial(Judged, bad=bad))
@@ -465,8 +465,8 @@ class Updater:
         self._timeline.add("optimizer", "update", self._step, started)
 
     def _with_clipping(self, factor: float, status: GradientStatus | None = None) -> float | Tensor:
-        """`factor` times what clips the gradients, as torch.nn.utils.clip_grad_norm_ has it, by the norm of this status
-        or of the step before; on the device where that updates, so that nobody waits."""
+        """`factor` times the clipping coefficient, as in torch.nn.utils.clip_grad_norm_, from the norm of this status
+        or of the previous step; on the device if updates run there, to avoid a synchronization."""
         if not self._optim.clip_norm:
             return factor
         if self._clips_late:
@@ -478,8 +478,8 @@ class Updater:
         return factor * min(1.0, self._optim.clip_norm / (status.norm + 1e-6))
 
     def _last_norm(self) -> Tensor | None:
-        """The norm of the last step that had one which is finite; None before there is one. Where the first is not, 0,
-        which clips nothing."""
+        """The norm of the last step whose norm is finite; None before the first step. If the first norm is not finite,
+        0, which clips nothing."""
         status, self._last = self._last, None
         if status is not None:
             norm = status.norm_on_device
@@ -489,12 +489,12 @@ class Updater:
 
     @property
     def last_norm(self) -> float | None:
-        """Norm by which the next step is clipped, if that is the norm of the step before, and there is one."""
+        """Norm by which the next step is clipped, if that is the norm of the previous step, and there is one."""
         norm = self._last_norm() if self._clips_late else None
         return None if norm is None else float(norm)
 
     def _step_users(self, users: torch.optim.Optimizer, factor: float) -> None:
-        """One step of the user's optimizer; of its master copies, where parameters are in half precision."""
+        """Take one step of the user's optimizer; on its master copies, if parameters are in half precision."""
         left_alone = set().union(*(self.gradients.left_alone(chunk) for chunk in self.gradients.reduced_chunks()))
         for spec in self.gradients.owned_specs():
             if spec.parameter in left_alone:  # no decay, no momentum
@@ -522,7 +522,7 @@ class Updater:
         return self._gradient_status(weight)
 
     def _update_run(self, chunk: Chunk) -> None:
-        """The backward has left the blocks of `chunk`: update them now."""
+        """Update the blocks of `chunk`, which the backward has left."""
         started, weight = time.monotonic_ns(), 0.0 if self._bad_before_update() else self._weight()
         self._begin_once(weight)
         self._count(chunk)
@@ -536,14 +536,14 @@ class Updater:
             self._flat_optimizer.begin(self.learning_rate)
 
     def _add_kept(self, chunk: Chunk) -> None:
-        """Add the gradients of earlier batches of this step, which are of their mean loss, as the buffer has them."""
+        """Add the gradients of earlier batches of this step, those of their mean loss, in the buffer's scale."""
         weight = self._earlier_weight() if self._kept is not None else 0.0
         if weight and self._kept is not None:
             start, stop = chunk.start + chunk.offset, chunk.stop + chunk.offset
             self.gradients.flat[start:stop].add_(self._kept[start:stop], alpha=weight * self.loss_factor)
 
     def _count(self, chunk: Chunk) -> None:
-        """Add this rank's part of a chunk to the squared norm; where members hold the same, the first adds it."""
+        """Add this rank's part of a chunk to the squared norm; if members hold the same part, the first adds it."""
         if chunk.counts and (self.gradients.scattered or chunk.group.index == 0):
             self._squared = self._squared + self.gradients.squared_norm(chunk)
             if self._by_block is not None:
@@ -552,12 +552,12 @@ class Updater:
                     self._by_block[min(spec.blocks)] += norm.cpu()
 
     def watch_blocks(self, num_blocks: int) -> None:
-        """Sum up gradients by block from here on; 0 for no more."""
+        """Sum squared gradients by block from now on; 0 blocks stops this."""
         self._by_block = torch.zeros(num_blocks, dtype=torch.float64) if num_blocks else None
 
     def squared_by_block(self) -> Tensor | None:
-        """[blocks] fp64: what this rank knows of the squared norms of each block's gradient of the mean loss; None
-        where nobody watches them."""
+        """[blocks] fp64: this rank's part of the squared norms of each block's gradient of the mean loss; None if they
+        are not watched."""
         return None if self._by_block is None else self._by_block * self._by_block_factor ** 2
 
     def _update_chunk(self, chunk: Chunk, factor: float | Tensor) -> None:
@@ -566,15 +566,16 @@ class Updater:
 
     def _gradient_status(self, weight: float) -> GradientStatus:
         factor = self._by_block_factor = self._factor(weight)
-        norm = (self._squared.to(self._device, torch.float64) * factor**2).view(1)  # nobody waits for it here
+        norm = (self._squared.to(self._device, torch.float64) * factor**2).view(1)  # not awaited here
         return GradientStatus(squared_norm=norm, work=self._ranks.all_reduce(norm), factor=factor,
                               may_update=weight != 0.0)
 
-    # ------------------------------------------------------------------ what lives from step to step
+    # ------------------------------------------------------------------ state between steps
 
     def restore_counters(self, steps: int | None, loss_scale: Mapping[str, Any] | None, last_norm: float | None,
                          missed_updates: Mapping[str, int]) -> None:
-        """Parameters and states have been written, as they were after `steps` updates (None: not counted here)."""
+        """Restore counters after parameters and states have been written as they were after `steps` updates (None: not
+        counted here)."""
         self._settle()
         self._last, self._norm_before = None, None
         if last_norm is not None:
@@ -585,7 +586,7 @@ class Updater:
             self._scale = LossScale(**loss_scale)
 
     def forget(self) -> None:
-        """The engine is closed: gradients, master copies and states of Ranvier's optimizer are gone."""
+        """Free gradients, master copies and states of Ranvier's optimizer when the engine is closed."""
         self.gradients.forget()
         self.flat = self.masters = self._kept = None
 

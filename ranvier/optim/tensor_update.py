@@ -1,10 +1,10 @@
-"""One tensor that a `TensorRule` updates, and its way to the parts of it on other ranks.
+"""One tensor that a `TensorRule` updates, with access to the parts of it on other ranks.
 
     whole(x)    | x00 x01 |     all ranks of the stage gather the parts     part(x)    the part of this rank
                 | x10 x11 |
     sum(x)      the sum of all parts' elements, or of their rows or columns
 
-On a rank that holds all of a tensor these are free.
+On a rank that holds the full tensor these are free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ranvier.layout import Box, box_size, index_of, whole_box
 class TensorSplit:
     """Sharding of a tensor over the row x col ranks of a stage.
 
-    boxes: what each member of `group` holds. device: on which the group communicates.
+    boxes: the part that each member of `group` holds. device: on which the group communicates.
     """
 
     group: Group
@@ -38,9 +38,9 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorUpdate:
-    """A tensor with what its update needs.
+    """A tensor with the data that its update needs.
 
-    shape: of the whole tensor. parameter, gradient: this rank's part of it; all of it without rows and columns.
+    shape: of the full tensor. parameter, gradient: this rank's part of it; all of it without rows and columns.
     states: those of `TensorRule.state_shapes`, in their shapes. step: of the update, from 1.
     """
 
@@ -54,7 +54,7 @@ class TensorUpdate:
     split: TensorSplit | None = None
 
     def gather(self, part: Tensor) -> Tensor:
-        """All of a tensor of which each rank has its part. Collective over the ranks that share the tensor."""
+        """The full tensor, from each rank's part. Collective over the ranks that share the tensor."""
         if self.split is None:
             return part
         boxes, group = self.split.boxes, self.split.group
@@ -70,15 +70,15 @@ class TensorUpdate:
         return found
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor. Dims of size 1, over which was summed, stay."""
+        """This rank's part of a full tensor. Dims of size 1, which were summed over, stay."""
         if self.split is None:
             return tensor
         return tensor[tuple(slice(None) if size == 1 else slice(*edges)
                             for size, edges in zip(tensor.shape, self.split.own_box, strict=True))]
 
     def sum(self, part: Tensor, dim: int | None = None) -> Tensor:
-        """The sum of a tensor of which each rank has its part, over all elements (dim None) or along one dim, which
-        stays with size 1. Collective over the ranks that share the tensor."""
+        """The sum of a tensor, from each rank's part, over all elements (dim None) or along one dim, which stays with
+        size 1. Collective over the ranks that share the tensor."""
         found = part.sum() if dim is None else part.sum(dim, keepdim=True)
         if self.split is None:
             return found

@@ -1,7 +1,7 @@
-"""Functions of torch that know what one rank has alone: norms warn of that, and initializers are refused.
+"""Functions of torch that see only one rank's data: norms emit a warning, and initializers are refused.
 
-torch's norm of gradients, as `clip_grad_norm_` computes it, knows those of one rank: a warning where the model has
-more. On rows and columns so does `Tensor.norm` of one gradient or parameter, of which a rank has a part.
+torch's norm of gradients, as computed by `clip_grad_norm_`, covers those of one rank: it warns if the model has more.
+On rows and columns, `Tensor.norm` of one gradient or parameter, of which a rank has a shard, warns, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ranvier.originals.same_memory import overlaps, storage_of
 _OF_A_PART: WeakSet[Gradients] = WeakSet()
 _OF_PARTS: WeakSet[Gradients] = WeakSet()
 _GROUPS = "_group_tensors_by_device_and_dtype"
-"""What torch's norm looks up in its module at each call, whenever a program has imported `get_total_norm`."""
+"""The function that torch's norm looks up in its module at each call, whenever `get_total_norm` was imported."""
 
 
 def warn_of_norms(gradients: Gradients, *, splits: bool) -> None:
-    """Warn where torch computes the norm of these gradients, which are those of a part of the model. splits: those of
-    a part of each parameter."""
+    """Warn when torch computes the norm of these gradients, which are those of a part of the model. splits: those of a
+    part of each parameter."""
     _OF_A_PART.add(gradients)
     if splits:
         _OF_PARTS.add(gradients)
@@ -66,7 +66,7 @@ def _warning(torchs: Any) -> Any:
 
 # --- initial values ---------------------------------------------------------------------------------------------------
 
-# torch's initializers know the shape that they are given, and draw the same numbers on each rank: of a part of a
+# torch's initializers use the shape of their argument, and draw the same numbers on each rank: for a shard of a
 # parameter, as rows and columns have it, they are refused.
 
 
@@ -77,8 +77,8 @@ _INITIALIZERS = ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xav
 
 
 def refuse_initializers(parts: Iterable[nn.Parameter]) -> None:
-    """From now on a ModelError where a function of `torch.nn.init` that does not fill with one value is given one of
-    `parts`, or a view of one."""
+    """From now on, raise a ModelError when a function of `torch.nn.init` that does not fill with one value is called
+    with one of `parts`, or a view of one."""
     by_storage: dict[int, list[nn.Parameter]] = {}
     for one in parts:
         by_storage.setdefault(storage_of(one), []).append(one)
@@ -91,7 +91,7 @@ def refuse_initializers(parts: Iterable[nn.Parameter]) -> None:
 
 
 def has_parts(tensor: Tensor) -> bool:
-    """Whether its memory holds such parts."""
+    """Whether the tensor's memory holds parts of parameters."""
     return bool(storage_of(tensor)) and hasattr(tensor.untyped_storage(), _PARTS)
 
 
