@@ -1,8 +1,8 @@
 """The family `transformers`: a causal language model of any architecture, in a folder, as transformers' own modules.
 
-`from_transformers` cuts it for the data and pipe axes. A process builds the whole model in host memory, with the
-weights of the folder, and each rank copies the blocks of its stages, which hold nothing of the whole. No code of the
-folder is run.
+`from_transformers` cuts it for the data and pipe axes. A process builds the full model in host memory, with the
+weights of the folder, and each rank copies the blocks of its stages, which share nothing with the full model. No code
+in the folder is run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ranvier.system.untrusted_file import member, read_json
 from ranvier.tensor.split.loss import NextTokenLoss
 
 _BUILDING = threading.RLock()
-"""transformers builds models under settings of the whole process."""
+"""Held while transformers builds models under process-wide settings."""
 CONFIG_BYTES = 1 << 20
 _OWN_KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm",
                 "batched_mm")
@@ -38,13 +38,13 @@ _SIZES = {"num_hidden_layers": "num_layers", "hidden_size": "hidden", "num_atten
           "vocab_size": "vocab"}
 
 _OWN = ("dropout", "intermediate", "norm_epsilon")
-"""Settings of other families that a folder alone decides, and that nothing here reads."""
+"""Settings of other families that are decided by the folder alone, and not read here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """blocks: of the model, whose builders copy `modules`. names: full name of a parameter here -> there, of owners of
-    ties alone. shapes: by the name here."""
+    """A model cut into blocks, whose builders copy `modules`. names: full name of a parameter here -> its name in the
+    folder, for owners of ties only. shapes: by the name here."""
 
     blocks: Model
     modules: Mapping[str, nn.Module]
@@ -53,7 +53,7 @@ class CutModel:
 
 
 def cut_model(folder: str, dtype: torch.dtype) -> CutModel:
-    """The model in `folder`, cut. Do not change its parameters. ModelError where it cannot be built or cut, or does not
+    """The model in `folder`, cut. Do not change its parameters. ModelError if it cannot be built or cut, or does not
     have exactly the tensors in the folder."""
     with _BUILDING:
         return _cut_model(folder, dtype)
@@ -62,12 +62,12 @@ def cut_model(folder: str, dtype: torch.dtype) -> CutModel:
 @lru_cache(maxsize=1)
 def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
     transformers = _transformers()
-    _config(folder)  # and what is refused by it
+    _config(folder)  # with its checks
     with quiet(transformers), torch.device("cpu"), torch.random.fork_rng(devices=()):
         with _building(folder):
             model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 _path(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-                ignore_mismatched_sizes=True, output_loading_info=True)  # which are refused below, by name
+                ignore_mismatched_sizes=True, output_loading_info=True)  # mismatches are refused below, by name
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := sorted(map(str, found[kind])):
                 raise ModelError(f"is not what the folder has: {kind.replace('_', ' ')} {', '.join(names[:3])}",
@@ -86,12 +86,12 @@ def _cut_model(folder: str, dtype: torch.dtype) -> CutModel:
 
 
 def release() -> None:
-    """Free the whole model, once blocks are built. It is built again where another is wanted."""
+    """Free the full model once blocks are built. It is built again if it is needed again."""
     _cut_model.cache_clear()
 
 
 def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
-    """A copy of a block on the device of the context; what it knows of modules in other blocks has no data."""
+    """A copy of a block on the device of the context; tensors of modules in other blocks are copied without data."""
     block, device = cut_model(folder, dtype).modules[name], torch.empty(0).device
     own = (*block.parameters(), *block.buffers())
     others = (tensor for submodule in block.modules() if isinstance(submodule, Elsewhere)
@@ -109,7 +109,7 @@ def _block(folder: str, dtype: torch.dtype, name: str) -> nn.Module:
 
 @lru_cache(maxsize=8)
 def sizes_of(folder: str) -> Mapping[str, Any]:
-    """The settings that a folder decides. ModelError where its config.json is of no such model."""
+    """The settings that a folder decides. ModelError if its config.json is not of a supported model."""
     config = _config(folder)
     found = {ours: getattr(config, theirs, None) for theirs, ours in _SIZES.items()}
     found["max_positions"] = getattr(config, "max_position_embeddings", None)
@@ -123,7 +123,7 @@ def sizes_of(folder: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def _num_parameters(folder: str) -> int:
-    """Without embeddings, unless the head shares them."""
+    """The number of parameters, without embeddings unless the head shares them."""
     with _BUILDING, torch.device("meta"), torch.random.fork_rng(devices=()), _building(folder):
         model = _transformers().AutoModelForCausalLM.from_config(_config(folder), trust_remote_code=False)
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -144,8 +144,8 @@ def _config(folder: str) -> Any:
 
 
 def _check_files(folder: Path) -> None:
-    """ModelError for files that lead out of the folder, and where config.json names kernels, which may be code of the
-    hub."""
+    """Raise a ModelError for files that are links out of the folder, and if config.json names kernels, which may be
+    code from the hub."""
     try:
         for path in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
             member(folder, path.name)
@@ -200,7 +200,7 @@ def _path(folder: str) -> Path:
 
 @contextmanager
 def _building(folder: str) -> Iterator[None]:
-    """Inside, whatever transformers raises is a ModelError."""
+    """Inside, errors of transformers become ModelErrors."""
     try:
         yield
     except RanvierError:

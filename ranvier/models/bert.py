@@ -1,19 +1,19 @@
 """BERT's architecture as a list of blocks, with its initial weights, its losses and its FLOP counts.
 
 Shapes are in the names: B batch, S sequence, H hidden, N heads, D = H / N, F = intermediate (4 H by default), C
-classes. The inputs are a dict: "ids" and "types" (0 or 1, which of two texts a token is of), both [B, S] int64, and
-"mask" [B, S], bool or int64, which is 1 where there is a token and 0 where there is padding. The carried state is a
-dict, too: "hidden" x_BSH and "mask" [B, S] bool.
+classes. The inputs are a dict: "ids" and "types" (0 or 1: which of two texts a token belongs to), both [B, S] int64,
+and "mask" [B, S], bool or int64, which is 1 for tokens and 0 for padding. The carried state is a dict, too: "hidden"
+x_BSH and "mask" [B, S] bool.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
 Each sublayer is norm(x + dropout(projection(f(x)))): the norm follows the residual sum (Devlin et al., 2019). Tokens
-attend to all tokens that are no padding. The first token ([CLS]) always counts as one, so that a sample that is nothing
-but padding computes numbers, too. Attention probabilities have no dropout.
+attend to all tokens that are not padding. The first token ([CLS]) never counts as padding, so that a sample of padding
+alone gives finite numbers, too. Attention probabilities have no dropout.
 
-Heads: "classes" is a pooler on the first token and a classifier, [B, C]; "span" has two scores for each token, of being
-an answer's first and its last, [B, S, 2]. Scores of padding are the least number there is, so that no answer begins or
-ends there, nor has the loss a part of it (transformers lets padding take part).
+Heads: "classes" is a pooler on the first token and a classifier, [B, C]; "span" has two scores for each token, for
+being an answer's first and its last, [B, S, 2]. Scores of padding are the smallest finite number, so that no answer
+begins or ends there, and the loss ignores padding (transformers does not).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ranvier.tensor.split.loss import ClassLoss, SpanLoss
 NORM_EPSILON = 1e-12
 """Epsilon of the norms of the published BERT."""
 NUM_TYPES = 2
-"""Texts that one input may consist of."""
+"""Number of texts that one input may consist of."""
 State = dict[str, Tensor]
 
 
@@ -61,7 +61,7 @@ class Embedding(nn.Module):
 
 
 class Attention(family.FusedAttention):
-    """Self-attention of every token to all that are no padding, with its residual and norm."""
+    """Self-attention of every token to all tokens that are not padding, with its residual and norm."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, None, ("query", "key", "value"))
@@ -115,9 +115,9 @@ class SpanHead(nn.Module):
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sequence of model.sequence tokens, padding counted as tokens, forward and backward.
 
-    Counted are the layers' products, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
-    three times; with `recomputed` four times, since every layer's forward runs twice. Heads are left out: they are of
-    one token, or two features wide.
+    The layers' products are counted, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
+    three times; with `recomputed` four times, since every layer's forward runs twice. Heads are left out: they read one
+    token, or are two features wide.
     """
     s, h, f = config.sequence, config.hidden, family.inner_width(config)
     return (4 if recomputed else 3) * config.num_layers * (8 * s * h * h + 4 * s * h * f + 4 * s * s * h)
@@ -134,7 +134,7 @@ class _BERT:
         return family.stack_layers(settings, dtype, Embedding, Attention, MLP, last, loss=loss, initial=family.initial)
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Tensor | dict[str, Tensor]]:
-        """Without padding."""
+        """Inputs and targets without padding."""
         ids_BS = torch.zeros(count, settings.sequence, dtype=torch.int64)
         inputs = {"ids": ids_BS, "mask": torch.ones_like(ids_BS), "types": torch.zeros_like(ids_BS)}
         targets_B = torch.zeros(count, dtype=torch.int64)

@@ -1,11 +1,11 @@
-"""Any module as blocks, cut where named submodules are called.
+"""Any module as blocks, cut at the calls of named submodules.
 
     forward:  x = stem(x) -> x = layer1(x) -> x = layer2(x) -> fc(pool(x).flatten(1))      cut=["layer1", "layer2"]
     blocks:   "stem"         "layer1"         "layer2": layer2, pool, flatten, fc
 
 The module's forward is traced with torch.fx, once in training and once in evaluation mode. Only code around the cuts is
-traced; every module without a cut inside is called as it is, with whatever control flow it has. What a later block uses
-is carried: tensors by the name of their operation, other values as empty tensors that have them as shape, device or
+traced; modules without a cut inside are called unchanged, with any control flow. Values that a later block uses are
+carried: tensors by the name of their operation, other values as empty tensors that encode them as shape, device or
 dtype, with their kind and structure in the name. Parameters and submodules stay the module's own, under its names.
 """
 
@@ -34,25 +34,25 @@ from ranvier.sent_values import name_of, pack, unpack
 def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", *, inputs: Sequence[str] | None = None,
               output: Callable[[Any], State] | None = None) -> dict[str, nn.Module]:
     """The blocks of a module whose forward calls submodules one after the other, with any operations and skip
-    connections between them: as `Engine` takes them, for data and pipeline parallelism.
+    connections between them, in the form that `Engine` takes, for data and pipeline parallelism.
 
         engine = ranvier.Engine(ranvier.blocks_of(resnet, cut=["layer2", "layer3"]), world, loss=loss, optimizer=...)
 
-    Parameters stay the module's own. A submodule without a cut inside is called as it is. The code around the cuts is
-    traced in both modes, and may not depend on values of tensors. `ranvier.testing.check_blocks` compares blocks with
+    Parameters stay the module's own. A submodule without a cut inside is called unchanged. The code around the cuts is
+    traced in both modes, and must not depend on values of tensors. `ranvier.testing.check_blocks` compares blocks with
     the module.
 
     Args:
         module: on one device. Blocks train in the modes that its modules are in.
         cut: names of submodules, as in `named_modules`; a block begins where each is called. A name may be a pattern:
-            "transformer.h.*". By default every child with parameters, and those of lists and sequences; of a Hugging
+            "transformer.h.*". By default every child with parameters, and those of lists and sequences; for a Hugging
             Face model its list of layers, as in `from_transformers`.
         inputs: names of forward's arguments that microbatches have; the others take their defaults. By default all
-            arguments without a default. A microbatch's inputs are one tensor, or a dict by these names.
-        output: takes the carried state for the loss out of what forward returns. By default a tensor, a dict of
-            tensors, or the only tensor of a tuple.
+            arguments without a default. A microbatch's inputs are one tensor, or a dict with these names.
+        output: extracts the carried state for the loss from the value that forward returns. By default a tensor, a
+            dict of tensors, or the only tensor of a tuple.
 
-    ModelError, with the line of code or the submodule that is at fault, for a module that cannot be cut.
+    Raises a ModelError that names the line of code or the submodule for a module that cannot be cut.
     """
     check_arguments(blocks_of, locals(), but=("module", "cut", "inputs"))
     if not isinstance(module, nn.Module):
@@ -73,7 +73,7 @@ def blocks_of(module: nn.Module, cut: Sequence[str] | Literal["auto"] = "auto", 
 
 
 def carried_output(output: Any) -> Any:
-    """The tensor, or dict of tensors, in what a module returned; None beside tensors is left out."""
+    """The tensor, or dict of tensors, in a module's output; None values are left out."""
     if isinstance(output, dict):
         return {name: value for name, value in output.items() if value is not None}
     if type(output) in (tuple, list):
@@ -118,7 +118,7 @@ def _cuts(module: nn.Module, cut: Sequence[str] | Literal["auto"]) -> list[str]:
 
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children with parameters, and those of plain lists and sequences in place of these."""
+    """Children with parameters; plain lists and sequences are replaced by their children."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if not beside_modules(child):
@@ -140,7 +140,7 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
             wraps = [name for name, submodule in module.named_children()] if not named else []
             raise ModelError("has no argument without a default", code="forward-without-inputs", where=where,
                              remedy=f"Pass the module that it wraps, model.{wraps[0]}." if len(wraps) == 1 else
-                             "Pass inputs= with the names of those that microbatches have.")
+                             "Pass inputs= with the names of the arguments that microbatches have.")
         return needed
     if not fits(inputs, Sequence[str]):
         raise ModelError("must be a list of names", code="inputs-form", where="inputs", value=inputs,
@@ -163,8 +163,8 @@ def _inputs(module: nn.Module, inputs: Sequence[str] | None) -> list[str]:
 class _Part:
     """Computation of a block in one mode.
 
-    run: (block, values of `takes`) -> values of `gives`, or what the module returns. takes, gives: names of values.
-    keeps: names of values that are handed on as they are.
+    run: (block, values of `takes`) -> values of `gives`, or the module's output. takes, gives: names of values. keeps:
+    names of values that are passed on unchanged.
     """
 
     run: Callable[..., Any]
@@ -174,12 +174,12 @@ class _Part:
 
 
 class _Block(nn.Module):
-    """One block: submodules under the names that they have in the whole module, and the traced code between them."""
+    """One block: submodules under their names in the whole module, and the traced code between them."""
 
     def __init__(self, name: str, inputs: Mapping[str, str], place: Literal["first", "between", "last", "only"]
                  ) -> None:
-        """inputs: argument of the module's forward -> the name of its value: torch.fx renames one that is called
-        `input`, as other names of Python's own functions."""
+        """inputs: argument of the module's forward -> the name of its value: torch.fx renames arguments that are called
+        like Python's builtins, such as `input`."""
         super().__init__()
         self._name, self._inputs, self._place = name, dict(inputs), place
         self._parts: dict[bool, _Part] = {}
@@ -189,7 +189,7 @@ class _Block(nn.Module):
         self.read_attributes = ReadAttributes()
 
     def stand_for(self, module: nn.Module) -> None:
-        """Have the block, and what it has in place of the modules around its submodules, follow their modes and
+        """Make the block, and its replacements of the modules around its submodules, follow the modules' modes and
         tensors."""
         self.stands_for = type(module)
         self.stand_ins = StandIns((original, submodule) for path, submodule in self.named_modules()
@@ -206,17 +206,17 @@ class _Block(nn.Module):
             taken = [values[name] for name in part.takes]
             state = {name: value for name, value in values.items() if name in part.keeps}
         else:
-            assert isinstance(state, dict), "the block before returns a dict"
+            assert isinstance(state, dict), "the previous block returns a dict"
             taken = [unpack(name, state, self._name) for name in part.takes]
             state = {name: value for name, value in state.items() if name_of(name) in part.keeps}
-        before = [] if torch.compiler.is_compiling() else [  # a run on shapes alone has looked then
+        before = [] if torch.compiler.is_compiling() else [  # a run on shapes alone has checked this
             (name, value, value._version) for name, value in zip(part.takes, taken, strict=True)
             if isinstance(value, Tensor) and not value.is_inference()]
         try:
             given = part.run(self, *taken)
         except RuntimeError as error:
             if "leaf Variable that requires grad" in str(error) and self._place in ("between", "last"):
-                raise self._in_place_error("what it was given") from error
+                raise self._in_place_error("its input") from error
             raise
         if self._place in ("last", "only"):
             result: State = given
@@ -230,7 +230,7 @@ class _Block(nn.Module):
         return state
 
     def _check_modes(self) -> None:
-        """The traced code is in one mode: refuse others of modules around."""
+        """Raise a ModelError for modules around that are in another mode than the traced code."""
         for path in self._around:
             if self.get_submodule(path).training != self.training:
                 raise ModelError("is in another mode than the module around it, and code around the cuts depends on "
@@ -239,7 +239,7 @@ class _Block(nn.Module):
                                  remedy="Put both in one mode, or cut so that the submodule is called as a whole.")
 
     def _in_place_error(self, what: str) -> ModelError:
-        return ModelError(f"changes {what} in place, which the block before it may still use",
+        return ModelError(f"changes {what} in place, which the previous block may still use",
                           code="block-changes-input", where=f"block {self._name}",
                           remedy="Write the operation out of place (inplace=False, x = x + y), or cut after it.")
 
@@ -258,7 +258,7 @@ class _Block(nn.Module):
 
 
 class _Around(nn.Module):
-    """Replaces a module with a cut inside: has what a block needs of it."""
+    """Replaces a module with a cut inside: has the parts of it that a block needs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
     """The blocks of both modes' traces."""
     starts = traces[True].starts
     if starts != traces[False].starts:
-        raise ModelError("are called in another order in evaluation than in training", code="cut-order-by-mode",
+        raise ModelError("are called in a different order in evaluation than in training", code="cut-order-by-mode",
                          where="cut", value=traces[False].starts, remedy="Cut where both modes run.")
     inputs = {str(node.target): node.name for node in traces[True].graph.nodes if node.op == "placeholder"}
     has_modes = len({trace.graph.python_code("self").src for trace in traces.values()}) > 1
@@ -285,7 +285,7 @@ def _blocks(module: nn.Module, traces: Mapping[bool, Trace]) -> dict[str, nn.Mod
         block._has_modes = has_modes
     placed = {id(tensor) for block in blocks.values() for tensor in (*block.parameters(), *block.buffers())}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if id(tensor) not in placed:  # unused by forward, and part of the module's state nevertheless
+        if id(tensor) not in placed:  # unused by forward, but still part of the module's state
             _put(module, blocks[starts[-1]], name)
     read = ReadAttributes(traces[True].reads | traces[False].reads)
     for block in blocks.values():

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens before, so that a decoder computes each new token alone (a KV cache).
+"""Keys and values of earlier tokens, so that a decoder computes only each new token (a KV cache).
 
-A block that mixes positions has a `DecodingCache`, which is closed while the model trains. Generation opens it; then
-the block gets only the tokens that are new, and finds what it has computed for the same samples before.
+A block that mixes positions has a `DecodingCache`, which is closed while the model trains. Generation opens it; the
+block then gets only the new tokens, and finds the keys and values of the same samples' earlier tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class DecodingCache(nn.Module):
         self._kept: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
 
     def open(self) -> None:
-        """Begin to continue texts: with each call, a block has seen the tokens of the calls before."""
+        """Begin to continue texts: in each call, a block has seen the tokens of earlier calls."""
         self._is_open = True
 
     def close(self) -> None:
-        """Forget all texts; each call is again a whole sequence."""
+        """Forget all texts; each call is again a complete sequence."""
         self._is_open = False
         self._lengths.clear()
         self._kept.clear()
 
     def forget(self, samples: Iterable[int]) -> None:
-        """Free what belongs to a microbatch of these samples, whose texts are complete."""
+        """Free the entries of a microbatch of these samples, whose texts are complete."""
         key = tuple(samples)
         self._lengths.pop(key, None)
         self._kept.pop(key, None)
@@ -49,8 +49,8 @@ class DecodingCache(nn.Module):
         return before
 
     def extend(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Tensors [B, heads, S, D] of the new tokens behind those of the tokens before, in newly allocated memory;
-        while closed, `new` itself."""
+        """Tensors [B, heads, S, D] of the earlier tokens followed by the new ones, in newly allocated memory; while
+        closed, `new` itself."""
         if not self._is_open:
             return new
         key = keyed_random.current_samples()
@@ -61,7 +61,7 @@ class DecodingCache(nn.Module):
 
 
 class WholeTexts(nn.Module):
-    """A block that has no `DecodingCache`, and mixes positions: it is called with all tokens of a text."""
+    """A block that mixes positions but has no `DecodingCache`: it is called with all tokens of a text."""
 
 
 def caches_of(blocks: nn.Module) -> list[DecodingCache]:

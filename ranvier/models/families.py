@@ -1,4 +1,4 @@
-"""The model family of a run, and what the rest of a run asks of it."""
+"""The model family of a run, and queries of its properties by the rest of the run."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ranvier.tensor.split.preference_loss import PreferenceLoss
 
 _SETTING = "model.family"
 _MODULES = {"gpt": "gpt", "llama": "llama", "bert": "bert", "vit": "vit", "transformers": "any_transformers"}
-"""Shipped family -> its module, which has it in capital letters."""
+"""Shipped family -> its module, which defines it under its name in capital letters."""
 
 
 def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
-    """The family of this name, imported when it is first asked for. ConfigError where a user's is none."""
+    """The family of this name, imported on first use. ConfigError if a user's object is not a family."""
     if name in _MODULES:
         shipped: ModelFamily = getattr(importlib.import_module(f"ranvier.models.{_MODULES[name]}"), name.upper())
         return shipped
@@ -38,24 +38,24 @@ def family_named(name: str, options: tuple[str, ...] = ()) -> ModelFamily:
 
 
 def family_of(run: Run) -> ModelFamily:
-    """The run's family. ConfigError where a user's is none."""
+    """The run's family. ConfigError if a user's object is not a family."""
     return family_named(family_name(run), run.model.options if is_object_name(run.model.family) else ())
 
 
 def config_of(run: Run) -> Transformer:
-    """The model's settings with its family in the place of auto."""
+    """The model's settings with the family auto replaced by the actual one."""
     return replace(run.model, family=family_name(run))
 
 
 def head_of(run: Run) -> str:
-    """Kind of the last block's output in this run: "tokens", "score", "classes", "span", or what a user's task calls
-    it."""
+    """Kind of the last block's output in this run: "tokens", "score", "classes", "span", or a name from a user's
+    task."""
     return form_of(run.data).head
 
 
 def problems(run: Run) -> list[RanvierError]:
-    """Everything in the model's settings that cannot be, and why its layers cannot freeze. Problems of the task itself
-    are `ranvier.data.prepare`'s."""
+    """All problems of the model's settings, and reasons why its layers cannot be frozen. Problems of the task itself
+    are found by `ranvier.data.prepare`."""
     try:
         form_of(run.data)
     except RanvierError:
@@ -87,8 +87,7 @@ def _model_problems(run: Run) -> list[RanvierError]:
 
 
 def model_of(run: Run, *, dtype: torch.dtype = torch.float32) -> Model:
-    """The blocks of the run's model, its loss and its initial values. RanvierError for settings that no model can
-    have."""
+    """The blocks of the run's model, its loss and its initial values. RanvierError for invalid settings."""
     for problem in _model_problems(run):
         raise problem
     head = head_of(run)
@@ -122,7 +121,7 @@ def _contract_problems(run: Run, model: Model) -> list[RanvierError]:
 
 
 def _layer_problems(run: Run) -> list[RanvierError]:
-    """Why layers cannot freeze: the model declares none, or something trains in each. RanvierError where the model
+    """Why layers cannot be frozen: the model declares none, or each has trainable parameters. RanvierError if the model
     cannot have the adapters of the section [lora]."""
     if run.elastic.freeze == "none" and not run.lora.rank:
         return []
@@ -145,7 +144,7 @@ def with_own_head(settings: Transformer) -> Transformer:
 
 
 def num_blocks(run: Run) -> int:
-    """Blocks of the run's model."""
+    """Number of blocks of the run's model."""
     return _outline(family_name(run), run.model, head_of(run))[0]
 
 
@@ -156,14 +155,14 @@ def layers_of(run: Run) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=32)
 def _outline(name: str, settings: Transformer, head: str) -> tuple[int, tuple[tuple[str, ...], ...]]:
-    """Number of blocks, and layers. Planners ask for them thousands of times."""
+    """Number of blocks, and layers. Cached, since planners ask for them thousands of times."""
     family = family_named(name, settings.options if is_object_name(name) else ())
     model = _build(family, name, settings, head, torch.float32)
     return len(model.blocks), model.layers
 
 
 def tokens_of(run: Run) -> int:
-    """Positions of one sample: tokens of a sequence; of an image its patches and what is put before them."""
+    """Number of positions of one sample: tokens of a sequence, or patches of an image and the tokens before them."""
     return _facts(run).tokens
 
 
@@ -181,12 +180,12 @@ def flops_per_sample(run: Run, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sample, forward and backward."""
     with blame_user_code(family_name(run), _SETTING, "`flops_per_sample`"):
         scores = family_name(run) == "llama" and head_of(run) != "tokens"
-        model = replace(run.model, vocab=2) if scores else run.model  # a head of next to nothing
+        model = replace(run.model, vocab=2) if scores else run.model  # a head of negligible size
         return family_of(run).flops_per_sample(model, recomputed=recomputed)
 
 
 def sample_of(run: Run, count: int) -> tuple[State, Targets]:
-    """Inputs and targets of `count` samples, where a device context says."""
+    """Inputs and targets of `count` samples, on the device of the context."""
     with blame_user_code(family_name(run), _SETTING, "`sample`"):
         inputs, targets = family_of(run).sample(run.model, head_of(run), count)
     if run.data.task != "preference":

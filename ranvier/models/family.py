@@ -1,7 +1,7 @@
-"""The protocol of a model family: what a run asks of an architecture, whether it ships with Ranvier or is a user's.
+"""The protocol of a model family: what a run needs from an architecture, whether Ranvier ships it or a user wrote it.
 
-A family is an object without state. Everything that it answers follows from the settings in the section [model] and
-from the task's head, so `check`, `plan`, `simulate` and every rank of a run get the same answers.
+A family is a stateless object. All its results follow from the settings in the section [model] and from the task's
+head, so `check`, `plan`, `simulate` and every rank of a run get the same results.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class ModelFacts:
 
 
 class ModelFamily(Protocol):
-    """A model architecture that a run can train. Subclass it to inherit `problems`, which finds none.
+    """A model architecture that a run can train. Subclass it to inherit a `problems` that finds none.
 
-    settings: the section [model]. A family uses those of its sizes that it knows, and takes others as keyword arguments
-    of the function that makes it (`model.options`). head: what the last block gives, as the task says
+    settings: the section [model]. A family uses the sizes in it that it supports, and takes others as keyword arguments
+    of the function that makes it (`model.options`). head: kind of the last block's output, from the task
     (`ranvier.config.task_form.TaskForm`).
     """
 
     def problems(self, settings: Transformer, head: str) -> Sequence[RanvierError]:
-        """Everything in `settings` that this family cannot have, such as sizes that do not divide each other, and a
-        head that it lacks. All problems at once, without building anything."""
+        """All problems of `settings` for this family, such as sizes that do not divide each other or a head that it
+        lacks, in one list and without building anything."""
         return []
 
     def model(self, settings: Transformer, head: str, *, dtype: torch.dtype) -> Model:
@@ -52,23 +52,23 @@ class ModelFamily(Protocol):
 
         Builders of blocks honour `torch.device(...)` contexts, "meta" included. `Model.layers` has
         `settings.num_layers` layers, or none, in which case layers cannot be frozen. Called with settings without
-        `problems`, and by `check` with others too, to count the blocks: leave what may fail to the builders.
+        `problems`; `check` also calls it with others, to count the blocks: do in the builders whatever may fail.
         """
 
     def sample(self, settings: Transformer, head: str, count: int) -> tuple[State, Targets]:
-        """Inputs and targets of `count` samples, of the shapes and dtypes that the task gives; any values, such as
+        """Inputs and targets of `count` samples, in the shapes and dtypes of the task; values may be anything, such as
         zeros. Honours `torch.device(...)` contexts."""
 
     def flops_per_sample(self, settings: Transformer, *, recomputed: bool = False) -> float:
         """FLOPs of training on one sample, forward and backward: about 6 for each weight and position. recomputed: with
-        every layer's forward computed twice. For utilisation and plans; no number of the training depends on it."""
+        every layer's forward computed twice. Used for utilisation and plans; training results do not depend on it."""
 
     def describe(self, settings: Transformer) -> ModelFacts:
         """The architecture in words, and the positions of a sample."""
 
 
 def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierError]:
-    """That a family lacks the head of the run's task, where it does."""
+    """A problem if a family lacks the head of the run's task, otherwise none."""
     if head in heads:
         return []
     return [ConfigError(f"has no head {head!r}, which the task needs", code="family-without-head", where="model.family",
@@ -78,7 +78,7 @@ def wrong_head(family: str, head: str, heads: Sequence[str]) -> list[RanvierErro
 
 
 def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
-    """That the heads do not divide the width, where they do not. other: a second way out, as the end of the remedy."""
+    """A problem if the heads do not divide the width. other: an alternative, appended to the remedy."""
     if settings.hidden % settings.heads == 0:
         return []
     near = next(heads for heads in range(min(settings.heads, settings.hidden), 0, -1) if settings.hidden % heads == 0)
@@ -88,21 +88,21 @@ def heads_problem(settings: Transformer, other: str = "") -> list[ConfigError]:
 
 def build_blocks(family: ModelFamily, config: Transformer, head: str, *, dtype: torch.dtype = torch.float32) -> Model:
     """The blocks of a model of a family. Builders honour `torch.device(...)` contexts, "meta" included. RanvierError
-    for settings that it cannot have."""
+    for settings with problems."""
     for problem in family.problems(config, head):
         raise problem
     return family.model(config, head, dtype=dtype)
 
 
 def decoder_initial(config: Transformer, name: str) -> Initial:
-    """GPT-2's start of one parameter: projections into the residual stream are smaller by sqrt(2 num_layers)."""
+    """GPT-2's initialization of a parameter: projections into the residual stream are smaller by sqrt(2 num_layers)."""
     if name.endswith((".attention.projection.weight", ".mlp.fc2.weight")):
         return Initial("normal", 0.02 / (2 * config.num_layers) ** 0.5)
     return initial(config, name)
 
 
 def initial(config: Transformer, name: str) -> Initial:
-    """BERT's and ViT's start of one parameter."""
+    """BERT's and ViT's initialization of one parameter."""
     if name.endswith(".bias"):
         return Initial("constant", 0.0)
     return Initial("constant", 1.0) if name.endswith(".norm.weight") else Initial("normal", 0.02)
@@ -110,7 +110,7 @@ def initial(config: Transformer, name: str) -> Initial:
 
 class FusedAttention(nn.Module):
     """The layers of attention whose `qkv` has the rows of one head's query, key and value together (N, 3, D), so that a
-    range of heads is one slice. norm: the first one; None where it follows. parts: of `qkv`, for adapters."""
+    range of heads is one slice. norm: the norm before; None if it comes after. parts: of `qkv`, for adapters."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype, norm: nn.Module | None, parts: tuple[str, ...] = ()
                  ) -> None:
@@ -125,19 +125,19 @@ class FusedAttention(nn.Module):
         self.dropout = tensor.Dropout(config.dropout)
 
     def heads(self, qkv_BSF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [B, N, S, D] each, of the heads that this column has."""
+        """Queries, keys and values, [B, N, S, D] each, of the heads on this column."""
         q_BSND, k_BSND, v_BSND = qkv_BSF.unflatten(-1, (-1, 3, self.head_dim)).unbind(3)
         return q_BSND.transpose(1, 2), k_BSND.transpose(1, 2), v_BSND.transpose(1, 2)
 
     def attend(self, qkv_BSF: Tensor, mask_BS: Tensor | None = None) -> Tensor:
-        """Attention of every token to all, or to those of the mask, within the heads that this column has."""
+        """Attention of every token to all tokens, or to those of the mask, within the heads on this column."""
         mask_B11S = None if mask_BS is None else mask_BS[:, None, None]
         y_BNSD = functional.scaled_dot_product_attention(*self.heads(qkv_BSF), attn_mask=mask_B11S)
         return y_BNSD.transpose(1, 2).flatten(2)
 
 
 class TwoLayerMLP(nn.Module):
-    """The layers of a perceptron with this inner width. norm: as of `FusedAttention`."""
+    """The layers of a perceptron with this inner width. norm: as in `FusedAttention`."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype, norm: nn.Module | None, width: int) -> None:
         super().__init__()
@@ -149,9 +149,9 @@ class TwoLayerMLP(nn.Module):
 
 
 def check_length(length: int, longest: int) -> None:
-    """ModelError for inputs that are longer than a model with position embeddings takes."""
+    """Raise a ModelError for inputs that are longer than a model's position embeddings allow."""
     if length > longest:
-        raise ModelError("is longer than the model has positions for", code="sequence-beyond-positions",
+        raise ModelError("is longer than the number of positions of the model", code="sequence-beyond-positions",
                          where="sequence of the inputs", value=length,
                          remedy=f"Pass at most {longest} tokens, or set `--model.sequence {length}`.")
 
@@ -166,7 +166,7 @@ def stack_layers(config: Transformer, dtype: torch.dtype, embedding: type[nn.Mod
                  initial: Callable[[Transformer, str], Initial], tied: tuple[tuple[str, ...], ...] = (),
                  variant: Callable[[int], tuple[object, ...]] = lambda layer: ()) -> Model:
     """A model of layers of these kinds of blocks. variant: further arguments of a layer's attention, by its number;
-    layers with equal ones are alike."""
+    layers with equal arguments are identical."""
     kinds: dict[str, tuple[Any, ...]] = {"embedding": (embedding,)}
     layers = tuple((f"layer{number}.attention", f"layer{number}.mlp") for number in range(config.num_layers))
     for number, names in enumerate(layers):

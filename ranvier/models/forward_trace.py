@@ -1,8 +1,8 @@
-"""Traces the forward of a module with torch.fx, as far as it is around given submodules.
+"""Traces the parts of a module's forward that are around given submodules with torch.fx.
 
-torch.fx runs the forward with values that are not known. Whatever would make the graph differ from the forward without
-notice is refused: conditions, types, loops over values, modes that the graph does not record, stored values, and
-numbers that Python or NumPy has drawn. Calls of torch that take no value, such as torch.rand(3), are part of the graph,
+torch.fx runs the forward with symbolic values. Anything that would make the graph differ silently from the forward is
+refused: conditions, types, loops over values, modes that the graph does not record, stored values, and random numbers
+from Python or NumPy. Calls of torch functions without traced arguments, such as torch.rand(3), are part of the graph,
 too.
 """
 
@@ -39,13 +39,13 @@ REMEDY = ("Move this code into the forward of a submodule: modules without a cut
 _CONSTANT = "uses a tensor that is neither computed from its inputs nor a module's"
 
 _ALONE = threading.Lock()
-"""torch.fx changes the call of all modules of the process while it traces, and ranks may be threads."""
+"""Held while tracing: torch.fx then patches the call of all modules of the process, and ranks may be threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """The graph of a forward. starts: names of the blocks; a node's meta["block"] is the number of its block. reads:
-    attributes whose values it has."""
+    attributes whose values it contains."""
 
     graph: fx.Graph
     starts: list[str]
@@ -53,7 +53,7 @@ class Trace:
 
 
 class _Value(fx.Proxy):
-    """A value that is not known yet. Code that asks for its type is refused: it would get another answer later."""
+    """A symbolic value. Code that asks for its type is refused: the actual value has another type."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -64,12 +64,12 @@ class _Value(fx.Proxy):
         caller = frame.f_globals.get("__name__", "")
         if not caller.startswith(("torch.", "ranvier.")) and _running(frame).startswith("isinstance("):
             raise fx.proxy.TraceError("depends on the type of a value")
-        return _Value  # to the parsers of arguments, too, which have no frame of their own
+        return _Value  # also for argument parsers, which have no frame
 
 
 def _inplace_operator(operation: str, value: Any, other: Any) -> Any:
-    """`value += other`, and the like. fx would write the operator itself as a statement, which changes a number for all
-    that use it."""
+    """`value += other`, and the like. fx would emit the operator itself as a statement, which changes a number for all
+    its users."""
     return getattr(operator, operation)(value, other)
 
 
@@ -115,7 +115,7 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...],
                     kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:  # of another rank, which runs its modules meanwhile
+        if threading.get_ident() != self._thread:  # another rank's thread, which is running its modules
             return forward(*args, **kwargs)
         self._check_modes()
         name = self.path_of_module(m)
@@ -124,7 +124,7 @@ class _Tracer(fx.Tracer):
             if self._called:
                 self.starts.append(name)
             else:
-                self.starts[-1] = name  # operations before the first module are no block of their own
+                self.starts[-1] = name  # operations before the first module are not a separate block
         if self.is_leaf_module(m, name):
             self.starts[-1] = self.starts[-1] or name
             self._called = True
@@ -184,8 +184,8 @@ def _is_traced(index: Any) -> bool:
 
 
 def _free_given_values(graph: fx.Graph) -> None:
-    """Write operators in place on what an earlier block gives out of place, where nothing that may share its memory is
-    used afterwards: neither what it was computed from nor what was computed from that or from it."""
+    """Make in-place operators on an earlier block's value out of place, if no value that may share its memory is used
+    afterwards: neither those that it was computed from, nor those computed from them or from it."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         value = node.args[1] if node.target is _inplace_operator else None
@@ -204,11 +204,11 @@ def _free_given_values(graph: fx.Graph) -> None:
 
 
 _SIZES_ONE_BY_ONE = ("ones", "zeros", "empty", "rand", "randn")
-"""Functions of torch that take a size in one tuple or number by number, of which only a tuple may have traced ones."""
+"""Functions of torch that take a size as one tuple or as single numbers; only a tuple may contain traced numbers."""
 
 
 def _join_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to which traced sizes, given number by number, go as one tuple."""
+    """`function`, with traced sizes that are given as single numbers passed as one tuple."""
     def call(*size: Any, **options: Any) -> Any:
         return function(size, **options) if any(type(one) is _Value for one in size) else function(*size, **options)
     return call
@@ -232,7 +232,7 @@ def _modes() -> tuple[bool, ...]:
 
 
 _DRAWING_TRACES = 5
-"""Traces that must draw numbers before the module is said to: in one of them it may have been another thread."""
+"""Number of traces that must draw numbers before the module is blamed: another thread may have drawn in one."""
 
 
 def _random_states() -> tuple[object, ...]:
@@ -242,8 +242,8 @@ def _random_states() -> tuple[object, ...]:
 
 
 def _without_error(frame: FrameType) -> bool | None:
-    """The value of the condition that `frame` evaluates with which the code does not raise: of an assertion, or of an
-    `if` or `elif` whose first branch does nothing but raise. None for other conditions."""
+    """The value of the condition evaluated by `frame` for which the code does not raise: for an assertion, or for an
+    `if` or `elif` whose first branch only raises. None for other conditions."""
     if not any("JUMP" in instruction.opname
                for instruction in dis.get_instructions(frame.f_code) if instruction.offset == frame.f_lasti):
         return None
@@ -257,7 +257,7 @@ def _without_error(frame: FrameType) -> bool | None:
 
 
 def _operand_values(test: ast.expr, value: bool) -> Iterator[bool | None]:
-    """The values of all operands of `test` with which it has `value`; None where they are not determined by it."""
+    """The values of all operands of `test` for which it has `value`; None for those that are not determined."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operand_values(test.operand, not value)
     elif isinstance(test, ast.BoolOp):
@@ -285,7 +285,7 @@ def _line(frame: FrameType, number: int) -> str:
 
 def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str], output: Callable[[Any], Any],
                   training: bool, strict: bool) -> Trace:
-    """Trace in one mode. strict: refuse cuts that are not called, or more than once; otherwise do without these."""
+    """Trace in one mode. strict: refuse cuts that are not called exactly once; otherwise ignore them."""
     tracer = _Tracer(cuts, inputs, output)
     traced = [(name, submodule) for name, submodule in module.named_modules()
               if not tracer.is_leaf_module(submodule, name) or submodule is module]
@@ -315,7 +315,7 @@ def trace_forward(module: nn.Module, cuts: Sequence[str], inputs: Sequence[str],
                          remedy=f"Draw them with torch.rand or similar. Or m{REMEDY[1:]}")
     wrong = {name: tracer.calls.get(name, 0) for name in cuts if tracer.calls.get(name, 0) != 1}
     if not wrong:
-        reads |= variables_of([value() for value in reads.values()])  # of forwards, and of methods that they call
+        reads |= variables_of([value() for value in reads.values()])  # of forwards, and methods that they call
         return Trace(graph=graph, starts=tracer.starts, reads=reads)
     if not strict:
         return trace_forward(module, [name for name in cuts if name not in wrong], inputs, output, training, strict)
@@ -338,19 +338,19 @@ def _untraceable(module: nn.Module, error: Exception) -> ModelError:
               if frame.f_code.co_name == "forward" and id(frame.f_locals.get("self")) in names]
     inner = traced[-1] if traced else ""
     code = f"the code of {inner}" if inner else "this code"
-    better = "Write x.shape[0] in place of len(x). Else m" if "'len'" in reason else (
-        "Make a constant a buffer (self.register_buffer), and return what the forward of a submodule computes. Else m"
+    better = "Write x.shape[0] instead of len(x). Otherwise m" if "'len'" in reason else (
+        "Make a constant a buffer (self.register_buffer), and return values that a submodule computes. Otherwise m"
         if reason == _CONSTANT else "M")
     return ModelError(f"cannot be cut into blocks, because {code} is traced without values ({reason})",
                       code="forward-not-traceable", where=where,
-                      remedy=f'Cut at "{inner}" itself, which is then called as it is. Or m{REMEDY[1:]}' if inner else
+                      remedy=f'Cut at "{inner}" itself, which is then called unchanged. Or m{REMEDY[1:]}' if inner else
                       better + REMEDY[1:])
 
 
 @contextmanager
 def refuse_changes(module: nn.Module) -> Iterator[None]:
-    """Afterwards, attributes of all submodules, buffers, and what lists, dicts and sets have are as before. ModelError
-    where the traced code has changed one, other than a mode: in a graph it would be a constant, or lost."""
+    """Afterwards, restore attributes of all submodules, buffers, and contents of lists, dicts and sets. ModelError if
+    the traced code has changed one, other than a mode: in a graph the change would be a constant, or lost."""
     before = [(submodule, name, container, kind(container)) for submodule in module.modules()
               for name, container in [("", vars(submodule)), *vars(submodule).items()]
               for kind in (dict, list, set) if isinstance(container, kind)]
@@ -359,13 +359,13 @@ def refuse_changes(module: nn.Module) -> Iterator[None]:
         for one, name, container, contents in before:
             changed = {str(key) for key, *_ in _entries(container) ^ _entries(contents)} - {"training"}
             if changed:
-                attribute = name if name and not name.startswith("_") else min(changed)  # of `_buffers` the buffer
-                raise ModelError("is changed by the forward, and would be a constant, or lost, in its blocks",
+                attribute = name if name and not name.startswith("_") else min(changed)  # the buffer in `_buffers`
+                raise ModelError("is changed by the forward; in its blocks the change would be a constant, or lost",
                                  code="forward-stores-attribute", where=f"{type(one).__name__}.{attribute}",
                                  remedy=REMEDY)
     finally:
         for _, _, container, contents in before:
-            if _entries(container) != _entries(contents):  # others may be of a kind that cannot be written
+            if _entries(container) != _entries(contents):  # unchanged ones may be of a kind that cannot be written
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(contents)
 

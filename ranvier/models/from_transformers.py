@@ -1,13 +1,13 @@
-"""A model of transformers as blocks, cut at its own list of layers: no family is written for it.
+"""A transformers model as blocks, cut at its own list of layers, without a family written for it.
 
     embedding -> layer0 -> layer1 -> ... -> head
 
-`embedding` runs the model's own forward up to the first layer, and notes what each layer is called with; a layer's
-block calls that layer; `head` runs the forward from after the last layer on. Both ends are the model itself with other
-modules in the place of what they do not hold, so masks, positions and outputs are made by the model's own code.
+`embedding` runs the model's own forward up to the first layer, and records the arguments of each layer; a layer's block
+calls that layer; `head` runs the forward after the last layer. Both ends are the model itself with replacements for
+modules that they do not hold, so masks, positions and outputs are made by the model's own code.
 
-The carried state is a dict: hidden states, the tensors that layers are called with beside them (masks, rotary tables),
-and the integer inputs, which the end of some models reads.
+The carried state is a dict: hidden states, other tensors that layers are called with (masks, rotary tables), and the
+integer inputs, which the end of some models reads.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _INPUT, _SIZES = "input ", "sizes of "
 def from_transformers(model: nn.Module, sample: Mapping[str, Any] | Tensor | None = None, *,
                       loss: Loss | None = None, output: Callable[[Any], State] | None = None) -> Model:
     """The blocks of a Hugging Face decoder, encoder or vision model, cut at its own list of layers
-    (`model.model.layers` and its like), for data and pipeline parallelism. Parameters stay the model's own.
+    (such as `model.model.layers`), for data and pipeline parallelism. Parameters stay the model's own.
 
         model = ranvier.from_transformers(AutoModelForCausalLM.from_pretrained("folder").train())
         engine = ranvier.Engine(model, world, optimizer=...)
 
-    The blocks are run on one sample, and refused where their output is not the model's.
+    The blocks are run on one sample, and refused if their output differs from the model's.
 
     Args:
         model: on one device. Blocks train in the modes that its modules are in: `from_pretrained` of transformers
             returns models in evaluation mode, which train without dropout until `model.train()`.
         sample: inputs of two or more samples: the main input, or named inputs as the model's forward takes them. By
             default tokens or images of the sizes in `model.config`. Microbatches have the same names.
-        loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs one
-            token on (transformers shifts labels itself: `functional.pad(labels[:, 1:], (0, 1), value=-100)`), and
-            cross-entropy for ...ForSequenceClassification and ...ForImageClassification whose samples have one class
-            each; targets of -100 do not count.
-        output: takes the carried state for the loss out of what the model returns; by default its logits, or the dict
-            of its start_logits and end_logits, or its last_hidden_state.
+        loss: by default that of the next token for ...ForCausalLM and ...LMHeadModel, whose targets are the inputs
+            shifted by one token (transformers shifts labels itself: `functional.pad(labels[:, 1:], (0, 1),
+            value=-100)`), and cross-entropy for ...ForSequenceClassification and ...ForImageClassification whose
+            samples have one class each; targets of -100 do not count.
+        output: extracts the carried state for the loss from the model's output; by default its logits, or the dict of
+            its start_logits and end_logits, or its last_hidden_state.
 
-    ModelError, with the module that is at fault, for a model that cannot be cut.
+    Raises a ModelError that names the module for a model that cannot be cut.
     """
     check_arguments(from_transformers, locals())
     modules = transformer_blocks(model, sample, output=output)
@@ -99,9 +99,9 @@ def transformer_blocks(model: nn.Module, sample: Mapping[str, Any] | Tensor | No
 class _Plan:
     """Record of the model's run on the sample.
 
-    path: of the list of layers. count: of layers. calls: of each layer, as it was called. tuples: how many values each
-    layer returned, 0 for a tensor by itself. phases: module beside the layers -> "before" or "after" them. outputs:
-    module before the layers -> what it returned. options: arguments of the model that switch its cache off.
+    path: of the list of layers. count: of layers. calls: the call of each layer. tuples: number of values that each
+    layer returned, 0 for a bare tensor. phases: module outside the layers -> "before" or "after" them. outputs: module
+    before the layers -> its output. options: arguments of the model that switch its cache off.
     """
 
     path: str
@@ -116,14 +116,14 @@ class _Plan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Call:
-    """The arguments of a layer, with names in the place of tensors."""
+    """The arguments of a layer, with names instead of tensors."""
 
     leaves: tuple[object, ...]
     spec: TreeSpec
 
     @property
     def names(self) -> set[str]:
-        """Names of the tensors that it takes."""
+        """Names of the tensors that the layer takes."""
         return {leaf.name for leaf in self.leaves if isinstance(leaf, _Slot)}
 
 
@@ -135,7 +135,7 @@ class _Slot:
 
 
 def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
-    """Run the model once, find its list of layers, and note what runs before and after them."""
+    """Run the model once, find its list of layers, and record the modules that run before and after them."""
     arguments = inspect.signature(model.forward).parameters
     takes = "use_cache" in arguments or any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     options: dict[str, object] = {"use_cache": False} if hasattr(_text_config(model), "use_cache") and takes else {}
@@ -171,8 +171,8 @@ def _plan(model: nn.Module, inputs: dict[str, Tensor]) -> _Plan:
 
 def _run_watched(model: nn.Module, inputs: Mapping[str, Tensor], options: Mapping[str, object],
                  names: Iterable[str]) -> tuple[list[tuple[str, bool]], dict[str, object]]:
-    """Run the model, and note of the modules `names` when each begins and ends, in order as (name, has ended), and what
-    it returns first, with shapes in the place of tensors."""
+    """Run the model, and record when each of the modules `names` begins and ends, in order as (name, has ended), and
+    its first output, with shapes instead of tensors."""
     events: list[tuple[str, bool]] = []
     outputs: dict[str, object] = {}
     handles = []
@@ -201,7 +201,7 @@ def _run_watched(model: nn.Module, inputs: Mapping[str, Tensor], options: Mappin
 
 
 def _phases(model: nn.Module, path: str, events: Sequence[tuple[str, bool]]) -> dict[str, str]:
-    """Module beside the layers -> "before" or "after" them; "both" for those without parameters."""
+    """Module outside the layers -> "before" or "after" them; "both" for those without parameters."""
     seen: dict[str, set[str]] = {name: set() for name in _beside(model, path)}
     phase, last = "before", [name for name, _ in events if name.rpartition(".")[0] == path][-1]
     for name, has_ended in events:
@@ -228,7 +228,7 @@ def _ancestors(path: str) -> list[str]:
 
 
 def _beside(model: nn.Module, path: str) -> Iterator[str]:
-    """The children of the modules around the list of layers at `path`, but for those on the way to it."""
+    """The children of the modules around the list of layers at `path`, except those on the path."""
     ancestors = _ancestors(path)
     for ancestor in ancestors:
         for name, _ in model.get_submodule(ancestor).named_children():
@@ -241,7 +241,7 @@ def _beside(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _modules(model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> dict[str, nn.Module]:
-    """All blocks. The first one is run here, for what layers are called with."""
+    """All blocks. The first one is run here, to record the arguments of layers."""
     first = _First(model, plan)
     with torch.no_grad(), _running_alone("embedding"):
         first.learn()
@@ -278,7 +278,7 @@ class _First(WholeTexts):
         self._hidden: Tensor | None = None
 
     def learn(self) -> None:
-        """Fill in what each layer of the sample is called with."""
+        """Record the arguments of each layer for the sample."""
         self._forward(self._inputs)
         names: dict[int, str] = {id(self._hidden): "hidden"}
         for leaves, spec in self._called:
@@ -329,12 +329,12 @@ class _First(WholeTexts):
                 if isinstance(slot, _Slot) and isinstance(leaf, Tensor):
                     if state.setdefault(slot.name, leaf) is not leaf:
                         raise _other_call("layer-tensors-one-for-sample", index, "is called with two tensors, which "
-                                          "were the same one for the sample", slot.name,
+                                          "were the same tensor for the sample", slot.name,
                                           "Give from_transformers a sample for which they differ.")
                 elif leaf is not slot and leaf != slot:
-                    raise _other_call("layer-value-differs", index, "is called with another value than for the sample, "
-                                      "which its block knows", f"{leaf!r}, and {slot!r} for the sample",
-                                      "Set model.config.use_cache = False, which its forward cannot be told."
+                    raise _other_call("layer-value-differs", index, "is called with a different value than for the "
+                                      "sample, which its block has stored", f"{leaf!r}, and {slot!r} for the sample",
+                                      "Set model.config.use_cache = False; its forward has no argument for it."
                                       if "Cache" in type(leaf).__name__ else
                                       "Give microbatches for which it is the same, such as of the sample's length, or "
                                       "write the model's blocks by hand (docs/extending.md).")
@@ -354,12 +354,12 @@ _OF_WINDOWS = ('Set "attn_implementation": "eager" in config.json, or in from_pr
 
 def _other_call(code: str, layer: int, what: str, value: str | None = None,
                 remedy: str = "Give from_transformers a sample with the inputs that microbatches have.") -> ModelError:
-    """The error for a layer that is called otherwise than for the sample."""
+    """The error for a layer that is called differently than for the sample."""
     return ModelError(what, code=code, where=f"layer{layer}", value=value, remedy=remedy)
 
 
 class _Layer(nn.Module):
-    """One layer: the carried state to the same with new hidden states. later: tensors that later layers take. kept: the
+    """One layer: replaces the hidden states in the carried state. later: tensors that later layers take. kept: the
     model's attributes `KEPT_IN_FP32`."""
 
     def __init__(self, layer: nn.Module, call: _Call, later: set[str], kept: Mapping[str, object]) -> None:
@@ -380,7 +380,7 @@ class _Layer(nn.Module):
 
 
 class _Last(nn.Module):
-    """The model's forward from after its layers on: the carried state to what `take` takes out of its output."""
+    """The model's forward after its layers: the carried state to the result of `take` for the model's output."""
 
     def __init__(self, model: nn.Module, plan: _Plan, take: Callable[[Any], State]) -> None:
         super().__init__()
@@ -403,15 +403,15 @@ class _Last(nn.Module):
         self._state[:] = [hidden]
         try:
             with _conditions(hidden), _running_alone("head",
-                                                     AttributeError):  # of a parameter that training alone reads
+                                                     AttributeError):  # a parameter that only training reads
                 return self._take(self.model(**inputs, **self._options))
         finally:
             self._state.clear()
 
 
 class _NoValues(TorchFunctionMode):
-    """A mode for the meta device: conditions on values, which it does not have, hold, such as that no sample is padded
-    or packed; and products of experts, which torch has for bf16 alone there, have the shapes of other formats, too."""
+    """A mode for the meta device, which has no values: conditions on values are true, such as that no sample is padded
+    or packed; and products of experts, which torch supports there for bf16 only, accept other dtypes, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
@@ -428,8 +428,8 @@ _MAKES_MASKS: ContextVar[bool] = ContextVar("_MAKES_MASKS", default=False)
 
 @contextmanager
 def _making_masks(makes: bool) -> Iterator[None]:
-    """Inside, where `makes` says so, transformers makes its masks also of padding masks that hide nothing. Otherwise it
-    calls the layers of such microbatches without a mask, and those of others with one."""
+    """Inside, if `makes`, transformers makes its masks also from padding masks that hide nothing. Otherwise it would
+    call the layers of such microbatches without a mask, and those of others with a mask."""
     masks = sys.modules.get("transformers.masking_utils")
     for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all") if makes else ():
         hides_nothing = getattr(masks, name, None)
@@ -456,8 +456,8 @@ def _conditions(tensor: Tensor) -> AbstractContextManager[object]:
 
 def _shell(model: nn.Module, plan: _Plan, others: Mapping[str, nn.Module], layers: Sequence[nn.Module], *,
            has_parameters: bool) -> nn.Module:
-    """A copy of the modules around the layers, with `others` and `layers` in their places. Everything below them is the
-    model's own. has_parameters: whether it has the parameters of these modules themselves."""
+    """A copy of the modules around the layers, with `others` and `layers` in their places. All other submodules are the
+    model's own. has_parameters: whether it has the own parameters of these modules."""
     copies: dict[str, nn.Module] = {}
     for ancestor in _ancestors(plan.path):
         copied = copies[ancestor] = copy.copy(model.get_submodule(ancestor))
@@ -487,7 +487,7 @@ def _main_input(model: nn.Module) -> str:
 
 
 def _sample(model: nn.Module) -> dict[str, Tensor]:
-    """Two samples of the sizes in the model's configuration."""
+    """Two samples with the sizes in the model's configuration."""
     config: Any = getattr(model, "config", None)
     name = _main_input(model)
     parameter = next(model.parameters())
@@ -504,9 +504,9 @@ def _sample(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The configuration of the language model in it; its own where it has none or several inside."""
+    """The configuration of the language model in `model`; its own if it contains none or several."""
     config: Any = getattr(model, "config", None)
-    with suppress(ValueError):  # of several
+    with suppress(ValueError):  # there are several
         return config.get_text_config() if hasattr(config, "get_text_config") else config
     return config
 
@@ -531,7 +531,7 @@ def _loss(model: nn.Module) -> Loss | None:
 
 
 def _kind_of_labels(model: nn.Module) -> str:
-    """The configuration's problem_type, or the one that transformers takes for whole labels."""
+    """The configuration's problem_type, or the one that transformers uses for integer labels."""
     config: Any = getattr(model, "config", None)
     found = getattr(config, "problem_type", None)
     return str(found or ("regression" if getattr(config, "num_labels", None) == 1 else "single_label_classification"))
@@ -548,14 +548,14 @@ def _run(modules: Mapping[str, nn.Module], inputs: dict[str, Tensor]) -> State:
 
 @contextmanager
 def _running_alone(block: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Inside, a block runs on the sample. Errors of the model's code, which misses what is in another block, become
-    ModelErrors. kind: of these errors alone."""
+    """Inside, a block runs on the sample. Errors of the model's code, which lacks the modules of other blocks, become
+    ModelErrors. kind: the class of errors to convert."""
     try:
         yield
     except ModelError:
         raise
     except kind as error:
-        raise ModelError(f"cannot run by itself: {type(error).__name__}: {error}", code="block-cannot-run-alone",
+        raise ModelError(f"cannot run on its own: {type(error).__name__}: {error}", code="block-cannot-run-alone",
                          where=f"block {block}", remedy=REMEDY) from error
 
 
@@ -568,7 +568,7 @@ def _compare(model: nn.Module, expected: State, output: State) -> None:
         if not float(difference) <= allowed:
             reads = bool(ours[name].isnan().any() and not wanted.isnan().any())
             raise _refusal("blocks-compute-otherwise", model,
-                           "computes something else in blocks than as a whole; the largest difference is "
+                           "computes something else in blocks than uncut; the largest difference is "
                            f"{float(difference):.2g}, the largest output {float(wanted.detach().abs().max()):.2g}"
                            + ("; its head reads a floating-point input, or a module before the layers" if reads else
                               ""), type(model).__name__,

@@ -64,7 +64,7 @@ class Attention(family.FusedAttention):
         return packed.with_hidden(state, self.dropout(y_BSH, onto=x_BSH))
 
     def _attend(self, qkv_BSF: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """Attention within the heads that this column has."""
+        """Attention within the heads on this column."""
         q_BNSD, k_BNSD, v_BNSD = self.heads(qkv_BSF)
         k_BNSD, v_BNSD = self.cache.extend(k_BNSD, v_BNSD)
         mask = packed.attention_mask(q_BNSD, k_BNSD, segments_BS)
@@ -74,7 +74,7 @@ class Attention(family.FusedAttention):
 
 
 class MLP(family.TwoLayerMLP):
-    """The two-layer perceptron with its norm and residual; GELU by its tanh approximation, as GPT-2."""
+    """The two-layer perceptron with its norm and residual; GELU by its tanh approximation, as in GPT-2."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, tensor.LayerNorm(config.hidden, dtype=dtype), 4 * config.hidden)
@@ -103,7 +103,7 @@ def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> floa
     """FLOPs of training on one sequence, forward and backward; causal attention is counted in full.
 
     72 s l h^2 (1 + s / 6h + V / 12 l h), the model's own work. With `recomputed`, 96 s l h^2 (1 + s / 6h + V / 16 l h):
-    what the hardware does when every layer's forward runs twice (Narayanan et al., 2021, equation 3).
+    the hardware's work when every layer's forward runs twice (Narayanan et al., 2021, equation 3).
     """
     s, layers, h, vocab = config.sequence, config.num_layers, config.hidden, config.vocab
     factor = 96 if recomputed else 72

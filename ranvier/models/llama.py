@@ -1,14 +1,14 @@
 """Llama's architecture as a list of blocks: Llama 2 and 3, Mistral, Phi-3, Qwen 2 and 3, Gemma 1 to 3, OLMo 2 and 3,
-SmolLM 2 and 3 and Granite are settings of it (docs/models.md).
+SmolLM 2 and 3 and Granite are configurations of it (docs/models.md).
 
-Shapes are in the names: B batch, S sequence, H hidden, N heads, K heads of keys and values, D width of a head, F inner
+Shapes are in the names: B batch, S sequence, H hidden, N heads, K key-value heads, D width of a head, F inner
 width of an MLP, V vocabulary, C scores. The carried state is one tensor: token ids_BS (int64) into the embedding, x_BSH
-between blocks, logits_BSV or scores_BSC out of the head. Inputs with several packed samples are a dict, as GPT's are.
+between blocks, logits_BSV or scores_BSC out of the head. Inputs with several packed samples are a dict, as in GPT.
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
 Each sublayer is x + f(norm(x)), with its residual inside the block (Touvron et al., 2023). Its RMS norm may be after f,
-or on both sides. On a mesh with more columns than heads of keys, columns compute the keys that their queries need.
+or on both sides. On a mesh with more columns than key-value heads, columns compute the keys that their queries need.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def head_dim(config: Transformer) -> int:
 
 
 def window_of(config: Transformer, layer: int) -> int | None:
-    """Tokens that a token of this layer attends to; None for all before it."""
+    """Number of tokens that a token of this layer attends to; None for all tokens before it."""
     is_full = (bool(config.full_every) and (layer + 1) % config.full_every == 0) or layer in config.full_layers
     return None if is_full else config.window
 
@@ -112,8 +112,8 @@ class Sublayer(nn.Module):
 
 
 class Attention(Sublayer):
-    """Causal grouped-query attention with rotary embeddings, where the layer has them. window: tokens that a token
-    attends to; None for all."""
+    """Causal grouped-query attention with rotary embeddings, if the layer has them. window: number of tokens that a
+    token attends to; None for all."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype, window: int | None, has_rotary: bool) -> None:
         super().__init__(config, dtype)
@@ -141,7 +141,7 @@ class Attention(Sublayer):
         return y_BSH
 
     def _heads(self, x_BSF: Tensor, norm: nn.Module | None) -> Tensor:
-        """[B, heads, S, D], normalized where there is a norm."""
+        """[B, heads, S, D], normalized if there is a norm."""
         if norm is not None and not self.norms_heads:
             x_BSF = norm(x_BSF)
         x_BSND: Tensor = x_BSF.unflatten(-1, (-1, self.width))
@@ -150,7 +150,7 @@ class Attention(Sublayer):
         return x_BSND.transpose(1, 2)
 
     def _rotation(self, q_BNSD: Tensor, segments_BS: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """The rotation of queries and keys at their positions: in a packed sample, or behind the tokens before."""
+        """The rotation of queries and keys at their positions: in a packed sample, or after the cached tokens."""
         length = q_BNSD.shape[2]
         before = self.cache.advance(length) if segments_BS is None else 0
         if self.rotary is None:
@@ -163,7 +163,7 @@ class Attention(Sublayer):
         return partial(self.rotary, positions=positions, longest=before + length)
 
     def _attend(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, segments_BS: Tensor | None) -> Tensor:
-        """Attention within the heads that this column has: queries and keys are turned here."""
+        """Attention within the heads on this column, including the rotation of queries and keys."""
         turned = self._rotation(q_BNSD, segments_BS)
         q_BNSD = turned(q_BNSD)
         k_BKSD, v_BKSD = self.cache.extend(turned(k_BKSD), v_BKSD)
@@ -175,7 +175,7 @@ class Attention(Sublayer):
             scale=self.scale, enable_gqa=self.is_grouped)
 
     def _attended_with_cap(self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor) -> Tensor:
-        """No fused kernel caps scores, so all S x S of them are kept."""
+        """Attention with capped scores. No fused kernel caps scores, so all S x S of them are kept."""
         group = int(q_BNSD.shape[1] // k_BKSD.shape[1])
         if group > 1:
             k_BKSD, v_BKSD = (one.repeat_interleave(group, 1) for one in (k_BKSD, v_BKSD))
@@ -187,7 +187,7 @@ class Attention(Sublayer):
 
 
 def _query_norm(config: Transformer, heads: int, dtype: torch.dtype) -> tensor.RMSNorm | None:
-    """The norm of queries or keys with so many heads."""
+    """The norm of queries or keys with this many heads."""
     epsilon, width = config.norm_epsilon or NORM_EPSILON, head_dim(config)
     match config.qk_norm:
         case "head":
@@ -248,15 +248,15 @@ class ScoreHead(nn.Module):
 
 
 def num_scores(config: Transformer, head: str) -> int:
-    """C of a `ScoreHead`: one for the head "score", and one of each class for "classes"."""
+    """C of a `ScoreHead`: 1 for the head "score", and the number of classes for "classes"."""
     return 1 if head == "score" else family.num_classes(config)
 
 
 def problems(config: Transformer) -> list[ConfigError]:
-    """Everything in `config` that no Llama can have."""
+    """All problems of `config` for a Llama."""
     found = family.heads_problem(config, ", or `--model.head-dim`") if config.head_dim is None else []
     if not found and head_dim(config) % 2:
-        found.append(ConfigError("is odd, and rotary embeddings turn pairs of features", code="head-dim-odd",
+        found.append(ConfigError("is odd, and rotary embeddings rotate pairs of features", code="head-dim-odd",
                                  where="model.head-dim", value=head_dim(config),
                                  remedy=f"Set `--model.head-dim {head_dim(config) + 1}`."))
     if config.heads % kv_heads(config):
@@ -267,15 +267,15 @@ def problems(config: Transformer) -> list[ConfigError]:
     if config.rope_scaling not in ("none", "linear") and config.rope_positions is None:
         found.append(ConfigError(f"is missing, and `model.rope-scaling` {config.rope_scaling} needs it",
                                  code="rope-positions-missing", where="model.rope-positions", value=None,
-                                 remedy="Set it to the positions that the model had before the scaling."))
+                                 remedy="Set it to the number of positions of the model before scaling."))
     if config.rope_limits is not None and config.rope_limits[0] >= config.rope_limits[1]:
-        found.append(ConfigError("must be in rising order", code="rope-limits-order", where="model.rope-limits",
+        found.append(ConfigError("must be in ascending order", code="rope-limits-order", where="model.rope-limits",
                                  value=config.rope_limits, remedy="Give the lower limit first, for example 1,4."))
     return found
 
 
 def initial(config: Transformer, name: str) -> Initial:
-    """The start of one parameter: GPT-2's, but for the offset of norms."""
+    """The initialization of one parameter: GPT-2's, except for the offset of norms."""
     if name.endswith(("norm.weight", "norm_after.weight")):
         return Initial("constant", 1.0 - config.norm_offset)
     return family.decoder_initial(config, name)
@@ -283,8 +283,8 @@ def initial(config: Transformer, name: str) -> Initial:
 
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one sequence, forward and backward: 6 for each weight and token, and 12 S^2 N D of a layer's
-    attention, which is counted in full where it is causal or has a window. recomputed: with the forward of every layer
-    twice; the head's runs once."""
+    attention, which is counted in full even if it is causal or has a window. recomputed: with every layer's forward
+    running twice; the head's runs once."""
     s, h, width = config.sequence, config.hidden, head_dim(config)
     weights = h * width * (2 * config.heads + 2 * kv_heads(config)) + 3 * h * family.inner_width(config)
     layer = 2 * s * weights + 4 * s * s * config.heads * width

@@ -1,10 +1,10 @@
-"""A model with low-rank adapters: they train, and what the model had before is frozen.
+"""A model with low-rank adapters, which are trained while the original parameters are frozen.
 
     model = ranvier.with_adapters(model, ranvier.Lora(rank=8, alpha=16, targets=("query", "value")))
 
 It is a `Model` like any other, so an engine trains it on any mesh. The adapter of the layer NAME has the parameters
-NAME.lora.A, NAME.lora.B and, for DoRA, NAME.lora.magnitude_change. A starts as torch's nn.Linear does, as in PEFT, B
-and the magnitude's change from zero.
+NAME.lora.A, NAME.lora.B and, for DoRA, NAME.lora.magnitude_change. A is initialized like torch's nn.Linear, as in PEFT,
+B and the magnitude's change with zeros.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ranvier.tensor.quantized_weight import BLOCK, check_available
 from ranvier.tensor.splittable import ActivationKind, Layer
 
 AUTO_TARGETS = ("query", "value", "qkv")
-"""Layers for which `targets` auto stands, if a model has them."""
+"""Layers that `targets` auto selects, if a model has them."""
 _NAMES_THERE = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "attention.projection",
                 "gate_proj": "gate", "up_proj": "up", "down_proj": "fc2", "c_attn": "qkv"}
-"""Names of transformers, which PEFT's targets have, for models that have none of this name -> ours."""
+"""Names in transformers, as used in PEFT's targets -> ours, for models without layers of that name."""
 _MOST_TOLD = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
-    """A linear layer of a block, or one output of it. path: of its module. part: of `Linear.parts`. units: as of
+    """A linear layer of a block, or one output of it. path: of its module. part: of `Linear.parts`. units: as in
     `Adapter`."""
 
     path: str
@@ -51,11 +51,11 @@ class _Target:
 
 def with_adapters(model: Model | Modules, lora: Lora, *,
                   loss: Loss | None = None, seed: int = 0) -> Model:
-    """`model` with adapters in the linear layers that `lora.targets` names, and everything else frozen, but for the
+    """`model` with adapters in the linear layers that `lora.targets` names, and everything else frozen, except the
     linear layers of the last block with `lora.train_head`. `lora.adapters` is not read.
 
     loss: of a model that is a list of blocks. seed: of the adapters' initial values in a model without `initial`, whose
-    blocks get them when they are built; in others it is the engine's.
+    blocks get them when they are built; other models use the engine's seed.
 
     ConfigError for a pattern that matches no linear layer; ModelError for a head that is tied to a frozen parameter.
     """
@@ -80,7 +80,7 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
                        magnitude=lora.method == "dora")
     fan_in = {f"{_join_name(block, name)}.lora.A": target.in_features for block, found in targets.items()
               for name, target in found.items()}
-    for block, module in ready_made(model).items():  # names in the module that it was made of, for `names_in_whole`
+    for block, module in ready_made(model).items():  # names in the original module, for `names_in_whole`
         noted = vars(module).get("names_in_whole", {})
         noted |= {f"{name}.lora.{kind}": tuple(f"{one.removesuffix('weight')}lora.{kind}" for one in noted[weight])
                   for name, target in targets[block].items() if (weight := f"{target.path}.weight") in noted
@@ -95,8 +95,8 @@ def with_adapters(model: Model | Modules, lora: Lora, *,
 
 
 def _quantized_weights(model: Model, kinds: Mapping[str, Mapping[str, _Target]], lora: Lora) -> dict[str, str]:
-    """`Model.quantized`: the weights of all linear layers whose inputs are whole blocks, but for those of the last
-    block, which is the head, and those that are tied."""
+    """`Model.quantized`: the weights of all linear layers whose number of inputs is a multiple of a quantization block,
+    except those of the last block, which is the head, and tied weights."""
     if lora.base_format == "precision":
         return {}
     check_available(lora.base_format)
@@ -121,7 +121,7 @@ def _join_name(block: str, name: str) -> str:
 
 
 def _target_layers(names: Sequence[str], lora: Lora) -> Iterator[str]:
-    """The layers that are adapted, of all linear layers of a model."""
+    """The layers that get adapters, among all linear layers of a model."""
     patterns = AUTO_TARGETS if lora.targets == "auto" else lora.targets
     found: set[str] = set()
     for pattern in patterns:
@@ -179,7 +179,7 @@ def _head_layers(block: nn.Module) -> list[nn.Module]:
 
 
 def _check_head(model: Model, last: str) -> None:
-    """ModelError for a head without linear layers, or with one that is tied to a parameter of another block."""
+    """Raise a ModelError for a head without linear layers, or with a parameter tied to another block."""
     with meta_device():
         block = model.blocks[last]()
     if not _head_layers(block):
@@ -194,9 +194,9 @@ def _check_head(model: Model, last: str) -> None:
 
 def _build_adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[str, _Target], form: AdapterForm, *,
                    trains: bool, seed: int | None) -> nn.Module:
-    """The block with its adapters, which one that was there before has already.
+    """The block with its adapters, which an already built block has already.
 
-    seed: sets the adapters' initial values. trains: whether its linear layers train.
+    seed: sets the adapters' initial values. trains: whether its linear layers are trained.
     """
     module = build()
     for name, target in targets.items():
@@ -208,7 +208,7 @@ def _build_adapted(build: Callable[[], nn.Module], block: str, targets: Mapping[
         adapter = Adapter(weight.detach(), target.in_features, target.out_features, form, takes=target.takes,
                           gives=target.gives, units=target.units)
         if seed is not None and not weight.is_meta:
-            with torch.device("cpu"):  # whatever device a builder's context names
+            with torch.device("cpu"):  # regardless of the device of a builder's context
                 for kind, parameter in adapter.named_parameters():
                     full = f"{_join_name(block, name)}.lora.{kind}"
                     initialise(parameter, full, _start(full, target.in_features), seed)
@@ -224,5 +224,5 @@ def _initial(before: Callable[[str], Initial], fan_in: Mapping[str, int], name: 
 
 
 def _start(name: str, fan_in: int) -> Initial:
-    """Kaiming's uniform values with a = sqrt(5) for A, as in PEFT; zero for the others."""
+    """Kaiming uniform initialization with a = sqrt(5) for A, as in PEFT; zeros for the others."""
     return Initial("uniform", fan_in ** -0.5) if name.endswith(".A") else Initial("constant", 0.0)

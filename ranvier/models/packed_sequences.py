@@ -1,8 +1,8 @@
-"""Several samples in one sequence: which positions belong together, and who attends to whom.
+"""Several samples in one sequence: which positions belong together, and which tokens attend to which.
 
-A model that takes packed sequences has `segments` beside the tokens in its inputs and in its carried state:
-segments_BS int64, 1, 2, ... for the samples of a row in their order, and 0 for the padding behind them. The functions
-here are all that a block needs: positions restart with each segment, and attention stays within it.
+A model that takes packed sequences has `segments` in addition to the tokens in its inputs and in its carried state:
+segments_BS int64, 1, 2, ... for the samples of a row in order, and 0 for the padding after them. The functions here are
+all that a block needs: positions restart with each segment, and attention stays within it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def attention_mask(q_BNSD: Tensor, k_BKSD: Tensor, segments_BS: Tensor | None = 
                    needed: bool = False) -> Tensor | None:
     """Mask of the keys to which each query attends in causal attention, bool [queries, keys] or [B, 1, queries, keys].
 
-    Queries are the last of the keys' positions. None where a query attends to all keys at its place and before, as
+    Queries are at the last of the keys' positions. None if each query attends to all keys up to its own position, as
     `scaled_dot_product_attention(..., is_causal=True)` does (with one query and cached keys: to all keys).
 
     Args:
         segments_BS: of packed samples; a query attends to keys of its own sample. Padding attends to padding, so that
             no row of the mask is empty.
-        window: positions that a query sees, its own included.
-        needed: return a mask in any case.
+        window: number of positions that a query sees, including its own.
+        needed: always return a mask.
     """
     num_queries, num_keys = q_BNSD.shape[2], k_BKSD.shape[2]
     is_plain = segments_BS is None and (window is None or window >= num_keys)
@@ -48,8 +48,8 @@ def attention_mask(q_BNSD: Tensor, k_BKSD: Tensor, segments_BS: Tensor | None = 
 
 
 def is_whole_causal(q_BNSD: Tensor, k_BKSD: Tensor, mask: Tensor | None) -> bool:
-    """Whether attention without a mask is causal: over as many keys as queries. A bool in compiled graphs, too, where
-    a comparison of sizes is symbolic until it decides a branch."""
+    """Whether attention without a mask is causal: over equal numbers of keys and queries. A bool in compiled graphs,
+    too, where a comparison of sizes is symbolic until it decides a branch."""
     if mask is None and q_BNSD.shape[2] == k_BKSD.shape[2]:  # noqa: SIM103
         return True
     return False
@@ -68,5 +68,5 @@ def hidden_and_segments(state: State) -> tuple[Tensor, Tensor | None]:
 
 
 def with_hidden(state: State, x_BSH: Tensor) -> State:
-    """The state with x_BSH in the place of its own."""
+    """The state with its hidden states replaced by x_BSH."""
     return {**state, "hidden": x_BSH} if isinstance(state, dict) else x_BSH

@@ -1,7 +1,7 @@
-"""Replacements of modules that another block has, in the model's own code around its layers.
+"""Replacements for modules in other blocks, in the model's own code around its layers.
 
-    embedding    the model's forward, with recorders in the place of its layers, and nothing behind them
-    head         the model's forward, with stand-ins before the layers, and injectors in the place of these
+    embedding    the model's forward, with recorders instead of its layers, and nothing after them
+    head         the model's forward, with stand-ins before the layers, and injectors instead of the layers
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ REMEDY = "Write its blocks by hand: pass a list of modules to ranvier.Engine (do
 
 
 class Elsewhere(nn.Module):
-    """Replaces a module that another block has. Its attributes are that module's; parameters, buffers and submodules
-    that are read for the sample become its own too, so that they are tied, or refused where stages would not agree on
-    them.
+    """Replaces a module of another block. Its attributes are that module's; parameters, buffers and submodules that are
+    read for the sample become its own too, so that they are tied, or refused if stages would not agree on them.
 
-    shares: whether it may have parameters that the other block has; parameters of a layer are the layer's alone.
+    shares: whether it may have parameters of the other block; parameters of a layer belong to the layer only.
     """
 
     def __init__(self, module: nn.Module, name: str, *, shares: bool) -> None:
         super().__init__()
-        self._module, self._name, self._shares = (module,), name, shares  # in a tuple: it is not a part of this one
+        self._module, self._name, self._shares = (module,), name, shares  # in a tuple, so that it is not a submodule
         self.knows = False
-        """Whether everything has been read that blocks read for the sample."""
+        """Whether all reads of attributes for the sample have been made."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -48,9 +47,9 @@ class Elsewhere(nn.Module):
             is_kept = isinstance(value, (nn.Parameter, nn.Module)) or name in module._buffers
             if self.knows or not is_kept or (has_parameters and not self._shares):
                 raise ModelError("is read in another block than the module's own" + (
-                    ", and was not for the sample" if self.knows else ""), code="attribute-of-another-block",
+                    ", but was not for the sample" if self.knows else ""), code="attribute-of-another-block",
                     where=f"{self._name}.{name}", value=type(value).__name__, remedy=REMEDY)
-            for places in ("_parameters", "_buffers", "_modules"):  # setattr would ask for the attribute again
+            for places in ("_parameters", "_buffers", "_modules"):  # setattr would read the attribute again
                 if name in vars(module)[places]:
                     vars(self)[places][name] = value
             self._non_persistent_buffers_set |= module._non_persistent_buffers_set & {name}
@@ -58,8 +57,8 @@ class Elsewhere(nn.Module):
 
 
 class Recorder(Elsewhere):
-    """Replaces a layer before it: gives its arguments to `record`, and returns the hidden states that this returns.
-    size: how many values the layer returns."""
+    """Replaces a layer in the embedding: passes its arguments to `record`, and returns the hidden states from it. size:
+    number of values that the layer returns."""
 
     def __init__(self, layer: nn.Module, name: str, record: Callable[[tuple[object, ...], dict[str, object]], Tensor],
                  size: int) -> None:
@@ -71,7 +70,7 @@ class Recorder(Elsewhere):
 
 
 class Injector(Elsewhere):
-    """Replaces a layer after it: returns the hidden states that the last one gave."""
+    """Replaces a layer in the head: returns the hidden states of the last layer."""
 
     def __init__(self, layer: nn.Module, name: str, state: list[Tensor], size: int) -> None:
         super().__init__(layer, name, shares=False)
@@ -83,9 +82,9 @@ class Injector(Elsewhere):
 
 
 class StandIn(Elsewhere):
-    """Replaces a module that runs before the layers: tensors of the shapes that it returned, with the sizes of the
-    hidden states in the place of the sample's; NaN, so that no output can depend on them, and zeros for integers.
-    output: `shapes_of` what it returned. layer: likewise of a layer. samples: of the sample."""
+    """Replaces a module that runs before the layers: returns tensors in the shapes of its output, with the sample's
+    sizes replaced by those of the hidden states; filled with NaN, so that no output can depend on them, and zeros for
+    integers. output: `shapes_of` its output. layer: `shapes_of` a layer's output. samples: of the sample."""
 
     def __init__(self, module: nn.Module, name: str, output: object, layer: object, state: list[Tensor],
                  samples: int) -> None:
@@ -97,7 +96,7 @@ class StandIn(Elsewhere):
         hidden, = self._state
         number = next((leaf for leaf in tree_leaves(self._output) if isinstance(leaf, (int, float))), None)
         if number is not None:
-            raise ModelError("returns a number beside tensors, which the head has from the sample alone",
+            raise ModelError("returns a number in addition to tensors, which the head has from the sample only",
                              code="number-beside-tensors", where=self._name, value=number, remedy=REMEDY)
 
         def without_values(leaf: object) -> object:
@@ -109,7 +108,7 @@ class StandIn(Elsewhere):
         return tree_map(without_values, self._output, is_leaf=lambda leaf: isinstance(leaf, _Shape))
 
     def _sizes(self, sample: torch.Size, hidden: torch.Size) -> Sequence[int]:
-        """Of hidden states; or with other numbers of samples and of tokens, such as positions or biases of pairs."""
+        """The sizes of the hidden states, or `sample` with their numbers of samples and tokens, as for pair biases."""
         if len(sample) == len(hidden) and sample[-1] == hidden[-1] and sample[0] in (1, self._samples):
             return hidden
         tokens = self._hidden[1] if len(self._hidden) > 2 else None
@@ -135,10 +134,10 @@ class Absent(Elsewhere):
         super().__init__(module, name, shares=True)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        raise ModelError("runs before the layers, and not so for the sample", code="other-order-than-sample",
+        raise ModelError("runs before the layers, but did not for the sample", code="other-order-than-sample",
                          where=self._name, remedy=REMEDY)
 
 
 def _layer_outputs(hidden: Tensor, size: int) -> object:
-    """Hidden states as a layer returns them that returns so many values, 0 for a tensor by itself."""
+    """Hidden states in the output format of a layer that returns `size` values, 0 for a bare tensor."""
     return (hidden, *[None] * (size - 1)) if size else hidden

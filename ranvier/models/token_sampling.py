@@ -14,14 +14,14 @@ from ranvier.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings by which a token is drawn from softmax(logits / temperature).
+    """Settings for drawing a token from softmax(logits / temperature).
 
     Attributes:
         temperature: 0 takes the most likely token (greedy decoding).
-        top_k: only so many of the most likely tokens, and those as likely as the last of them; None for all.
-        top_p: only the most likely tokens whose probabilities add up to so much (Holtzman et al., 2020).
-        repetition_penalty: divides positive logits of tokens that the text has, and multiplies negative ones (Keskar et
-            al., 2019).
+        top_k: number of the most likely tokens to draw from, with those as likely as the last of them; None for all.
+        top_p: draw only from the most likely tokens whose probabilities sum to this (Holtzman et al., 2020).
+        repetition_penalty: divides positive logits of tokens that are already in the text, and multiplies negative ones
+            (Keskar et al., 2019).
         seed: of the draws.
     """
 
@@ -32,7 +32,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """ConfigError for values that no distribution has."""
+        """Raise a ConfigError for invalid values."""
         for name, value, wrong, remedy in (
                 ("temperature", self.temperature, not 0 <= self.temperature < float("inf"), "Use 0 or more."),
                 ("top-k", self.top_k, self.top_k is not None and self.top_k < 1, "Use 1 or more, or leave it out."),
@@ -48,8 +48,8 @@ def next_token(logits_V: Tensor, sampling: Sampling, *, position: int, text: int
                earlier: Collection[int] = ()) -> int:
     """One token number.
 
-    logits_V: [V], those of tokens that the tokenizer knows. earlier: the tokens of the text, for the penalty. The draw
-    depends on (seed, text, position) alone. It is the Gumbel-max trick: the largest of logits plus Gumbel noise.
+    logits_V: [V], those of the tokenizer's tokens. earlier: the tokens of the text, for the penalty. The draw depends
+    on (seed, text, position) alone. It uses the Gumbel-max trick: the largest of logits plus Gumbel noise.
     """
     scores_V = logits_V.detach().to("cpu", torch.float64)
     if sampling.repetition_penalty != 1:

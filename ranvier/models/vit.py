@@ -6,10 +6,10 @@ tensor: images into the embedding, x_BSH between blocks, logits_BC out of the he
 
     embedding -> layer0.attention -> layer0.mlp -> layer1.attention -> ... -> head
 
-An image's patches, row by row, are its tokens 1, 2, ...; token 0 is learnt and is what the head looks at. Each
-sublayer is x + projection(f(norm(x))), with its residual inside the block (Dosovitskiy et al., 2021). DINOv2's scales
-of sublayer outputs are part of `projection` and `fc2` here, which compute the same; its classifier in transformers, of
-token 0 and the mean of all patches, is one of token 0 here. Attention probabilities have no dropout.
+An image's patches, row by row, are its tokens 1, 2, ...; token 0 is learnt and is read by the head. Each sublayer is
+x + projection(f(norm(x))), with its residual inside the block (Dosovitskiy et al., 2021). DINOv2's scales of sublayer
+outputs are folded into `projection` and `fc2` here, which is equivalent; its classifier, which in transformers reads
+token 0 and the mean of all patches, reads only token 0 here. Attention probabilities have no dropout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ranvier.tensor import layers as tensor
 from ranvier.tensor.split.loss import ClassLoss
 
 NORM_EPSILON = 1e-6
-"""Epsilon of the norms in the article's own code."""
+"""Epsilon of the norms in the paper's own code."""
 CHANNELS = 3
 
 
@@ -45,7 +45,7 @@ def _norm(config: Transformer, dtype: torch.dtype) -> tensor.LayerNorm:
 
 
 class Embedding(nn.Module):
-    """Projected patches behind token 0, plus positions; dropout."""
+    """Token 0 and projected patches, plus positions; dropout."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Embedding(nn.Module):
 
 
 class Attention(family.FusedAttention):
-    """Self-attention of every token to all, with its norm and residual."""
+    """Self-attention of every token to all tokens, with its norm and residual."""
 
     def __init__(self, config: Transformer, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, _norm(config, dtype), ("query", "key", "value"))
@@ -104,7 +104,7 @@ class Head(nn.Module):
 
 
 def problems(config: Transformer) -> list[ConfigError]:
-    """Everything in `config` that no ViT can have."""
+    """All problems of `config` for a ViT."""
     found = family.heads_problem(config)
     if config.image_size % config.patch_size:
         near = max(1, round(config.image_size / config.patch_size)) * config.patch_size
@@ -117,9 +117,9 @@ def problems(config: Transformer) -> list[ConfigError]:
 def flops_per_sequence(config: Transformer, *, recomputed: bool = False) -> float:
     """FLOPs of training on one image, forward and backward.
 
-    Counted are the layers' products, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
+    The layers' products are counted, 8 s h^2 + 4 s h f for weights and 4 s^2 h for attention in one layer's forward,
     three times, or with `recomputed` four times, since every layer's forward runs twice; and the projection of patches,
-    whose inputs need no gradient, twice. The head, which is of one token, is left out.
+    whose inputs need no gradient, twice. The head, which reads one token, is left out.
     """
     s, h, f = num_tokens(config), config.hidden, family.inner_width(config)
     layer = 8 * s * h * h + 4 * s * h * f + 4 * s * s * h

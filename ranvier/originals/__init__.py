@@ -1,1 +1,1 @@
-"""State that blocks share with the module from which they were made: modes, tensors, attributes that its code reads."""
+"""State that blocks share with the module that they were made from: modes, tensors, attributes that its code reads."""

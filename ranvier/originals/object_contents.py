@@ -1,7 +1,7 @@
-"""What objects, modules, classes, functions and containers have: attributes, in slots too, and elements.
+"""Contents of objects, modules, classes, functions and containers: attributes, including slots, and elements.
 
-No code of the user's runs here, whatever a class says of itself, and another thread may change what is looked at. Of
-containers of more than 10,000 elements, which hold data, none is given.
+No user code runs here, whatever methods a class defines, and another thread may change the examined objects. Containers
+of more than 10,000 elements hold data; their elements are not returned.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import Tensor, nn
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes in which torch keeps parameters, buffers, submodules, hooks and the mode."""
 _FOREIGN = frozenset({"torch", "ranvier", "numpy", "pytest", "_pytest", *sys.stdlib_module_names} - {"__main__"})
-"""Packages whose functions and objects hold nothing for others."""
+"""Packages whose functions and objects hold no state of others."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _OF_ENUMS = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 _CONTAINERS = (list, tuple, set, deque, dict)
 _MOST_ELEMENTS = 10_000
 _PER_STAGE = "ranvier_per_stage"
 _TRIES = 100
-"""To copy a container that another thread changes."""
+"""Attempts to copy a container that another thread changes."""
 
 
 def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
-    """What a forward may have left in something that is reached: by attribute or variable, else as a whole (None). What
-    hooks of torch compute anew for each forward, such as normalised weights, is a module's own."""
+    """The values that a forward may have stored in an object, by attribute or variable, or as a whole (None). Values
+    that torch's hooks recompute for each forward, such as normalised weights, are left out."""
     if isinstance(value, CellType):
         with suppress(ValueError):  # not assigned yet
             return [(None, value.cell_contents)]
@@ -59,13 +59,13 @@ def contents(value: Any) -> Iterable[tuple[str | None, Any]]:
 
 
 def entries_of(value: Any, names: Collection[object]) -> list[tuple[str | None, Any]]:
-    """Those of these attributes or variables that there are, as `contents` has them."""
+    """The existing ones among these attributes or variables, as in `contents`."""
     return [(name, entry) for name, entry in contents(value) if name in names]
 
 
 def attributes_of(value: Any) -> list[Any] | None:
-    """The mappings, as they are, in which an object has its attributes, and a module its buffers; None where some are
-    in slots, or each thread has others."""
+    """The mappings themselves that hold an object's attributes, and a module's buffers; None if some are in slots, or
+    differ between threads."""
     found = dict_of(value)
     kind: Any = type(value)
     if isinstance(value, type | ModuleType | FunctionType):
@@ -76,35 +76,35 @@ def attributes_of(value: Any) -> list[Any] | None:
 
 
 def elements(value: object) -> list[Any] | None:
-    """Those of a list, tuple, set or dict, without keys, none where they are data; None of anything else."""
+    """The elements of a list, tuple, set or dict, without keys; empty if they are data; None for anything else."""
     return None if container(value) is None else [element for _, element in elements_with_keys(value)]
 
 
 def is_data(value: object) -> bool:
-    """Whether it is a container of too many elements to look at each."""
+    """Whether `value` is a container with too many elements to examine each."""
     return container(value) is not None and size_of(value) > _MOST_ELEMENTS
 
 
 def size_of(value: Any) -> int:
-    """Of a container, whatever it says of itself."""
+    """The size of a container, regardless of the methods of its class."""
     return int(container(value).__len__(value))
 
 
 def is_whole(value: object) -> bool:
-    """Whether it changes as a whole, and not by attributes: a container, a tensor, an array, an iterator, the variable
-    of a closure or context."""
+    """Whether `value` changes as a whole instead of by attributes: a container, a tensor, an array, an iterator, the
+    variable of a closure or context."""
     return isinstance(value, CellType | ContextVar) or container(value) is not None or type(value) is Tensor or (
         is_array(value) or is_opaque(value))
 
 
 def is_array(value: object) -> bool:
-    """Whether it is an array of numpy, or a generator of random numbers, with a state that changes in place."""
+    """Whether `value` is a NumPy array or a random number generator, with a state that changes in place."""
     numpy = sys.modules.get("numpy")
     return is_random(value) or (numpy is not None and type(value) is numpy.ndarray)
 
 
 def bytes_of(value: Any, most: int | None = None) -> bytes:
-    """What is in such an array or generator; of no more elements than about `most`, evenly spread."""
+    """The contents of such an array or generator; of an array at most about `most` elements, evenly spread."""
     if is_random(value):
         state = random_state(value)
         return state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
@@ -112,7 +112,7 @@ def bytes_of(value: Any, most: int | None = None) -> bytes:
 
 
 def is_random(value: object) -> bool:
-    """Whether it is a generator of random numbers with a state: of torch, Python or NumPy."""
+    """Whether `value` is a random number generator with a state: of torch, Python or NumPy."""
     numpy = sys.modules.get("numpy")
     return (isinstance(value, torch.Generator | Random) and not isinstance(value, SystemRandom)) or (
         numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState))
@@ -127,13 +127,13 @@ def random_state(value: Any) -> Any:
 
 
 def is_opaque(value: object) -> bool:
-    """Whether it may be at another place than before without showing that: a generator, itertools.count()."""
+    """Whether `value` may have advanced without showing it, such as a generator or itertools.count()."""
     kind: Any = type(value)
     return kind is SimpleQueue or (hasattr(kind, "__next__") and is_foreign(kind) and not issubclass(kind, IOBase))
 
 
 def is_of_user(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, or one that takes any attributes."""
+    """Whether `value` is an object of a user's class, or one that accepts any attributes."""
     kind: Any = type(value)
     if issubclass(kind, type | ModuleType | Tensor) or (issubclass(kind, Enum) and vars(value).keys() <= _OF_ENUMS):
         return False
@@ -142,7 +142,7 @@ def is_of_user(value: Any) -> bool:
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """Those that an object itself has, in slots, too."""
+    """The attributes that an object itself has, including slots."""
     found = dict_of(value)
     kept = {} if found is None else dict(found) if isinstance(value, type) else dict(elements_with_keys(found))
     return kept if isinstance(value, type | ModuleType | FunctionType | nn.Module) else kept | dict(_slots(value))
@@ -151,7 +151,7 @@ def attributes(value: object) -> dict[str, Any]:
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:
     kind: Any = type(value)
     for slot in slots_of(kind):
-        with suppress(AttributeError):  # it has none yet
+        with suppress(AttributeError):  # not set yet
             yield slot.__name__, slot.__get__(value)
 
 
@@ -172,18 +172,18 @@ def dict_of(value: object) -> Any:
 
 
 def own_dict(value: object) -> dict[str, Any] | None:
-    """The attributes of an object where they are in a plain dict, so that no code of the user's looks them up."""
+    """The attributes of an object if they are in a plain dict, so that no user code looks them up."""
     found = dict_of(value)
     return found if type(found) is dict else None
 
 
 def container(value: object) -> Any:
-    """The kind of container that a value is, whatever it says of itself; None for others."""
+    """The built-in container type of a value, regardless of the methods of its class; None for others."""
     return next((kind for kind in _CONTAINERS if issubclass(type(value), kind)), None)
 
 
 def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
-    """Those of a container, each with its key or number; none where they are data."""
+    """The elements of a container, each with its key or index; empty if they are data."""
     kind = container(value)
     for _ in range(0 if is_data(value) else _TRIES):
         with suppress(RuntimeError):  # another thread has changed its size
@@ -192,7 +192,7 @@ def elements_with_keys(value: Any) -> list[tuple[Any, Any]]:
 
 
 def constants(value: Any) -> dict[str, Any]:
-    """Numbers and texts among the attributes of an object and its classes."""
+    """Numbers and strings among the attributes of an object and its classes."""
     found: dict[str, Any] = {}
     for owner in (*reversed(type(value).__mro__), value):
         here = dict_of(owner) if isinstance(owner, type) else own_dict(owner)
@@ -201,8 +201,8 @@ def constants(value: Any) -> dict[str, Any]:
 
 
 def is_per_stage(value: object) -> bool:
-    """Whether its user has said, by `ranvier_per_stage = True` on it or its class, that no block reads what another one
-    leaves in it."""
+    """Whether the user has declared, by `ranvier_per_stage = True` on the value or its class, that no block reads what
+    another block stores in it."""
     if isinstance(value, ModuleType):
         return False
     if not isinstance(value, type) and (own := own_dict(value)) is not None and own.get(_PER_STAGE) is True:
@@ -214,7 +214,8 @@ def is_per_stage(value: object) -> bool:
 
 
 def is_foreign(kind: Any) -> bool:
-    """Of a function this is said by the module that it runs in: `functools.wraps` gives it another one's name."""
+    """Whether `kind` is from a package that holds no user state. For a function, its globals decide, since
+    `functools.wraps` gives it another function's module name."""
     of = vars(kind) if isinstance(kind, ModuleType) else kind.__globals__ if isinstance(kind, FunctionType) else None
     name = getattr(kind, "__module__", "") if of is None else of.get("__name__", "")
     package = str(name).partition(".")[0]
@@ -223,7 +224,7 @@ def is_foreign(kind: Any) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _is_without_torch(package: str, modules: int) -> bool:
-    """Whether it is installed, and has no variable torch among its modules. modules: how many there are."""
+    """Whether the package is installed, and none of its modules has a variable torch. modules: their number (a key)."""
     found = sys.modules.get(package)
     place = vars(found).get("__file__") if isinstance(found, ModuleType) else None
     if not isinstance(place, str) or _INSTALLED.isdisjoint(Path(place).parts):

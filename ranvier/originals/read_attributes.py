@@ -1,4 +1,4 @@
-"""Values that traced code has read, other than its inputs: in a graph they are constants, whatever they become later.
+"""Values that traced code has read, other than its inputs: in a graph they are constants, even if they change later.
 
     self.alpha = 0.5;  x * self.alpha                 traced: x * 0.5
     model.alpha = 0.1                                 refused before the next batch
@@ -30,19 +30,19 @@ _MOST_ENTRIES, _MOST_DEPTH = 64, 3
 _MISSING, _MODULE_GONE = object(), object()
 
 Reads = dict[str, Callable[[], object]]
-"""Name of what was read -> its value now."""
+"""Name of an attribute or variable that was read -> function that returns its current value."""
 
 
 @contextmanager
 def reads_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Reads]:
-    """Record the attributes of these modules that this thread's code reads, other than those of every module. One at a
-    time: it changes how all modules of the process read."""
+    """Record the attributes of these modules that this thread's code reads, other than those of every module. Only one
+    call at a time: it patches attribute access of all modules of the process."""
     found: Reads = {}
     names, thread = {id(module): name for name, module in modules}, threading.get_ident()
 
     def noting(self: nn.Module, name: str) -> Any:
         if id(self) in names and threading.get_ident() == thread and not name.startswith("__") and (
-                name not in OF_EVERY_MODULE):  # which a graph has as they are at each call
+                name not in OF_EVERY_MODULE):  # of which a graph reads the current value at each call
             where = f"attribute {names[id(self)]}.{name}".replace(" .", " ")
             found[where] = partial(_attribute, ref(self), name)
         return object.__getattribute__(self, name)
@@ -55,14 +55,14 @@ def reads_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Reads]:
 
 
 def _attribute(module: ref[nn.Module], name: str) -> object:
-    """The module's own attribute, or its class's; parameters, buffers and submodules are no values of a graph."""
+    """The module's own attribute, or its class's; parameters, buffers and submodules are not constants of a graph."""
     one = module()
     return _MODULE_GONE if one is None else vars(one).get(name, getattr(type(one), name, _MISSING))
 
 
 def variables_of(values: Iterable[object]) -> Reads:
-    """Global variables, and those of functions around, that functions among `values` read, and functions and methods
-    that these name."""
+    """Global variables, and variables of enclosing functions, that functions among `values` read, including functions
+    and methods that they name."""
     found: Reads = {}
     known: dict[FunctionType, None] = {}
     values = list(values)
@@ -91,7 +91,7 @@ def variables_of(values: Iterable[object]) -> Reads:
 
 
 def _functions_of(value: object, names: Collection[str]) -> Iterator[FunctionType]:
-    """Functions whose code runs where `value` is read or called, and those of its class that `names` has."""
+    """Functions whose code runs when `value` is read or called, and those of its class in `names`."""
     while not isinstance(value, FunctionType):
         if isinstance(value, partial):
             value = value.func
@@ -105,13 +105,13 @@ def _functions_of(value: object, names: Collection[str]) -> Iterator[FunctionTyp
         if str(value.__module__).partition(".")[0] != "torch":
             yield value
     elif not isinstance(value, nn.Module):
-        for base in (value if isinstance(value, type) else type(value)).__mro__:  # of a function with super() its bases
+        for base in (value if isinstance(value, type) else type(value)).__mro__:  # bases, for a function with super()
             for name in vars(base).keys() & names:
                 yield from _functions_of(vars(base)[name], ())
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """That of a function, and of functions inside it."""
+    """The code of a function, and of functions inside it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -127,7 +127,7 @@ def _cell_value(cell: Any) -> object:
 
 class ReadAttributes:
     """Values that traced code has read, as they were then. A block has it as its attribute `read_attributes`; copies of
-    a block, and saved ones, know no other module."""
+    a block, and saved blocks, have no reference to another module."""
 
     def __init__(self, reads: Reads | None = None) -> None:
         self._read = [(where, value, _fingerprint(value())) for where, value in (reads or {}).items()]
@@ -135,23 +135,23 @@ class ReadAttributes:
         """The same at the last `check`, with the fields of objects."""
 
     def check(self) -> None:
-        """ModelError where one has another value now."""
+        """Raise a ModelError if a value has changed."""
         self._at_start = [_fingerprint(value(), fields=True) for _, value, _ in self._read]
         for where, value, before in self._read:
             if (now := value()) is not _MODULE_GONE and _fingerprint(now) != before:
-                raise ModelError("has changed since the module was cut into blocks, whose traced code has its value "
-                                 "from then", code="traced-attribute-changed", where=where,
+                raise ModelError("has changed since the module was cut into blocks, whose traced code has its old "
+                                 "value", code="traced-attribute-changed", where=where,
                                  value=None if now is _MISSING else now if isinstance(now, _PLAIN) else
                                  type(now).__name__,
                                  remedy="Make it a buffer (self.register_buffer) and write into that, read it in a "
                                         "submodule that is not cut, or build blocks and engine again.")
 
     def check_after_forward(self) -> None:
-        """ModelError where a forward has changed one since `check`."""
+        """Raise a ModelError if a forward has changed a value since `check`."""
         for (where, value, _), before in zip(self._read, self._at_start, strict=bool(self._at_start)):
             if (now := value()) is not _MODULE_GONE and _fingerprint(now, fields=True) != before:
                 raise ModelError("is changed by a forward, and read by code around the cuts, which is traced without "
-                                 "values and has the value from before", code="traced-attribute-stored", where=where,
+                                 "values and has the old value", code="traced-attribute-stored", where=where,
                                  remedy="Return it from the forward that computes it, or read it in a submodule that "
                                         "is not cut.")
 
@@ -160,17 +160,17 @@ class ReadAttributes:
 
 
 def read_attributes_of(blocks: Iterable[nn.Module]) -> Iterable[ReadAttributes]:
-    """Those of all blocks, each once."""
+    """The `ReadAttributes` of all blocks, each once."""
     found = [vars(module).get("read_attributes") for module in blocks]
     return {id(one): one for one in found if isinstance(one, ReadAttributes)}.values()
 
 
 def _fingerprint(value: object, depth: int = 0, *, fields: bool = False) -> object:
-    """A fingerprint that changes with the value: numbers and texts, what holds few of them, and which tensor it is (the
-    graph keeps that alive). Of other objects nothing, since much of what is in them has no part in the code's result,
-    or with `fields` their attributes."""
+    """A fingerprint that changes with the value: numbers and strings, small containers of them, and the identity of a
+    tensor (which the graph keeps alive). Of other objects only the type, since most of their contents do not affect the
+    code's result, or with `fields` their attributes."""
     if isinstance(value, _PLAIN):
-        return type(value), repr(value)  # as of a NaN, which does not equal itself
+        return type(value), repr(value)  # repr, because a NaN does not equal itself
     if isinstance(value, torch.Tensor):
         return id(value)
     if callable(value):  # the engine replaces methods
@@ -184,6 +184,6 @@ def _fingerprint(value: object, depth: int = 0, *, fields: bool = False) -> obje
         if isinstance(value, set):
             return type(value), sorted(repr(item) for item in value if isinstance(item, _PLAIN))
         return type(value), [_fingerprint(item, depth + 1) for item in value]
-    if fields and not isinstance(value, ModuleType | logging.Logger):  # whose cache changes with every new level
+    if fields and not isinstance(value, ModuleType | logging.Logger):  # a logger's cache changes with every new level
         return type(value), _fingerprint(dict(getattr(value, "__dict__", {})))
     return type(value)

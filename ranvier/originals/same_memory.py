@@ -1,9 +1,9 @@
-"""Tensors of a user's that lie over the memory of parameters, such as views made before there is an engine.
+"""A user's tensors that share the memory of parameters, such as views made before the engine is built.
 
     self.weight_t = self.linear.weight.data.t()
     self.register_buffer("start", self.linear.weight.detach()[0])
 
-In plain PyTorch they have the parameter's values, whatever updates it. So they move when an engine moves the parameter:
+In plain PyTorch they have the parameter's values after any update. So they move when an engine moves the parameter:
 
     views = ViewsOfParameters(parameters)
     ...                                       the parameters get other memory, contiguous and with the same values
@@ -26,7 +26,7 @@ _Key = TypeVar("_Key")
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Where its storage begins; 0 where it has none, and for subclasses, which may have several."""
+    """The address of its storage; 0 if it has none, and for subclasses, which may have several."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return 0
     try:
@@ -36,19 +36,19 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of its elements and of that behind the last one."""
+    """Addresses of the first byte of its elements and of the byte after the last."""
     start, sizes = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
     return start, start + tensor.itemsize * (1 + sum((size - 1) * step for size, step in sizes)) * bool(tensor.numel())
 
 
 def overlaps(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both, of one storage, lie over the same memory, or one between the elements of the other."""
+    """Whether both, in one storage, overlap in memory, or one is between the elements of the other."""
     (start, stop), (first, last) = extent(tensor), extent(other)
     return start < last and first < stop
 
 
 class ByMemory(Generic[_Key]):
-    """Tensors by their memory. keyed: a key of each, which need not differ. Those without a storage are left out."""
+    """Tensors by their memory. keyed: (key, tensor); keys may repeat. Tensors without a storage are left out."""
 
     def __init__(self, keyed: Iterable[tuple[_Key, Tensor]]) -> None:
         self._of_storage: dict[int, list[tuple[_Key, Tensor]]] = {}
@@ -60,27 +60,27 @@ class ByMemory(Generic[_Key]):
         return bool(self._of_storage)
 
     def overlapping(self, tensor: Tensor) -> list[_Key]:
-        """The keys of those that lie over the same memory as a tensor."""
+        """The keys of the tensors that overlap with a tensor in memory."""
         return [key for key, other in self._of_storage.get(storage_of(tensor), ()) if overlaps(tensor, other)]
 
 
 def mark_as_engines(tensor: Tensor) -> None:
-    """Parameters of an engine are views of `tensor`, which is nothing of a user's."""
+    """Mark `tensor` as an engine's buffer, of which parameters are views, instead of a user's tensor."""
     setattr(tensor, _IS_ENGINES, True)
 
 
 class ViewsOfParameters:
-    """All tensors of the program over the memory of `parameters`, whoever holds them.
+    """All tensors of the program that share the memory of `parameters`, wherever they are referenced.
 
-    Whether there are any, the count of references to a storage tells; only then is each object looked at.
+    The reference count of a storage shows whether there are any; only then are all objects searched.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._following: list[tuple[Tensor, nn.Parameter, int]] = []
-        """View, parameter, and the number of elements between the beginnings of both."""
+        """View, parameter, and the offset of the view in elements."""
         self.left: list[ref[Tensor]] = []
-        """Tensors that cannot follow: over several parameters, over other values too, or over one whose elements are
-        not in order."""
+        """Tensors that cannot follow, because they share the memory of several parameters, of other values too, or of a
+        parameter whose elements are not in order."""
         shared: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
             if start := storage_of(parameter):
@@ -105,29 +105,29 @@ class ViewsOfParameters:
                 self.left.append(ref(tensor))
 
     def follow(self) -> None:
-        """The parameters have other memory, in which their elements are in order."""
+        """Move the views after the parameters have moved to memory in which their elements are in order."""
         for tensor, parameter, before in self._following:
             if not (memory := tensor.untyped_storage()).resizable():
-                finalize(tensor, id, memory)  # a NumPy array over the memory keeps the tensor alone
+                finalize(tensor, id, memory)  # a NumPy array over the memory keeps only the tensor alive
             tensor.data = parameter.data.as_strided(tensor.shape, tensor.stride(), parameter.storage_offset() + before)
         self._following = []
 
 
 def _all_tensors() -> list[Tensor]:
-    """Of the whole program.
+    """All tensors of the program.
 
-    All objects go through one call of C code, which refers to none but tensors when it ends, and calls nothing of a
-    user's. Another thread that goes on would fail where somebody else referred to a tuple that it is just filling.
+    All objects go through one call of C code, which at its end refers only to tensors, and calls no user code. A thread
+    that keeps running would fail if something else referred to a tuple that it is filling.
     """
     return list(_with_types(*tee(chain.from_iterable(map(gc.get_objects, (None,))))))
 
 
 def _with_types(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
-    """Those of `objects` that are tensors. By identity: a class may have a comparison of its own, and no hash."""
+    """The tensors among `objects`. By identity: a class may define its own comparison, and have no hash."""
     return compress(objects, map({id(Tensor), id(nn.Parameter)}.__contains__, map(id, map(type, same))))
 
 
 def _num_references(tensor: Tensor) -> int:
-    """How many tensors there are over the storage of this one."""
+    """The number of other tensors that share this tensor's storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1

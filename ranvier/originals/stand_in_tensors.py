@@ -1,13 +1,12 @@
-"""Copies tensors that a user writes into modules, and their modes, to the block's modules that stand in for them.
+"""Copies tensors that a user writes into modules, and the modules' modes, to their stand-ins in blocks.
 
     model.eval()                                                              another mode
     model.tok = nn.Parameter(x); model.load_state_dict(state, assign=True)    another parameter in the user's module
     model.temperature = x                                                     another buffer
     model.temperature.fill_(x)                                                the same, of which the block may have a
-                                                                              copy on its device and in its format
+                                                                              copy on its device and in its dtype
 
-Between batches the user's module gets what training has done to buffers, so that what its forward does to one by itself
-adds to that.
+Between batches the user's module gets training's changes of buffers, so that changes by its own forward add to these.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from ranvier.errors import ModelError
 
 
 class StandIns:
-    """Parameters, buffers and modes that stand-ins have of their originals. A block has it as its attribute
-    `stand_ins`; copies of a block, and saved ones, follow no other module.
+    """Parameters, buffers and modes that stand-ins take from their originals. A block has it as its attribute
+    `stand_ins`; copies of a block, and saved blocks, follow no other module.
 
-    pairs: (original, stand-in), which have the same tensors now. The stand-in is put in the original's mode.
+    pairs: (original, stand-in), which have the same tensors at first. The stand-in is put in the original's mode.
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
@@ -36,7 +35,7 @@ class StandIns:
         self.follow_modes()
 
     def follow_modes(self) -> None:
-        """Take over the modes that have changed, those of training and evaluation."""
+        """Copy the modes (training or evaluation) that have changed to the stand-ins."""
         for place, (original, stand_in, _) in enumerate(self._pairs):
             one, other = original(), stand_in()
             if one is not None and other is not None and one.training != self._modes[place]:
@@ -44,7 +43,7 @@ class StandIns:
 
     def follow(self) -> None:
         """Put replaced parameters into the stand-ins, too, and copy the values of buffers that have been written.
-        ModelError for a buffer of another shape."""
+        ModelError for a buffer with another shape."""
         for original, stand_in, name, noted, now, mine in self._tensors():
             seen, _ = noted[name]
             if isinstance(now, nn.Parameter) and now is not mine and seen.tensor() is not now:
@@ -53,7 +52,7 @@ class StandIns:
                     seen.tensor() is now and seen.version == _version(now)):
                 continue
             if now.shape != mine.shape:
-                raise ModelError(f"was replaced by one of shape {tuple(now.shape)}, and its block has "
+                raise ModelError(f"was replaced by a buffer of shape {tuple(now.shape)}, and its block has "
                                  f"{tuple(mine.shape)}", code="buffer-replaced-by-other-shape",
                                  where=f"buffer {name} of {type(original).__name__}",
                                  remedy="Give a value of the same shape, or build blocks and engine again.")
@@ -62,9 +61,9 @@ class StandIns:
             noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
     def settle(self, given: dict[tuple[nn.Module, str], Tensor]) -> None:
-        """The stand-ins have their own parameters again, with the new values: originals get these, and the values of
-        buffers that blocks have changed. given: original and name of a buffer -> the tensor of another stand-in that
-        has given it, which this one follows next if it has another."""
+        """Give originals the stand-ins' parameters, which have the new values, and the values of buffers that blocks
+        have changed. given: original and name of a buffer -> the tensor of the stand-in that has set it, which other
+        stand-ins follow next."""
         for original, _, name, noted, now, mine in self._tensors():
             before, seen = noted[name]
             if isinstance(now, nn.Parameter):
@@ -82,7 +81,7 @@ class StandIns:
             noted[name] = _Seen.from_tensor(now), _Seen.from_tensor(mine)
 
     def _tensors(self) -> Iterator[tuple[nn.Module, nn.Module, str, _Noted, Tensor, Tensor]]:
-        """Original, stand-in, name, what was noted, and the tensors of this name that both have."""
+        """Original, stand-in, name, the noted state, and the tensors of this name in both."""
         for original, stand_in, noted in self._pairs:
             if (one := original()) is not None and (two := stand_in()) is not None:
                 for name in noted:
@@ -94,7 +93,7 @@ class StandIns:
 
 
 class _Seen(NamedTuple):
-    """A tensor and its version, which grows with each change in place; those of inference tensors are not counted."""
+    """A tensor and its version, which grows with each change in place; inference tensors have no version."""
 
     tensor: ref[Tensor]
     version: int
@@ -109,7 +108,7 @@ def _version(tensor: Tensor) -> int:
 
 
 _Noted = dict[str, tuple[_Seen, _Seen]]
-"""Name -> the tensor of the original and that of the stand-in, as they last were."""
+"""Name -> the tensor of the original and that of the stand-in, as last seen."""
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
