@@ -12,14 +12,14 @@ from ranvier.cost.kernels import Kernel, Kernels
 _Object = TypeVar("_Object")
 
 _CPU_BALANCE = 4.0
-"""Operations that a core does in the time in which it writes one byte: nominal, for the cut and the order of work."""
+"""Operations that a core does in the time of writing one byte: nominal, for the cut and the order of work."""
 _CUDA_BALANCE, _CUDA_BALANCE_FP32 = 250.0, 20.0
-"""Operations that a GPU does in the time in which it moves one byte, of products in half precision and others: nominal,
+"""Operations that a GPU does in the time of moving one byte, for products in half precision and others: nominal,
 too."""
 
 
 class Same(Generic[_Object]):
-    """An object as a key: equal to itself alone."""
+    """An object as a key: equal only to itself."""
 
     def __init__(self, it: _Object) -> None:
         self.it = it
@@ -39,19 +39,19 @@ def _weight(device: str, kernels: Kernels, number_bytes: int, flops: int, writte
     return _kernels_weight(Same(kernels), balance)
 
 
-@lru_cache(maxsize=1024)  # alike blocks share their kernels, and each cut asks for all of them
+@lru_cache(maxsize=1024)  # equal blocks share their kernels, and each cut needs all of them
 def _kernels_weight(kernels: Same[Kernels], balance: float) -> float:
     return sum(max(kernel.flops, balance * kernel.moved_bytes) for kernel in kernels.it)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """The part of a block that runs again in its backward under selective recomputation, and what is kept for it."""
+    """The part of a block that runs again in its backward under selective recomputation, and the data kept for it."""
 
     kept_bytes: int = 0
     """Bytes of the kept outputs of expensive operations."""
     inside_bytes: int = 0
-    """Bytes that autograd keeps of the second run beside them."""
+    """Bytes that autograd keeps of the second run in addition to them."""
     written_bytes: int = 0
     """Bytes that operations of the second run write."""
     kernels: Kernels = ()
@@ -59,8 +59,8 @@ class Repeated:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """Cost of one microbatch in one block, forward pass only; a training step costs three times the flops where all
-    parameters train."""
+    """Cost of one microbatch in one block, forward pass only; a training step costs three times the flops if all
+    parameters are trained."""
 
     name: str
     flops: int
@@ -68,19 +68,19 @@ class BlockCost:
     written_bytes: int
     """Bytes that the block's operations write."""
     forward_bytes: int
-    """Most live bytes of its forward, what enters included, beside those that it keeps. Where they are not counted
-    (`Counting.is_live`) these are all bytes of new memory that it writes."""
+    """Peak live bytes of its forward, inputs included, besides those that it keeps. If they are not counted
+    (`Counting.is_live`), these are all bytes of new memory that it writes."""
     backward_bytes: int
-    """The same of its backward, with the gradient of what leaves, but without gradients of weights."""
+    """The same for its backward, with the gradient of its output, but without gradients of weights."""
     kept_bytes: int
     """Bytes of activations that autograd keeps for the backward, parameters aside."""
     loss_bytes: int = 0
-    """Bytes that the loss behind the last block keeps for its backward, such as the logits."""
+    """Bytes that the loss after the last block keeps for its backward, such as the logits."""
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
-    """The loss's `forward_bytes` and `backward_bytes`, beside those that it keeps."""
+    """The loss's `forward_bytes` and `backward_bytes`, besides those that it keeps."""
     target_bytes: int = 0
-    """Bytes of the targets, where the loss follows."""
+    """Bytes of the targets, if the loss follows."""
     operand_bytes: int = 0
     """The part of these bytes that products and attention read or write."""
     input_bytes: int
@@ -93,25 +93,25 @@ class BlockCost:
     num_trainable: int
     """Number of these parameters that need a gradient."""
     num_owned: int
-    """Number of these that the block owns: of a tied parameter's ends the first one owns it."""
+    """Number of these that the block owns: the first end of a tied parameter owns it."""
     weight_elements: int = 0
     """Elements of the largest trainable weight of a plain linear layer."""
     plain_elements: int = 0
     """The same of layers of torch itself, whose whole gradient a backward computes where they queue no product."""
     table_elements: int = 0
-    """The same of its other trainable parameters, such as lookup tables, whose whole gradient a backward computes."""
+    """The same for its other trainable parameters, such as lookup tables, whose full gradient a backward computes."""
     weight_share: float = 1.0
-    """Share of the FLOPs of weight gradients, which are as many as a forward's: 1 where all weights need gradients, or
-    none does; less where some of the block's are frozen, as beside adapters."""
+    """FLOPs of weight gradients as a share of the forward's: 1 if all weights need gradients, or none does; less if
+    some of the block's weights are frozen, as with adapters."""
     defers: bool = True
-    """Whether products for weights' gradients may wait: not where all weights of linear layers are frozen."""
+    """Whether products for weights' gradients may be deferred: not if all weights of linear layers are frozen."""
     float8_products: tuple[tuple[int, int, int], ...] = ()
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()
     """Kernels of its forward; the last block has those of the loss, too."""
     num_repeated: int | None = None
-    """Number of them that run again where it ends a recomputed segment: a second run stops at the last tensor that the
-    backward needs, and so before the last product. None is all, as where the block is compiled as a whole."""
+    """Number of them that run again if the block ends a recomputed segment: a second run stops at the last tensor that
+    the backward needs, and so before the last product. None means all, as for a block that is compiled as a whole."""
     number_bytes: int = 4
     """Bytes of an element of its parameters."""
     repeated: Repeated = Repeated()
@@ -126,12 +126,12 @@ class BlockCost:
 
     @property
     def kept_outputs_bytes(self) -> int:
-        """Bytes of its inside that are kept where it is recomputed."""
+        """Bytes of kept outputs inside the block, if it is recomputed selectively."""
         return self.repeated.kept_bytes if self.is_selective else 0
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that its second run keeps beside them."""
+        """Bytes that its second run keeps in addition to kept outputs."""
         return self.repeated.inside_bytes if self.is_selective else self.kept_bytes
 
     @property
@@ -141,7 +141,7 @@ class BlockCost:
 
     @property
     def last_repeated_kernels(self) -> Kernels:
-        """Kernels of its second run where it ends a recomputed segment."""
+        """Kernels of its second run if it ends a recomputed segment."""
         return self.repeated.kernels if self.is_selective else self.kernels[:self.num_repeated]
 
     @property
@@ -171,5 +171,5 @@ Stages = Sequence[Sequence[BlockCost]]
 
 
 def selectively(costs: Iterable[BlockCost]) -> list[BlockCost]:
-    """The same of blocks whose recomputation is selective."""
+    """The same blocks with selective recomputation."""
     return [replace(cost, is_selective=True) for cost in costs]

@@ -1,4 +1,4 @@
-"""Cluster files: shipped ones by name, those of users, and the one that `ranvier doctor --measure` writes."""
+"""Cluster files: shipped ones by name, users' files, and the file that `ranvier doctor --measure` writes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SHIPPED = resources.files("ranvier") / "cost" / "clusters"
 _ADAPTER = TypeAdapter(Cluster)
 _MOST_BYTES = 1 << 18
 _MOST_FAULTS = 12
-"""That are told beside the first."""
+"""Largest number of faults that are reported in addition to the first."""
 _BANDWIDTH = (1e5, inf, "bytes a second", "400 GB/s are 400e9")
 _UNITS = {"memory_bytes": (1e7, inf, "bytes", "80 GB are 80e9"), "bandwidth": _BANDWIDTH, "single": _BANDWIDTH,
           "memory_bandwidth": _BANDWIDTH, "update_bandwidth": _BANDWIDTH,
           "watts": (1.0, 1e5, "watts", "0.7 kW are 700"), "peak_flops": (1e6, inf, "FLOP/s", "989 TFLOP/s are 989e12"),
           **dict.fromkeys(("latency_seconds", "operation_seconds", "collective_seconds", "chunk_seconds"),
                           (0.0, 1.0, "seconds", "6 us are 6e-6"))}
-"""Name in a file -> the least and the most that a machine has, the unit, and an example."""
+"""Name in a file -> the smallest and largest value of a real machine, the unit, and an example."""
 _SAID = {"missing": "is missing", "unexpected_keyword_argument": "is not a setting of a cluster",
          "finite_number": "must be a finite number", "value_error": "should be a number"}
 
@@ -40,7 +40,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A shipped cluster by name, or a TOML file. ConfigError for what is none, with its faults."""
+    """A shipped cluster by name, or a TOML file. ConfigError with the faults for anything else."""
     if name in cluster_names():
         return _read((_SHIPPED / f"{name}.toml").read_bytes(), f"cluster {name}")
     path = Path(name)
@@ -88,7 +88,7 @@ def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
 
 
 def _check_units(tree: Mapping[str, Any], place: str, origin: str) -> None:
-    """ConfigError for a number of a user's file that no device has, since it was given in gigabytes, say."""
+    """Raise a ConfigError for a number in a user's file that no device has, for example because it is in gigabytes."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             _check_units(value, f"{place}{name}.", origin)

@@ -1,13 +1,13 @@
 """Seconds of collectives on groups of ranks that are spread over nodes.
 
     ring    n members, n - 1 steps of size / n each (all-gather, reduce-scatter), twice that for an all-reduce
-    tree    ceil(log2 n) steps of the whole size (broadcast, reduce)
-    trees   an all-reduce over nodes (NCCL's double binary trees): up and down log2 nodes hops and a chain inside each
-            node. Nearly twice the size leaves a node, as of a ring; of two nodes, each the root for one half, the size
+    tree    ceil(log2 n) steps of the full size (broadcast, reduce)
+    trees   an all-reduce over nodes (NCCL's double binary trees): log2 nodes hops up and down, and a chain inside each
+            node. Nearly twice the size leaves a node, as with a ring; with two nodes, each the root of one half, once
 
-The members of a group that share a node are neighbours in the ring, so that one message a step leaves the node for each
-group that has members there; these groups take turns on the node's link. The slowest link bounds the bytes; a piece's
-latency is that of the hops on its way, most of them inside nodes. Thakur et al., 2005, for the algorithms. Pure.
+The members of a group that share a node are neighbours in the ring, so that in each step one message leaves the node
+for each group with members there; these groups take turns on the node's link. The slowest link bounds the bytes; a
+piece's latency is that of the hops on its way, most of them inside nodes. Algorithms: Thakur et al., 2005. Pure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ranvier.cost.hardware import Cluster, Link
 from ranvier.mesh import Mesh
 
 _NODES_SEEN = 64
-"""Nodes on which a placement is looked at; ranks repeat themselves long before."""
+"""Number of nodes on which a placement is examined; the pattern of ranks repeats long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A group as it lies on nodes. inside: its members on one node; together: groups of its kind that send out of one
-    node at once, 0 where all members are on one node."""
+    """A group's placement on nodes. inside: number of its members on one node; together: number of groups of its kind
+    that send out of one node at the same time, 0 if all members are on one node."""
 
     members: int
     inside: int = 1
@@ -40,10 +40,10 @@ class Placed:
         return self.inside < self.members
 
 
-@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+@lru_cache(maxsize=1024)  # a search asks this for very many candidates
 def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -> Placed:
-    """Placement on nodes of the groups along `axes` of the mesh, where each node has `ranks_per_node` consecutive
-    ranks: that of the node that has the most to send."""
+    """Placement on nodes of the groups along `axes` of the mesh, with `ranks_per_node` consecutive ranks on each node:
+    that of the node that sends the most."""
     axes = (axes,) if isinstance(axes, str) else axes
     members = mesh.count(axes)
     worst = Placed(members=members, inside=members, together=0)
@@ -67,8 +67,8 @@ def place_groups(mesh: Mesh, axes: str | tuple[str, ...], ranks_per_node: int) -
 
 def all_reduce_seconds(size: float, group: Placed, cluster: Cluster, *, pieces: int = 1, scatters: bool = False
                        ) -> float:
-    """Seconds of all-reduces of `size` bytes in all, in so many pieces one after another: by rings, or over several
-    nodes by trees where that is faster. scatters: they are a reduce-scatter and an all-gather each, which are rings."""
+    """Seconds of all-reduces of `size` bytes in total, in `pieces` pieces one after another: by rings, or over several
+    nodes by trees if that is faster. scatters: each is a reduce-scatter and an all-gather, which are rings."""
     if group.members == 1:
         return 0.0
     link, together = slowest(group, cluster)
@@ -79,13 +79,13 @@ def all_reduce_seconds(size: float, group: Placed, cluster: Cluster, *, pieces: 
 
 
 def ring_seconds(size: float, members: int, step_seconds: Callable[[float], float]) -> float:
-    """Seconds of an all-reduce of `size` bytes round a ring (Thakur et al., 2005), which takes 2 (members - 1) steps
+    """Seconds of an all-reduce of `size` bytes around a ring (Thakur et al., 2005), which takes 2 (members - 1) steps
     with one member's piece each. step_seconds: seconds of a step, by the bytes of its piece."""
     return 2 * (members - 1) * step_seconds(size / members)
 
 
 def _trees_seconds(size: float, group: Placed, cluster: Cluster, pieces: int = 1) -> float:
-    """Seconds of such all-reduces by trees over nodes."""
+    """Seconds of the same all-reduces by trees over nodes."""
     if not group.crosses:
         return inf
     nodes = -(-group.members // group.inside)
@@ -97,8 +97,8 @@ def _trees_seconds(size: float, group: Placed, cluster: Cluster, pieces: int = 1
 
 
 def hop_latency(group: Placed, cluster: Cluster) -> float:
-    """Mean latency of the hops of a ring along the group: of the `inside` hops that leave a node's members one leads to
-    the next node."""
+    """Mean latency of the hops of a ring along the group: one of the `inside` hops from a node's members leads to the
+    next node."""
     if not group.crosses:
         return cluster.inside.latency_seconds
     return cluster.inside.latency_seconds + (
@@ -106,7 +106,7 @@ def hop_latency(group: Placed, cluster: Cluster) -> float:
 
 
 def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
-    """Seconds of collectives along `group` in which each member receives `size` bytes in all, in so many messages."""
+    """Seconds of collectives along `group` in which each member receives `size` bytes in total, in `steps` messages."""
     if group.members == 1:
         return 0.0
     link, together = slowest(group, cluster)
@@ -114,15 +114,15 @@ def received_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -
 
 
 def reduced_seconds(size: float, steps: int, group: Placed, cluster: Cluster) -> float:
-    """Seconds of all-reduces, in which each member of a ring receives `size` bytes in all, in so many messages."""
+    """Seconds of all-reduces, in which each member of a ring receives `size` bytes in total, in `steps` messages."""
     ring = received_seconds(size, steps, group, cluster)
     whole = size / 2 * group.members / max(1, group.members - 1)
     return min(ring, _trees_seconds(whole, group, cluster)) if size else ring
 
 
 def tree_seconds(size: float, group: Placed, cluster: Cluster) -> float:
-    """Seconds of broadcasts and reductions down trees, in which each member receives `size` bytes in all from the
-    others: every level passes on the whole, first between nodes, then inside them (Optimus)."""
+    """Seconds of broadcasts and reductions along trees, in which each member receives `size` bytes in total from the
+    others: every level passes on all bytes, first between nodes, then inside them (Optimus)."""
     if group.members == 1:
         return 0.0
     whole = size * group.members / (group.members - 1)
@@ -139,7 +139,7 @@ def tree_latency(group: Placed, cluster: Cluster) -> float:
 
 
 def slowest(group: Placed, cluster: Cluster) -> tuple[Link, float]:
-    """The link that a ring along the group waits for, and how many share it."""
+    """The slowest link of a ring along the group, and the number of rings that share it."""
     if not group.crosses:
         return cluster.inside, 1.0
     if group.inside > 1 and cluster.inside.rate() < cluster.between.rate(group.together):

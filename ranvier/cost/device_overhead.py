@@ -1,6 +1,6 @@
-"""Memory of a CUDA device beside a rank's tensors: the allocator's unused memory, libraries, and the context. Pure.
+"""Memory of a CUDA device besides a rank's tensors: the allocator's unused memory, libraries, and the context. Pure.
 
-These are estimates, from figures that others have published; `--memory-report true` shows what it was.
+These are estimates from published figures; `--memory-report true` shows the actual memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ranvier.cost.hardware import Device
 from ranvier.cost.memory import RankMemory
 
 ALLOCATOR_SHARE = 0.05
-"""Memory that the caching allocator holds beyond the peak of tensors, as a share of it; with expandable segments."""
+"""Memory that the caching allocator holds beyond the peak of tensors, as a share of that; with expandable segments."""
 LIBRARY_BYTES = 256 << 20
 """Workspaces of cuBLAS (32 MiB for each stream that multiplies, on Hopper) and buffers of NCCL's communicators."""
 CONTEXT_BYTES = 600 << 20
@@ -19,9 +19,9 @@ CONTEXT_BYTES = 600 << 20
 
 
 def with_overhead(entry: RankMemory, *, context: bool = False) -> RankMemory:
-    """`entry` with the overhead of its device as categories of their own.
+    """`entry` with the overhead of its device as separate categories.
 
-    context: whether to count the context, too. It is there already when a rank asks what is free.
+    context: whether to count the context, too. It already exists when a rank queries its free memory.
     """
     more = {"allocator": round(ALLOCATOR_SHARE * entry.device_bytes),
             "context and libraries": LIBRARY_BYTES + (CONTEXT_BYTES if context else 0)}
@@ -29,7 +29,7 @@ def with_overhead(entry: RankMemory, *, context: bool = False) -> RankMemory:
 
 
 def usable_bytes(device: Device) -> int:
-    """Bytes of a device that the tensors of a rank may take, so that a plan that fills it also starts: all that is not
-    reserved, but for the allocator's share."""
+    """Bytes of a device that the tensors of a rank may take, so that a plan that fills it can also start: all bytes
+    that are not reserved, except the allocator's share."""
     free_bytes = device.memory_bytes - device.reserved_bytes
     return free_bytes if device.cores is not None else int(free_bytes / (1 + ALLOCATOR_SHARE))

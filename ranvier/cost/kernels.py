@@ -1,16 +1,16 @@
-"""The kernels of one block: what a device computes and moves in its forward, and what follows of that for the backward.
+"""The kernels of one block: the operations and transfers of its forward, and those that follow for the backward.
 
     kind        what it is                                     its backward
-    product     batch x [m, k] [k, n]                          two products of as many operations: dX and, of a weight
-                                                               that trains, dW, which adds to the gradient
-    attention   scores that stay on the chip (flash)           scores once more, and four products: 2.5 times as many
-    pointwise   nonlinear operations, norms, reductions        reads what it read and dY, writes dX; a norm's weight has
-                                                               its gradient from one more pass over x and dY
-    copy        casts, copies, sums                            as many bytes again
+    product     batch x [m, k] [k, n]                          two products with equal operations: dX and, for a trained
+                                                               weight, dW, which is added to the gradient
+    attention   scores that stay on the chip (flash)           scores again, and four products: 2.5 times the operations
+    pointwise   nonlinear operations, norms, reductions        reads the same inputs and dY, writes dX; the gradient of
+                                                               a norm's weight takes one more pass over x and dY
+    copy        casts, copies, sums                            the same bytes again
 
 A kernel names the storages that it reads and writes, with the bytes of each: views cost nothing, an expanded tensor
-counts once, a lookup reads what it looks up. So chains can be merged as torch.compile merges them (`fuse_chains`). How
-long a kernel takes is `ranvier.cost.hardware`'s. Pure.
+counts once, a lookup reads only the rows that it looks up. So chains can be merged as torch.compile merges them
+(`fuse_chains`). `ranvier.cost.hardware` computes the time of a kernel. Pure.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SMALLEST_TILE = 16
 """Rows, or columns, of the narrowest tile of a product."""
 Kind = Literal["product", "attention", "pointwise", "copy"]
 ATTENTION_BACKWARD = 2.5
-"""Operations of the backward of attention over those of its forward: five products to two (Dao, 2023)."""
+"""Ratio of the operations of attention's backward to those of its forward: five products to two (Dao, 2023)."""
 REDUCES = 16
-"""A kernel is a reduction if it reads so many times as many bytes as it writes."""
+"""A kernel is a reduction if it reads this many times the bytes that it writes."""
 _PRODUCT_LAUNCHES = 2
 """The product, and the zeros that its tiles count with."""
 _ATTENTION_BACKWARD_LAUNCHES = 4
 """Zeros, sums of dY y, the gradients, and the cast of that of the queries."""
 _BIAS_LAUNCHES, _NORM_LAUNCHES = 3, 4
-"""Launches beside the sum that is the gradient of a bias: zeros, a cast, and the addition to the gradient so far; of a
-norm's weight and bias: a cast and an addition each. (Of a GPT layer's microbatch a profile of one H100 has 72 launches,
-of which these rules count 66.)"""
+"""Launches for the gradient of a bias besides its sum: zeros, a cast, and the addition to the gradient so far; for a
+norm's weight and bias: a cast and an addition each. (A profile of one H100 has 72 launches for a GPT layer's
+microbatch, of which these rules count 66.)"""
 _SCORE_PASSES = 3
 """Kernels between the two products of attention with scores, each of which reads and writes all scores: scale and mask,
 softmax, and dropout or a cast."""
@@ -52,29 +52,29 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One launch of a forward, or of what follows of it in a backward."""
+    """One launch of a forward, or of the backward that follows from it."""
 
     kind: Kind
     flops: int = 0
-    """Floating-point operations that it computes: of a causal attention those below the diagonal."""
+    """Floating-point operations that it computes: for causal attention those below the diagonal."""
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Sizes: of a product batch, m, n, k; of attention batch x heads, queries, keys, width of a head."""
+    """Sizes: for a product batch, m, n, k; for attention batch x heads, queries, keys, width of a head."""
     weight: Literal["none", "frozen", "trains"] = "none"
-    """Whether the second operand of a product, or all that a copy reads, is a weight, and whether that needs a
-    gradient; of pointwise kernels, whether they scale by a norm's weight that does."""
+    """Whether the second operand of a product, or everything that a copy reads, is a weight, and whether that needs a
+    gradient; for pointwise kernels, whether they scale by a norm's weight that needs a gradient."""
     has_bias: bool = False
     is_backward: bool = False
-    """Whether it is the backward of attention, which devices compute at another rate."""
+    """Whether it is the backward of attention, which devices compute at a different rate."""
     float8: bool = False
     """Whether a product is computed in float8."""
     is_reduction: bool = False
-    """Whether a pointwise kernel sums over a dim of what it reads, as norms and the gradients of biases do."""
+    """Whether a pointwise kernel sums over a dim of its input, as norms and the gradients of biases do."""
     is_kept: bool = False
-    """Whether selective recomputation keeps what it writes, or what it is a part of."""
+    """Whether selective recomputation keeps its output, or the output of the operation that it belongs to."""
     more_launches: int = 0
-    """Launches beside those of its kind."""
+    """Launches in addition to those of its kind."""
 
     @property
     def launches(self) -> int:
@@ -93,7 +93,7 @@ _Result = TypeVar("_Result")
 
 
 def map_distinct(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]) -> Iterator[_Result]:
-    """`compute` of each kernel. Those of like panels are one object, for which it is called once."""
+    """`compute` of each kernel. Kernels of equal panels are one object, for which it is called once."""
     known: dict[int, _Result] = {}
     for kernel in kernels:
         if id(kernel) not in known:
@@ -102,28 +102,28 @@ def map_distinct(kernels: Sequence[Kernel], compute: Callable[[Kernel], _Result]
 
 
 def whole_waves_flops(shape: tuple[int, int, int, int], multiprocessors: int, tile: int, tile_start: float) -> float:
-    """Operations of a product with those that idle multiprocessors could have computed beside them.
+    """Operations of a product, including those that idle multiprocessors could have computed at the same time.
 
     Args:
-        shape: batch, m, n, k. multiprocessors: tiles that are computed at once. tile: rows, and columns, of one; fewer
-            where the product has fewer.
-        tile_start: what the start of a tile takes, in elements of its sums.
+        shape: batch, m, n, k. multiprocessors: number of tiles that are computed at the same time. tile: rows, and
+            columns, of a tile; fewer if the product has fewer.
+        tile_start: cost of starting a tile, in elements of its sums.
     """
     batch, m, n, k = shape
     if not batch * m * n:
         return 0.0
     rows, columns = (min(tile, max(_SMALLEST_TILE, 1 << (size - 1).bit_length())) for size in (m, n))
     tiles = batch * -(-m // rows) * -(-n // columns)
-    # Where tiles are few and their sums long, each sum is computed in several parts at once (split-K).
+    # If tiles are few and their sums long, each sum is computed in several parts at the same time (split-K).
     parts = max(1, min(multiprocessors // tiles, k // (4 * tile)))
     waves = -(-tiles * parts // multiprocessors)
-    # A tile takes as long as it loads of both operands: one of few rows computes little for that.
+    # A tile's time is that of loading both operands: a tile of few rows computes little in that time.
     return waves * multiprocessors * tile * (rows + columns) * (k / parts + tile_start)
 
 
 def backward_of(kernels: Sequence[Kernel]) -> Kernels:
-    """Kernels of the gradients of activations, without weight gradients. Where parts of a layer's output are used
-    apart, as queries, keys and values are, one pass puts their gradients together."""
+    """Kernels of the gradients of activations, without weight gradients. If parts of a layer's output are used
+    separately, like queries, keys and values, one pass joins their gradients."""
     parts = Counter(access.storage for kernel in kernels for access in kernel.reads if access.bytes < access.size)
 
     def backward(kernel: Kernel) -> list[Kernel]:
@@ -152,14 +152,14 @@ def _product_of(kernel: Kernel, shape: tuple[int, int, int, int]) -> Kernel:
 
 
 def weight_gradients_of(kernels: Sequence[Kernel], gradient_bytes: int, product_bytes: int | None = None) -> Kernels:
-    """Kernels of the gradients of weights that train, each of which is added to the sum so far.
+    """Kernels of the gradients of trained weights, each of which is added to the sum so far.
 
-    gradient_bytes: of an element of a gradient. product_bytes: of an element of a product that is written by itself,
-    and added by another kernel; None where the product adds.
+    gradient_bytes: of an element of a gradient. product_bytes: of an element of a product that is written separately,
+    and added by another kernel; None if the product itself adds.
     """
     def gradients(kernel: Kernel) -> list[Kernel]:
         found: list[Kernel] = []
-        if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a pass of their own
+        if kernel.weight == "trains" and kernel.kind == "pointwise":  # sums over all rows are a separate pass
             found.append(Kernel(kind="pointwise", reads=(*kernel.reads[:1], *kernel.writes[:1]), is_reduction=True,
                                 more_launches=_NORM_LAUNCHES))
         if kernel.kind != "product" or kernel.weight != "trains":
@@ -183,8 +183,8 @@ def weight_gradients_of(kernels: Sequence[Kernel], gradient_bytes: int, product_
 
 
 def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
-    """The same with attention taken apart: scores of all queries by all keys are written and read again, and products
-    do not leave out what a mask hides."""
+    """The same with attention decomposed: scores of all queries and keys are written and read again, and products also
+    compute what a mask hides."""
     found: list[Kernel] = []
     for kernel in kernels:
         if kernel.kind != "attention":
@@ -203,7 +203,7 @@ def with_scores(kernels: Iterable[Kernel], element_bytes: int) -> Kernels:
 
 
 def without_panels(kernels: Iterable[Kernel]) -> Kernels:
-    """The same with each product with a weight whole, where panels of its rows are multiplied one after the other."""
+    """The same with each product with a weight in one piece, if its rows are multiplied panel by panel."""
     found: list[Kernel] = []
     places: dict[tuple[int, int, int], int] = {}
     for kernel in kernels:
@@ -224,8 +224,8 @@ def without_panels(kernels: Iterable[Kernel]) -> Kernels:
 
 
 def without_fused_loss(kernels: Iterable[Kernel]) -> Kernels:
-    """The same with a loss that is one pass over half-precision logits, and writes nothing, in two kernels: a cast to
-    fp32, and their softmax."""
+    """The same with a loss that is one pass over half-precision logits without output replaced by two kernels: a cast
+    to fp32, and the softmax."""
     found: list[Kernel] = []
     for kernel in kernels:
         if kernel.kind != "pointwise" or kernel.writes:
@@ -238,7 +238,7 @@ def without_fused_loss(kernels: Iterable[Kernel]) -> Kernels:
 
 
 def scaled(kernels: Sequence[Kernel], factor: float) -> Kernels:
-    """The same of a microbatch that is `factor` times as large: weights stay as they are."""
+    """The same for a microbatch that is `factor` times as large: weights stay the same."""
     def larger(accesses: Iterable[Access]) -> tuple[Access, ...]:
         return tuple(Access(each.storage, round(factor * each.bytes), round(factor * each.size)) for each in accesses)
 
@@ -255,14 +255,14 @@ def scaled(kernels: Sequence[Kernel], factor: float) -> Kernels:
 
 
 def extrapolate(half: Sequence[Kernel], kernels: Sequence[Kernel], further: float) -> Kernels:
-    """Kernels of a microbatch that is larger than that of `kernels` by `further` times the half of it. half: those of
-    that half. What is equal in both does not grow; where they are not the same kernels, only weights do not."""
+    """Kernels of a microbatch that is larger than that of `kernels` by `further` times half of it. half: kernels of
+    that half. Sizes that are equal in both do not grow; if the kernels do not correspond, only weights do not grow."""
     def line(less: int, more: int) -> int:
         return more + round(further * (more - less))
 
     def accesses(less: Sequence[Access], more: Sequence[Access]) -> tuple[Access, ...]:
         sizes = [line(one.size, other.size) for one, other in zip(less, more, strict=True)]
-        return tuple(Access(other.storage, min(size, line(one.bytes, other.bytes)), size)  # all of a table at most
+        return tuple(Access(other.storage, min(size, line(one.bytes, other.bytes)), size)  # at most the full table
                      for one, other, size in zip(less, more, sizes, strict=True))
 
     if [_form(kernel) for kernel in half] != [_form(kernel) for kernel in kernels]:
@@ -283,10 +283,10 @@ def _form(kernel: Kernel) -> tuple[object, ...]:
 
 
 def to_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kernels:
-    """The same with the products with weights in float8, of which both operands are rounded before.
+    """The same with the products with weights in float8, whose operands are rounded before.
 
-    multiple: what the inputs and outputs of a layer must be divisible by. fuses: whether finding the largest value of
-    an operand is one pass, and rounding it another; else every operation is one.
+    multiple: must divide the inputs and outputs of a layer. fuses: whether finding the largest value of an operand is
+    one pass, and rounding it another; otherwise every operation is a pass.
     """
     per_element = 5 if fuses else 33  # see ranvier.tensor.float8.quantized: in 16, 32 and 8 bits
     found: list[Kernel] = []
@@ -303,10 +303,10 @@ def to_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kerne
 
 
 def fuse_chains(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
-    """The same with chains merged as torch.compile merges them: pointwise operations and copies that read what one of
-    them writes, or the same tensor, between the same products, are one pass over what enters and leaves them.
+    """The same with chains merged as torch.compile merges them: pointwise operations and copies between the same
+    products that read each other's output, or the same tensor, are one pass over their joint inputs and outputs.
 
-    outputs: storages that leave the block. What the backward needs of the inside it computes again from what enters.
+    outputs: storages that leave the block. Inner values that the backward needs are computed again from the inputs.
     """
     levels: dict[int, int] = {}
     groups: dict[int, list[tuple[int, Kernel]]] = {}
@@ -333,12 +333,12 @@ def fuse_chains(kernels: Sequence[Kernel], outputs: Collection[int]) -> Kernels:
 
 
 def kept_by_compiler(chains: Iterable[Kernel], kept: Mapping[int, int], free: Collection[int]) -> int:
-    """Bytes that compiled code keeps for the backward, of those that autograd would keep: where that is less, it keeps
-    what enters a chain, and computes the inside again. Reductions are not computed again.
+    """Bytes that compiled code keeps for the backward, of those that autograd would keep: if that is less, it keeps the
+    inputs of a chain, and recomputes the inside. Reductions are not recomputed.
 
     Args:
         chains: pointwise operations and copies that are compiled, one by one. kept: storage -> bytes that autograd
-            keeps. free: storages that exist anyway: weights, and what products and attention keep.
+            keeps. free: storages that exist anyway: weights, and storages kept by products and attention.
     """
     made: dict[int, Kernel] = {}
     sizes = dict(kept)
@@ -380,7 +380,7 @@ def _connected_groups(members: Sequence[tuple[int, Kernel]]) -> list[list[tuple[
 
 
 def _merge(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
-    """One pass for all of them. outside: storages that others read."""
+    """One pass for all kernels of the group. outside: storages that others read."""
     reads: dict[int, Access] = {}
     writes: dict[int, Access] = {}
     for kernel in group:
@@ -397,5 +397,5 @@ def _merge(group: Sequence[Kernel], outside: Collection[int]) -> Kernel:
 
 
 def _together(known: Access | None, access: Access) -> Access:
-    """Union of two accesses of one storage: parts of it add up, and the whole counts once."""
+    """Union of two accesses of one storage: parts of it add up, at most to the full storage."""
     return access if known is None else access._replace(bytes=min(access.size, known.bytes + access.bytes))

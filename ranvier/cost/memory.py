@@ -1,21 +1,21 @@
-"""Bytes on each rank, by category, from counted blocks and closed numbers; and what to do where they do not fit.
+"""Bytes on each rank, by category, from counted blocks and closed forms; and remedies if they do not fit.
 
-    device   parameters   2 or 4 (8) bytes each        host   master      where states are offloaded
-             gradients    in the format they add up in        moments
+    device   parameters   2 or 4 (8) bytes each        host   master      if states are offloaded
+             gradients    in their accumulation dtype         moments
                                                               checkpoint  copies of a rank's share, while it is written
              master       fp32 copies of half-precision parameters
              moments      two of AdamW, one of SGD
              average      the moving average of parameters      copies      of the state after the last two steps
                           (optim.ema)                                       (launch.survive-losses)
-             buckets      what streams through (optim.offload), and room for scaled gradients
+             buckets      streamed states (optim.offload), and buffers for scaled gradients
              activations  of the microbatches that a stage stores
-             deferred    operands of weight gradients that wait
+             deferred     operands of deferred weight gradients
              inputs       and targets of all microbatches of a step, on CUDA of two steps
-             workspace    what a forward and a backward have at once beside these, with what a product in float8 works
-                          in; or, when the step ends, copies of what an update may have to leave alone
-             messages     receives that are posted, and what arrives before its turn, such as gradients of ties
-             tensor mesh  what products on several rows and columns gather into, and weights that stay gathered
-             reduction    what sums of gradients that travel between replicas work in, and what parameters are sent from
+             workspace    temporary memory of a forward and a backward, including that of a product in float8; or, at
+                          the end of the step, copies of values that an update may have to leave unchanged
+             messages     posted receives, and messages that arrive before their turn, such as gradients of ties
+             tensor mesh  gather buffers of products on several rows and columns, and weights that stay gathered
+             reduction    buffers of gradient sums between replicas, and buffers from which parameters are sent
              arriving     small sums of gradients, which all replicas gather
 
 Parameters, gradients, states and buckets are what the run's optimizer allocates, built on the meta device
@@ -41,10 +41,10 @@ from ranvier.schedule.policies import policy_named
 from ranvier.schedule.schedule import Policy
 
 PROCESS_BYTES = 330 << 20
-"""Host memory of a rank before it holds anything: interpreter, torch, this package (measured on Linux, CPU build)."""
+"""Baseline host memory of a rank: interpreter, torch, this package (measured on Linux, CPU build)."""
 
 KEPT_STEPS = 2
-"""Finished steps after which each rank keeps its state, where the run survives losses (ranvier.train.survival)."""
+"""Number of finished steps whose state each rank keeps, if the run survives losses (ranvier.train.survival)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,14 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMicrobatches:
-    """Facts beside its blocks that decide the memory of a stage's activations."""
+    """Facts, besides its blocks, that decide the memory of a stage's activations."""
 
     run: ResolvedRun
     stage: int
     limits: Limits
     at_peak: tuple[int, float] | None = None
-    """From a simulation: the microbatches that the stage stores when its rank needs most, and how many others' weight
-    gradients wait then."""
+    """From a simulation: the number of microbatches that the stage stores when its rank needs the most memory, and the
+    number of others whose weight gradients wait then."""
 
     @property
     def policy(self) -> Policy:
@@ -85,23 +85,23 @@ class StoredMicrobatches:
 
     @property
     def deferred(self) -> int:
-        """Microbatches whose weight gradients may wait."""
+        """Number of microbatches whose weight gradients may wait."""
         return self.limits.deferred[self.run.placement.rank_of(self.stage)]
 
     @property
     def stored(self) -> int:
-        """Microbatches whose activations the stage stores at once."""
+        """Number of microbatches whose activations the stage stores at the same time."""
         return self._stored_on(self.stage) if self.at_peak is None else self.at_peak[0]
 
     @property
     def stored_before(self) -> int:
-        """Microbatches that the stage before this one stores at once, at most: as many have come here."""
+        """Largest number of microbatches that the previous stage stores at the same time, which may have come here."""
         if self.at_peak is not None or self.run.placement.per_rank > 1 or not self.stage:
             return self.limits.in_flight
         return self._stored_on(self.stage - 1)
 
     def _stored_on(self, stage: int) -> int:
-        """By the policy; several stages of a rank have no bounds of their own."""
+        """The number stored on `stage` by the policy; several stages of a rank have no separate bounds."""
         placement, count = self.run.placement, self.run.num_microbatches
         limit = self.policy.in_flight(self.limits.in_flight, count)
         most = self.policy.stored(limit, stage, placement.num_stages) if placement.per_rank == 1 else limit
@@ -109,7 +109,7 @@ class StoredMicrobatches:
 
     @property
     def waiting(self) -> float:
-        """Others whose weight gradients wait. Of the last ones each is stored or waits."""
+        """Number of others whose weight gradients wait. Each of the last microbatches is stored or waits."""
         if self.at_peak is not None:
             return self.at_peak[1]
         count, last = self.run.num_microbatches, self.limits.last
@@ -118,28 +118,28 @@ class StoredMicrobatches:
 
 @dataclass(frozen=True, kw_only=True)
 class TiedGradients:
-    """Gradients of tied parameters that a stage sends to their owners, and gets as an owner."""
+    """Gradients of tied parameters that a stage sends to their owners, and receives as an owner."""
 
     sent: Mapping[int, int] = field(default_factory=dict)
-    """Place on the stage -> bytes that go when the backward of a batch is through with that block."""
+    """Place on the stage -> bytes that are sent when the backward of a batch has finished that block."""
     arriving: int = 0
-    """Bytes that come when the last microbatch's backward begins on the stage of another end."""
+    """Bytes that arrive when the last microbatch's backward begins on the stage of another end."""
     distance: int = 1
-    """Stages from here to there. In stages that take about the same time, as many microbatches are stored here then."""
+    """Number of stages from here to there. With stages of similar time this many microbatches are stored then."""
 
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
                      kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None,
                      updates: Mapping[int, int] = MappingProxyType({})) -> dict[str, int]:
-    """Bytes that the microbatches on their way keep alive on a stage of these blocks, by category.
+    """Bytes that the microbatches in flight keep alive on a stage of these blocks, by category.
 
     Args:
         costs: of one microbatch.
         segments: runs of blocks, as places on the stage, that are recomputed in their backward.
-        kept_again: block -> bytes that it keeps when it is recomputed, where that differs.
-        gradients: of each block, bytes that gradients of weights take before they are added to those of the batch.
-        ties: what the stage sends and gets of tied parameters.
-        updates: place on the stage -> bytes of an update that runs when the backward is through with that block.
+        kept_again: block -> bytes that it keeps when it is recomputed, if that differs.
+        gradients: for each block, bytes that gradients of weights take before they are added to those of the batch.
+        ties: gradients of tied parameters that the stage sends and receives.
+        updates: place on the stage -> bytes of an update that runs after the backward of that block.
     """
     ties = ties or TiedGradients()
     run, stored, defer_bytes = microbatches.run, microbatches.stored, microbatches.run.pipeline.defer_bytes
@@ -166,9 +166,9 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
 def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside: Mapping[int, int],
                    gradients: Sequence[int], sent: Mapping[int, int], updates: Mapping[int, int], *, waits: bool
                    ) -> tuple[int, int]:
-    """Most bytes that a forward or a backward needs beside what one microbatch stores in all blocks: of blocks that are
-    recomputed, and the rest. A forward comes to a block before what is behind it is stored; a backward when that is
-    gone, but for operands that wait.
+    """Peak bytes that a forward or a backward needs besides those that one microbatch stores in all blocks: for blocks
+    that are recomputed, and the rest. A forward reaches a block before later blocks store anything; a backward reaches
+    it when their memory is freed, except for deferred operands.
 
     inside: place in a segment -> bytes that its second run keeps. gradients, updates: as for `activation_bytes`. sent:
     of `TiedGradients`. waits: whether products for weights' gradients may wait.
@@ -198,8 +198,9 @@ def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside
 
 
 def _message_bytes(costs: Sequence[BlockCost], microbatches: StoredMicrobatches, each: int) -> int:
-    """Bytes of messages to and from the stages beside this one: a posted receive for each; what has come and is not
-    stored yet, of which there is less where more is stored; the gradient with which a backward has begun, and the next.
+    """Bytes of messages to and from the neighbouring stages: a posted receive for each; messages that have arrived and
+    are not stored yet, of which there are fewer if more is stored; the gradient of the current backward, and the next
+    one.
     """
     stage, stored = microbatches.stage, microbatches.stored
     entering = costs[0].input_bytes if stage else 0
@@ -210,12 +211,12 @@ def _message_bytes(costs: Sequence[BlockCost], microbatches: StoredMicrobatches,
 
 
 def segment_bytes(costs: Sequence[BlockCost], segment: Sequence[int]) -> int:
-    """Bytes that one microbatch keeps of these blocks until they are recomputed: what enters, and kept outputs."""
+    """Bytes that one microbatch keeps of these blocks until they are recomputed: the input, and kept outputs."""
     return costs[segment[0]].input_bytes + sum(costs[place].kept_outputs_bytes for place in segment)
 
 
 def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
-    """Bytes that the deferred weight gradients of one microbatch keep alive in these blocks, about.
+    """Approximate bytes that the deferred weight gradients of one microbatch keep alive in these blocks.
 
     ends_model: whether the last one is the head, whose output's gradient is the largest tensor.
     """
@@ -226,19 +227,20 @@ def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
 
 def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: int, data: int, sharded: bool,
                      random_state_bytes: int, updated: int = 0, whole_bytes: int = 0, more_bytes: int = 0) -> int:
-    """Host bytes that a rank copies when a checkpoint is begun, at most: replicas share what all of them hold.
+    """Largest number of host bytes that a rank copies at the start of a checkpoint: replicas divide what all of them
+    hold.
 
     sizes: elements of each parameter that the rank owns. state_bytes: of all its optimizer states. updated: elements
-    that it updates, which it writes where states are sharded, be they more than its equal share. whole_bytes: of states
-    that have a shape of their own, which whoever writes a parameter's first element writes. more_bytes: of
-    buffers, which the first rank writes, and of what frozen parameters in fp32 have beyond `element_bytes`.
+    that it updates, which it writes if states are sharded, even if they exceed its equal share. whole_bytes: of states
+    with their own shape, which are written by the rank that writes a parameter's first element. more_bytes: of buffers,
+    which the first rank writes, and of frozen parameters in fp32 beyond `element_bytes`.
     """
     share = max(sum(-(-size // data) for size in sizes), updated)
     states = state_bytes if sharded else -(-(state_bytes - whole_bytes) // data) + whole_bytes + 16 * len(sizes)
     return share * element_bytes + states + more_bytes + random_state_bytes
 
 
-# ---------------------------------------------------------------------- against what there is
+# ---------------------------------------------------------------------- comparison with available memory
 
 def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", "both"], processes: int,
               available_bytes: int, run: ResolvedRun, process_bytes: int = 0) -> ConfigError | None:
@@ -247,9 +249,9 @@ def too_large(memory: Sequence[RankMemory], *, place: Literal["device", "host", 
 
     Args:
         memory: one entry for each rank that shares a machine.
-        place: what is compared: the device of the rank that needs most, the host for all ranks, or (a CPU as the
-            device) both.
-        processes: ranks that share `available_bytes`. process_bytes: what each takes beside its tensors.
+        place: what is compared: the device of the rank that needs the most, the host for all ranks, or both (if the
+            device is a CPU).
+        processes: number of ranks that share `available_bytes`. process_bytes: memory of each besides its tensors.
     """
     def needed(entry: RankMemory) -> int:
         return (process_bytes + (entry.device_bytes if place != "host" else 0)
@@ -274,8 +276,8 @@ def _table_line(entry: RankMemory, place: Literal["device", "host", "both"]) -> 
 
 
 def remedies(run: ResolvedRun, *, shared: bool, on_host: bool = False) -> list[str]:
-    """Remedies that reduce memory, the least costly first. shared: device and host are the same memory. on_host: it is
-    the host's memory that is too small."""
+    """Remedies that reduce memory, the least costly first. shared: device and host are the same memory. on_host: the
+    host's memory is too small."""
     found = [] if on_host else _smaller_activations(run)
     if run.mesh.num_replicas > 1 and not run.optim.shard:
         found.append("set `--optim.shard true`")
@@ -317,7 +319,7 @@ def _smaller_activations(run: ResolvedRun) -> list[str]:
 
 # --- optimizer states in host memory ----------------------------------------------------------------------------------
 
-# Share of the optimizer states that a device has memory for, where the others are streamed from the host (offload
+# Share of the optimizer states that fits in a device's memory, while the others are streamed from the host (offload
 # hybrid).
 #
 #     needed, no states on the host  |-- parameters, gradients, activations --|------------ states ------------|
@@ -326,16 +328,16 @@ def _smaller_activations(run: ResolvedRun) -> list[str]:
 
 
 _LEAST = 1e-6
-"""A share of one bucket: the room through which buckets pass is there."""
+"""A share of one bucket, for which the streaming buffers exist."""
 
 
 def with_offload_share(
     run: ResolvedRun, predict: Callable[[ResolvedRun], Sequence[RankMemory]], free_bytes: int, *,
     fits_without: bool | None = None
 ) -> ResolvedRun:
-    """`run` with the share of its states in host memory, where that is auto: the smallest with which the rank that
-    needs most fits in `free_bytes` of its device. predict: the memory of ranks. fits_without: whether it fits with no
-    states there, where that is known."""
+    """`run` with the share of its states in host memory resolved if it is auto: the smallest share with which the rank
+    that needs the most memory fits in `free_bytes` of its device. predict: returns the memory of ranks. fits_without:
+    whether it fits with no states there, if that is known."""
     if run.optim.offload != "hybrid" or run.optim.offload_share != "auto":
         return run
 

@@ -9,7 +9,7 @@ from ranvier.system.terminal import TextTable, three_digits
 
 
 def memory_table(memory: Sequence[RankMemory]) -> TextTable:
-    """MiB per rank by stage: sums, then categories; those that no stage needs are left out."""
+    """MiB per rank by stage: totals, then categories; categories that no stage needs are left out."""
     names = [(place, name) for place in ("device", "host") for name in dict.fromkeys(
         name for entry in memory for name, size in getattr(entry, place).items() if size)]
     has_host = any(entry.host_bytes for entry in memory)

@@ -1,4 +1,4 @@
-"""Choice of the rows and columns of a tensor mesh: those with which ranks receive the fewest bytes.
+"""Choice of the rows and columns of a tensor mesh that minimizes the bytes that ranks receive.
 
 A layer receives a A + w W bytes per rank (`ranvier.cost.volume`), with A = E / row - E / ranks and W = H / col -
 H / ranks for E = b s h and H = h^2. So the best row / col is near a E / (w H), for stationary products a little below
@@ -14,11 +14,11 @@ from ranvier.mesh import divisors
 
 def best_shape(ranks: int, *, batch: int, sequence: int, hidden: int, heads: int, scheme: Scheme,
                recompute: Recompute = "none") -> tuple[int, int]:
-    """(row, col) with row col = ranks and the fewest bytes per layer, forward and backward; of equal ones fewer rows.
+    """(row, col) with row col = ranks and the fewest bytes per layer, forward and backward; fewer rows if equal.
 
     batch: sequences of a microbatch. Rows hold whole sequences and columns whole heads, so row divides batch, and col
-    heads; row col divides hidden, for each weight to be cut evenly. megatron: one row. With sequence sharding col
-    divides sequence. ConfigError when no row and col are such.
+    heads; row col divides hidden, so that each weight is cut evenly. megatron: one row. With sequence sharding col
+    divides sequence. ConfigError when there are no such row and col.
     """
     legal = [(row, col) for row in (divisors(batch) if not scheme.startswith("megatron") else [1])
              for col in divisors(heads) if hidden % (row * col) == 0

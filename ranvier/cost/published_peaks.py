@@ -4,8 +4,8 @@ Checked on 2026-11-24 against public copies of the data sheets' tables. Blackwel
 fp64. Data sheets of devices without fp64 tensor cores (A40, A10, L40, L4, T4, RTX) do not state fp64: it is 1/64 of
 fp32, 1/32 on T4.
 
-Utilisation is usually stated against these numbers, so it can be compared between programs. A product on the device
-itself reaches less (`ranvier.train.metrics` measures that): power limits, and the format's real throughput.
+Utilisation is usually stated relative to these numbers, so it can be compared between programs. A product on the device
+reaches less (measured by `ranvier.train.metrics`), because of power limits and the dtype's real throughput.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     (r"T4\b", (65e12, 8.1e12, 0.25e12)),
     (r"RTX 4090", (165.2e12, 82.6e12, 1.3e12)),
     (r"RTX 3090", (71e12, 35.6e12, 0.56e12)))
-"""Pattern of torch's name of the device -> FLOP/s in half precision (with sums in fp32), fp32 and fp64. The first that
-matches counts, so the more exact names come first. fp32 is without TF32, which torch does not use by itself."""
+"""Pattern of torch's name of the device -> FLOP/s in half precision (with sums in fp32), fp32 and fp64. The first match
+counts, so more exact names come first. fp32 is without TF32, which torch does not use by default."""
 
 
 def published_peak(name: str, precision: Literal["fp32", "bf16", "fp16", "fp64"]) -> float | None:

@@ -1,4 +1,4 @@
-"""The messages between the stages of a pipeline: over which link they travel, and how long they take beside the stages'
+"""The messages between the stages of a pipeline: the link that carries them, and their time relative to the stages'
 work. Pure."""
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ranvier.schedule.limits import Conditions
 
 
 def rank_threads(cluster: Cluster, mesh: Mesh) -> float:
-    """Cores that one rank of the mesh computes with; 1 where each rank has a device of its own."""
+    """Number of cores that one rank of the mesh computes with; 1 if each rank has its own device."""
     cores = cluster.device.cores
     return 1.0 if cores is None else max(1.0, cores // min(cluster.devices_per_node, mesh.size))
 
 
 def replica_offsets(mesh: Mesh, per_node: int) -> set[int]:
-    """Positions on a node at which replicas begin: all wait for the one that is placed worst."""
+    """Positions on a node at which replicas begin: all replicas wait for the one with the worst placement."""
     replica = mesh.pipeline_size * mesh.stage_size
     return {data * replica % per_node for data in range(min(mesh.num_replicas, per_node))}
 
 
 SMALLEST_IN_PARTS = 4 << 20
-"""Bytes of a tensor of which columns send parts: a smaller one travels between nodes in less time than its parts need
-for their gather's start."""
+"""Smallest bytes of a tensor that columns send in parts: a smaller one is sent between nodes in less time than starting
+the gather of its parts takes."""
 
 
 def sends_parts(columns: Collection[int], others: Collection[int], node: Collection[int]) -> bool:
     """Whether columns that hold the same activations each send a part of them to the columns of another stage, which
-    gather the parts: between nodes, where the ranks of a node are linked faster, and share what leaves it.
+    gather the parts: between nodes, since the ranks of a node have faster links, and share the link out of it.
 
     columns, others: ranks. node: those on the node of one of `columns`.
     """
@@ -48,7 +48,7 @@ def edge_parts(run: ResolvedRun, cluster: Cluster) -> list[int]:
     return _parts_between_nodes(run.mesh, cluster.devices_per_node)
 
 
-@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+@lru_cache(maxsize=1024)  # a search asks this for very many candidates
 def _parts_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
     """`edge_parts` of columns that hold the same activations."""
     size, axes, found = mesh.stage_size, mesh.over(splits_features=True), list[int]()
@@ -63,8 +63,8 @@ def _parts_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
 
 
 def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> list[tuple[float, float]]:
-    """Seconds for which a message of so many bytes keeps each edge between neighbouring ranks busy, and until it is
-    there after that."""
+    """Seconds for which a message of these bytes keeps each edge between neighbouring ranks busy, and further seconds
+    until it arrives."""
     group, found = place_groups(run.mesh, run.mesh.over(splits_features=True), cluster.devices_per_node), []
     for (link, together), parts, size in zip(edge_links(run.mesh, cluster), edge_parts(run, cluster), sizes,
                                              strict=True):
@@ -77,7 +77,7 @@ def edge_seconds(run: ResolvedRun, sizes: Sequence[float], cluster: Cluster) -> 
 
 
 def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
-    """For each edge between neighbouring ranks of a pipeline, its link, and how many messages share that."""
+    """For each edge between neighbouring ranks of a pipeline, its link, and the number of messages that share it."""
     per_node = cluster.devices_per_node
     return [(cluster.between if crossing else cluster.inside, min(max(1, crossing), per_node))
             for crossing in _messages_between_nodes(mesh, per_node)]
@@ -85,8 +85,8 @@ def edge_links(mesh: Mesh, cluster: Cluster) -> list[tuple[Link, int]]:
 
 @lru_cache(maxsize=1024)
 def _messages_between_nodes(mesh: Mesh, per_node: int) -> list[int]:
-    """For each edge between neighbouring ranks of a pipeline, the number of its messages that leave a node, of the
-    replica that is placed worst."""
+    """For each edge between neighbouring ranks of a pipeline, the number of its messages that leave a node, for the
+    replica with the worst placement."""
     size, offsets = mesh.stage_size, replica_offsets(mesh, per_node)
     return [max(sum([rank // per_node != (rank + size) // per_node
                      for rank in range(first + place * size, first + (place + 1) * size)]) for first in offsets)
@@ -106,12 +106,12 @@ def edge_bytes(placement: StagePlacement, stages: Stages) -> list[int]:
 
 
 def link_conditions(run: ResolvedRun, stages: Stages, cluster: Cluster) -> Conditions:
-    """The conditions of a run's pipeline on a cluster, with messages as its slowest edge takes them. stages: the blocks
-    of each, with their kernels."""
+    """The conditions of a run's pipeline on a cluster, with the message time of its slowest edge. stages: the blocks of
+    each stage, with their kernels."""
     device, threads = cluster.device, rank_threads(cluster, run.mesh)
-    kernels = {id(block.kernels): block.kernels for blocks in stages for block in blocks}  # alike blocks share them
+    kernels = {id(block.kernels): block.kernels for blocks in stages for block in blocks}  # equal blocks share them
     seconds = {key: device.seconds(each, run.precision, threads) for key, each in kernels.items()}
     forward = run.placement.per_rank * max(sum(seconds[id(block.kernels)] for block in blocks) for blocks in stages)
     message = max(map(sum, edge_seconds(run, edge_bytes(run.placement, stages), cluster)))
-    # One digit: limits are simulated anew for other messages, and a search has very many alike pipelines.
+    # One digit: other messages need a new simulation of limits, and a search has very many similar pipelines.
     return Conditions(messages=float(f"{message / forward:.0e}")) if forward else Conditions()

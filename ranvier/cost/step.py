@@ -4,17 +4,16 @@
     reduction    gradients are averaged between replicas, chunk by chunk
     update       the optimizer: bytes through the device's memory, or over the link to the host's
 
-Work is the kernels of one rank's part of each block: of its forward as counted, and what follows of them for the
-backward and for the gradients of weights that train (`ranvier.cost.kernels`); what is recomputed counts once more;
-frozen blocks in front have no backward. On devices that compute while they transfer, messages of the tensor mesh count
-as far as the products between their start and their end do not hide them; there gradients are summed over replicas
-beside the last backward, too. What follows the pipeline is exposed, except where sums, updates and gathers of chunks
-overlap. The ends of a tied parameter on two stages exchange while the pipeline fills
-and drains, which is left out.
+Work is the kernels of one rank's part of each block: those of its forward as counted, and those that follow for the
+backward and for the gradients of trained weights (`ranvier.cost.kernels`); recomputed kernels count once more; leading
+frozen blocks have no backward. On devices that compute while they transfer, messages of the tensor mesh count as far as
+the products between their start and their end do not hide them; gradients are then also summed over replicas during the
+last backward. Work after the pipeline is exposed, except where sums, updates and gathers of chunks overlap. The ends of
+a tied parameter on two stages exchange while the pipeline fills and drains, which is left out.
 
 The schedule is AxoNN's (Singh and Bhatele, 2022, sections III and IV), the exchanges of the tensor mesh those of Xu et
 al., 2021 (Optimus, section 3), Shoeybi et al., 2019 (Megatron-LM, section 3) and Korthikanti et al., 2022. Pure:
-`ranvier.planner.run_cost` makes a `Step` of a run's settings and counted blocks.
+`ranvier.planner.run_cost` makes a `Step` from a run's settings and counted blocks.
 """
 
 from __future__ import annotations
@@ -54,18 +53,18 @@ from ranvier.schedule.simulator import DIRECT, PRODUCTS, StageTimes, Way, passag
 
 _MESSAGES = {"summa": (4, 8), "stationary": (4, 6), "megatron": (2, 2),
              "stationary-sequence": (4, 6), "megatron-sequence": (4, 6)}
-"""Collectives of one layer along an axis, forward and backward; each is one message to every other member."""
+"""Number of collectives of one layer along an axis, forward and backward; each is a message to every other member."""
 _ALIKE = 0.05
-"""Of a column's part: where columns do not divide a size, parts differ by so much at most."""
+"""Largest relative difference of columns' parts, if columns do not divide a size."""
 _NORM_MESSAGES = {"summa": 2, "stationary": 2}
-"""Messages of a layer's two norms along col in the forward, and as many in the backward, where the hidden dimension is
-sharded."""
+"""Number of messages of a layer's two norms along col in the forward, and again in the backward, if the hidden
+dimension is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """The blocks of one stage, as one of its ranks has them, and the places of those that are recomputed in the
-    backward. ends: of the last ones of recomputed segments."""
+    """The blocks of one stage, as on one of its ranks, and the places of blocks that are recomputed in the backward.
+    ends: places of the last blocks of recomputed segments."""
 
     blocks: tuple[BlockCost, ...]
     recomputed: tuple[int, ...] = ()
@@ -83,14 +82,14 @@ class ElementBytes:
     gradient: int
     """Bytes of an element of a gradient, in the format in which it accumulates."""
     reduced: int
-    """Bytes of an element of a gradient, in the format in which it travels between replicas."""
+    """Bytes of an element of a gradient, in the format in which it is sent between replicas."""
     summed: int
-    """Bytes of an element of a sum that travels on the tensor mesh."""
+    """Bytes of an element of a sum that is sent on the tensor mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run, and what its settings do not say by themselves."""
+    """One step of a run, with values that its settings alone do not determine."""
 
     run: ResolvedRun
     stages: tuple[StageWork, ...]
@@ -99,24 +98,24 @@ class Step:
     """The in-flight limit, and the bounds on deferred weight gradients."""
     bytes: ElementBytes
     num_states: float
-    """Numbers of each parameter, on average, that an update reads and writes: moments, and the master copy."""
+    """Average number of state values per parameter that an update reads and writes: moments, and the master copy."""
     tokens: int
-    """Positions of one sample."""
+    """Number of positions of one sample."""
     whole_tensors: bool = False
     """Whether updates need whole tensors."""
     update_flops: float = 0.0
-    """FLOPs of one update of all parameters, beside what every element costs."""
+    """FLOPs of one update of all parameters, in addition to the cost of every element."""
     flops_per_sample: float
     """FLOPs of forward and backward, without recomputation."""
     recomputed_flops_per_sample: float
-    """With what is recomputed, where something is."""
+    """The same including recomputation, if there is any."""
     split_layers: Mapping[str, tuple[SplitLayer, ...]]
     """Block -> its layers that are split over the tensor mesh."""
 
     @property
     def waits_for_gradient_status(self) -> bool:
-        """Whether updates begin only when the whole gradient is reduced: loss scaling, clipping or a guard judges
-        it."""
+        """Whether updates begin only when the full gradient is reduced, because loss scaling, clipping or a guard
+        checks it."""
         clips = self.run.optim.clip_norm and self.run.optim.clip_from == "step"
         return bool(self.run.precision == "fp16" or clips
                     or self.run.guard.bad_step in ("stop", "skip", "rollback"))
@@ -124,16 +123,16 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One rank of a stage. Seconds are of one microbatch, but for reduction and update, which are of the step."""
+    """One rank of a stage. Seconds are for one microbatch, except reduction and update, which are for the step."""
 
     stage: int
     forward_seconds: float
     backward_seconds: float
-    """Seconds of the gradients that cannot wait, recomputation included."""
+    """Seconds of the gradients that cannot be deferred, recomputation included."""
     weight_seconds: float
     """Seconds of weight gradients that may be deferred."""
     exchange_seconds: float
-    """The part of these three that messages of the tensor mesh take."""
+    """The part of these three times that messages of the tensor mesh take."""
     reduction_seconds: float
     update_seconds: float
     after_seconds: float
@@ -147,7 +146,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One step. Phases are those of the stage that ends last."""
+    """The cost of one step. Phases are those of the stage that ends last."""
 
     seconds: float
     pipeline_seconds: float
@@ -162,7 +161,7 @@ class Cost:
     model_flops: float
     """FLOPs of forward and backward, without recomputation."""
     hardware_flops: float
-    """With what is recomputed."""
+    """The same including recomputation."""
     peak_flops: float
     """Peak FLOP/s of all devices together."""
     edge_seconds: float = 0.0
@@ -170,7 +169,7 @@ class Cost:
     partial_seconds: float = 0.0
     """Seconds that the pipeline saves because the last microbatch is smaller."""
     cores_seconds: float = 0.0
-    """Least seconds of the pipeline where ranks share cores, all of which compute all the time."""
+    """Lower bound of the pipeline's seconds if ranks share cores: all cores compute all the time."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -184,11 +183,11 @@ class Cost:
 
     @property
     def hardware_utilisation(self) -> float:
-        """The same with what is recomputed."""
+        """The same including recomputation."""
         return self.hardware_flops / self.seconds / self.peak_flops
 
     def days(self, tokens: float = 3e11) -> float:
-        """Days to train on so many tokens."""
+        """Days to train on this many tokens."""
         return tokens / self.tokens_per_second / 86400
 
 
@@ -198,18 +197,18 @@ def step_cost(step: Step, cluster: Cluster, *, exact: bool = True, as_published:
     Args:
         exact: simulate the schedule; otherwise use the closed form.
         as_published: as AxoNN, Megatron-LM, DeepSpeed and Optimus were published: products are not cut into panels, a
-            weight's gradient is added by a kernel of its own, the loss is a cast and a softmax, ranks of a stage that
+            weight's gradient is added by a separate kernel, the loss is a cast and a softmax, ranks of a stage that
             hold the same activations each send a part of them, a segment's last product is recomputed, too, and a
-            stage does not compute while it sends or receives, on the tensor mesh as between stages. Message-driven with
-            one stage on each rank is AxoNN, whose messages between stages hold up nothing.
+            stage does not compute while it sends or receives, on the tensor mesh or between stages. The message-driven
+            policy with one stage on each rank is AxoNN, whose messages between stages delay nothing.
     """
     return _StepCost(step, cluster, as_published).cost(exact)
 
 
 def least_seconds(step: Step, cluster: Cluster, *, part: float) -> tuple[float, float]:
-    """Lower bounds of a step's time, however its blocks are cut into stages: the pipeline alone, and blocks spread
-    evenly; with nothing recomputed, and with what is. Below `step_cost` if their seconds are. step: all blocks on its
-    first stage. part: of what these compute that one rank computes for one microbatch."""
+    """Lower bounds of a step's time for any cut of its blocks into stages, for the pipeline alone with blocks spread
+    evenly: without recomputation, and with it. Below `step_cost` if the blocks' seconds are. step: all blocks on its
+    first stage. part: the share of these blocks' work that one rank does for one microbatch."""
     return _StepCost(step, cluster, part=part).lower_bound()
 
 
@@ -223,17 +222,17 @@ class PipelineNumbers:
     """The edges between ranks."""
     in_flight: int
     defer_bytes: int | Sequence[int]
-    """Bound on what deferred products keep alive, of all ranks of a pipeline or of each."""
+    """Bound on the bytes that deferred products keep alive, for all ranks of a pipeline or for each."""
     at_once: int | None
-    """Ranks of a pipeline that may compute at once, where ranks share cores."""
+    """Number of ranks of a pipeline that may compute at the same time, if ranks share cores."""
     defer_last: int | None
     max_stored: int | None
     alternating: bool
-    """These three as of `Limits`."""
+    """These three as in `Limits`."""
 
 
 def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -> PipelineNumbers:
-    """The pipeline of a step on a cluster, for the simulator. as_published: as for `step_cost`."""
+    """The pipeline of a step on a cluster, for the simulator. as_published: as in `step_cost`."""
     made = _StepCost(step, cluster, as_published)
     times = tuple(made.times([made.stage(stage) for stage in range(len(step.stages))]))
     return PipelineNumbers(times=times, num_microbatches=made.count, way=made.way(), in_flight=step.limits.in_flight,
@@ -242,8 +241,8 @@ def step_pipeline(step: Step, cluster: Cluster, *, as_published: bool = False) -
 
 
 def deferral_costs(step: Step, cluster: Cluster) -> tuple[Deferral, ...]:
-    """What it costs to let weight gradients wait, of each stage; empty where that is nothing. To two digits: limits are
-    simulated anew for others, and a search has very many alike pipelines."""
+    """The cost of deferring weight gradients, for each stage; empty if it is zero. To two digits: other values need a
+    new simulation of limits, and a search has very many similar pipelines."""
     made, found = _StepCost(step, cluster), list[Deferral]()
     for stage in range(len(step.stages)):
         longer, weight = made.waiting(stage), made.weight_seconds(stage)
@@ -253,12 +252,12 @@ def deferral_costs(step: Step, cluster: Cluster) -> tuple[Deferral, ...]:
 
 def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, threads: float = 1.0,
                    crowded: float = 1.0) -> float:
-    """Seconds in which one rank updates `count` parameters: what moves through the device's memory, over the link to
-    the host (AxoNN, section V-B), or through the host's memory.
+    """Seconds in which one rank updates `count` parameters: transfers through the device's memory, over the link to the
+    host (AxoNN, section V-B), or through the host's memory.
 
     Args:
-        local: ranks on a node. threads: cores that a rank computes with. crowded: how many times as long a rank takes
-            that shares its cores.
+        local: ranks on a node. threads: cores that a rank computes with. crowded: factor by which a rank takes longer
+            if it shares its cores.
     """
     itemsize, states, gradient, optim = step.bytes.state, step.num_states, step.bytes.gradient, step.run.optim
     has_masters = itemsize > step.bytes.parameter
@@ -268,7 +267,7 @@ def update_seconds(step: Step, cluster: Cluster, count: float, *, local: int, th
             share = 1.0 if optim.offload == "stream" else 0.5 if optim.offload_share == "auto" else optim.offload_share
             moving = cluster.host_link.seconds(share * count * itemsize * states)
             parts = [moving, moving, cluster.device.update_seconds(moved)]
-            return sum(parts) if optim.buckets_in_flight == 1 else max(parts)  # in, out and update at once
+            return sum(parts) if optim.buckets_in_flight == 1 else max(parts)  # in, out and update at the same time
         case "host":
             sent = cluster.host_link.seconds(count * max(gradient, step.bytes.parameter))
             return max(sent, moved * local / cluster.host.memory_bandwidth)
@@ -287,7 +286,7 @@ class _Seconds(NamedTuple):
     backward: float
     """Seconds of the gradients of activations."""
     weight: float
-    """Seconds of the gradients of weights that train."""
+    """Seconds of the gradients of trained weights."""
 
 
 _NO_SECONDS = _Seconds(0.0, 0.0, 0.0)
@@ -296,7 +295,7 @@ _NO_SECONDS = _Seconds(0.0, 0.0, 0.0)
 @lru_cache(maxsize=1024)  # a search asks the same of very many candidates
 def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                    bytes: ElementBytes, as_published: bool) -> _Seconds:
-    """Times of one microbatch in a block with these kernels. as_published: as for `step_cost`."""
+    """Times of one microbatch in a block with these kernels. as_published: as in `step_cost`."""
     forward = without_fused_loss(without_panels(kernels.it)) if as_published else kernels.it
     backward = backward_of(forward)
     weights = weight_gradients_of(forward, bytes.gradient, bytes.parameter if as_published else None)
@@ -315,16 +314,16 @@ def _repeated_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], p
 
 
 class _Apart(NamedTuple):
-    """Seconds for which messages hold up a block whose weight gradients wait."""
+    """Seconds for which messages delay a block whose weight gradients are deferred."""
 
     backward: float
-    """Of the backward, those of one in which nothing waits subtracted."""
+    """Of the backward, minus those of a backward without deferral."""
     weight: float
-    """Of the gradients that wait."""
+    """Of the deferred gradients."""
     weight_alone: float
-    """The same without sums over rows."""
+    """Of the deferred gradients, without sums over rows."""
     sums: list[tuple[float, float]]
-    """Of each product that waits, in their order, seconds of its sum over rows, and its own."""
+    """For each deferred product, in order, seconds of its sum over rows, and of the product itself."""
 
 
 _Products = tuple[float, float, float]
@@ -334,9 +333,9 @@ _Products = tuple[float, float, float]
 @lru_cache(maxsize=1024)
 def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLayer, ...]], col: int,
                    device: Same[Device], precision: Precision, bytes: ElementBytes) -> tuple[_Products, ...]:
-    """For each of these layers its products, as the block computes them on one of `col` columns: of all that an
-    output-stationary layer reads and an input-stationary one writes, and of a part of the other. A product is of the
-    layer whose size is nearest, and shared evenly by layers of one size."""
+    """For each of these layers its products, as the block computes them on one of `col` columns: with the full input of
+    an output-stationary layer or the full output of an input-stationary one, and a part of the other side. A product
+    belongs to the layer with the nearest size, and is shared evenly by layers of the same size."""
     whole = [(layer.outputs, layer.inputs / col) if layer.kind == "input" else (layer.inputs, layer.outputs / col)
              for layer in layers.it]
     found = [[0.0, 0.0, 0.0] for _ in layers.it]
@@ -366,8 +365,8 @@ def _layer_seconds(kernels: Same[tuple[Kernel, ...]], layers: Same[tuple[SplitLa
 @lru_cache(maxsize=64)  # a search has one sample for very many candidates
 def _first_alike(work: Same[StageWork], layers: Same[Mapping[str, tuple[SplitLayer, ...]]], begins: int
                  ) -> tuple[int, ...]:
-    """For each block of a stage the place of the first one that takes the same time. begins: the place of the first
-    that has a backward."""
+    """For each block of a stage the place of the first block that takes the same time. begins: the place of the first
+    block with a backward."""
     first: dict[object, int] = {}
     return tuple(first.setdefault((
         id(block.kernels), id(block.repeated.kernels), block.num_repeated, block.is_selective, block.num_trainable > 0,
@@ -376,7 +375,7 @@ def _first_alike(work: Same[StageWork], layers: Same[Mapping[str, tuple[SplitLay
 
 
 class _StepCost:
-    """Everything that the parts of a cost need."""
+    """The shared values and methods for the parts of a cost."""
 
     def __init__(self, step: Step, cluster: Cluster, as_published: bool = False, *, part: float | None = None) -> None:
         mesh = step.run.mesh
@@ -399,7 +398,7 @@ class _StepCost:
         """Parameters that each rank updates."""
         flags = [block.num_trainable > 0 for blocks in self.stages for block in blocks]
         self.begins = flags.index(True) if True in flags else len(flags)
-        """The model's first block that trains: those before it have no backward."""
+        """The model's first trained block: blocks before it have no backward."""
         self.local = min(cluster.devices_per_node, self.mesh.size)
         self.count, self.last = step.run.num_microbatches, step.run.last_microbatch_fraction
         self.groups = {axis: place_groups(self.mesh, axis, cluster.devices_per_node) for axis in _GROUPED}
@@ -417,7 +416,7 @@ class _StepCost:
         shared = self._shared_cores(rows)
         pipeline = max(passed.seconds - partial, shared)
         slack, last = 0.0, (-inf, rows[0])
-        # of each rank the first; later ones end earlier: their last backward goes on
+        # the first of each rank; later ones end earlier, since their last backward continues
         for row in rows[:self.mesh.pipeline_size]:
             last = max(last, (pipeline - slack + row.after_seconds, row), key=lambda pair: pair[0])
             slack += row.backward_seconds
@@ -426,7 +425,7 @@ class _StepCost:
         size = self.run.batch.global_size
         blocks = [block for stage in self.stages for block in stage]
         left_out = sum(block.flops - (block.weight_flops if block.num_trainable else 0)
-                       for block in blocks[self.begins:])  # gradients of frozen weights, behind what trains
+                       for block in blocks[self.begins:])  # gradients of frozen weights, after trained ones
         unneeded = step.flops_per_sample / 3 * left_out / max(1, sum(block.flops for block in blocks))
         rate = self.cluster.device.rates[self.run.precision]
         return Cost(
@@ -450,10 +449,10 @@ class _StepCost:
         return 1.0 - left_out / whole if whole else 0.0
 
     def lower_bound(self) -> tuple[float, float]:
-        """Result of `least_seconds`. Stage i begins after the forwards of those before it, and then has all
-        microbatches: with forwards that are at least a part r of what blocks take, m microbatches on p stages take no
-        less than r t / (1 - (1 - r / m)^p), in which one takes t. Where a batch's last microbatch is not whole, less
-        counts."""
+        """Result of `least_seconds`. Stage i begins after the forwards of earlier stages, and then processes all
+        microbatches: if forwards take at least a share r of the blocks' time, m microbatches that one stage would
+        process in t take at least r t / (1 - (1 - r / m)^p) on p stages. If a batch's last microbatch is not full, the
+        bound is lower."""
         forward, both, again = list[float](), list[float](), dict.fromkeys(self._recomputed_blocks(0), 1.0)
         alike = _first_alike(Same(self.step.stages[0]), Same(self.step.split_layers), self.begins)
         for place, (block, first) in enumerate(zip(self.stages[0], alike, strict=True)):
@@ -473,7 +472,7 @@ class _StepCost:
             seconds + again.get(place, 0.0) for place, seconds in enumerate(both)])
 
     def _least_of(self, forward: Sequence[float], both: Sequence[float]) -> float:
-        """The bound for blocks with this forward time, and this time both ways, of a microbatch."""
+        """The bound for blocks with these forward times, and these times both ways, of a microbatch."""
         pipe, total = self.mesh.pipeline_size, sum(both)
         share = min((before / each for before, each in zip(forward, both, strict=True) if each), default=0.0)
         if pipe == 1 or self.last < 1.0 or self.placement.per_rank > 1 or share < 1e-3:
@@ -499,7 +498,7 @@ class _StepCost:
     # --- stages ------------------------------------------------------------------------------------------------------
 
     def stage(self, stage: int) -> StageCost:
-        """One rank of it."""
+        """The cost of one rank of a stage."""
         costs, first, again = self.stages[stage], self._first(stage), self._recomputed_blocks(stage)
         seconds = [self._seconds(cost) for cost in costs]
         forward = sum([each.forward for each in seconds])
@@ -519,7 +518,7 @@ class _StepCost:
                          update_seconds=update, after_seconds=self._tail_seconds(sums, gathers, update, rank, beside))
 
     def weight_seconds(self, stage: int) -> float:
-        """Seconds of one microbatch's weight gradients that may wait."""
+        """Seconds of one microbatch's weight gradients that may be deferred."""
         return sum(self._seconds(cost).weight for cost in self._deferring(stage))
 
     def _first(self, stage: int) -> int:
@@ -527,14 +526,14 @@ class _StepCost:
         return min(max(0, self.begins - self._starts[stage]), len(self.stages[stage]))
 
     def _recomputed_blocks(self, stage: int) -> list[int]:
-        """Places of the blocks that are recomputed, which frozen ones in front are not."""
+        """Places of the blocks that are recomputed, which excludes leading frozen blocks."""
         if stage not in self._agains:
             first = self._first(stage)
             self._agains[stage] = [place for place in self.step.stages[stage].recomputed if place >= first]
         return self._agains[stage]
 
     def _deferring(self, stage: int) -> list[BlockCost]:
-        """Blocks whose weights' gradients may wait: not those that are recomputed, nor the model's last one."""
+        """Blocks whose weight gradients may be deferred: not those that are recomputed, nor the model's last one."""
         costs, first, again = self.stages[stage], self._first(stage), set(self._recomputed_blocks(stage))
         stop = len(costs) - (stage == len(self.stages) - 1)
         return [cost for place, cost in enumerate(costs[:stop])
@@ -568,7 +567,7 @@ class _StepCost:
         return 1.0 if cores is None else max(1.0, self.local * self._threads() / cores)
 
     def max_running_stages(self) -> int | None:
-        """Stages of a replica for which there are cores; none where each rank has a device."""
+        """Number of stages of a replica for which there are cores; None if each rank has a device."""
         cores = self.cluster.device.cores
         if cores is None:
             return None
@@ -576,13 +575,13 @@ class _StepCost:
         return max(1, int(cores * nodes / (self.data * self.size * self._threads())))
 
     def _ranks_worth(self) -> float:
-        """Devices that the peak counts: of shared cores, those that the ranks use."""
+        """Number of devices counted in the peak: for shared cores, the number that the ranks use."""
         cores = self.cluster.device.cores
         return self.mesh.size if cores is None else min(cores, self.mesh.size * self._threads())
 
     def _shared_cores(self, rows: Sequence[StageCost]) -> float:
-        """Seconds that the work of all ranks of a node keeps its cores busy, where they share them. Where there are
-        more ranks than cores they take turns, in copying messages as well, and a tensor mesh as a whole waits for them
+        """Seconds that the work of all ranks of a node keeps its cores busy, if they share them. If there are more
+        ranks than cores they take turns, in copying messages as well, and a tensor mesh as a whole waits for the copies
         and for members that are not running."""
         cores, crowded = self.cluster.device.cores, self._core_sharing_factor()
         if cores is None:
@@ -601,7 +600,7 @@ class _StepCost:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _exposed_seconds(self, stage: int) -> tuple[float, float]:
-        """Seconds for which messages of the tensor mesh hold up one microbatch's forward and backward."""
+        """Seconds for which messages of the tensor mesh delay one microbatch's forward and backward."""
         if self.size == 1:
             return 0.0, 0.0
         first, recomputed = self._first(stage), set(self._recomputed_blocks(stage))
@@ -611,9 +610,9 @@ class _StepCost:
         return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
 
     def waiting(self, stage: int) -> tuple[float, float]:
-        """Where weight gradients wait: seconds by which messages of the tensor mesh hold up a microbatch's backward
-        longer (or less, below 0) than where none does, and for which they hold up these gradients; together they are no
-        less."""
+        """With deferred weight gradients: seconds by which messages of the tensor mesh delay a microbatch's backward
+        more (or less, if negative) than without deferral, and for which they delay these gradients; their sum is not
+        negative."""
         blocks = self._deferring(stage) if self.size > 1 and self._overlaps_messages else []
         found = [self._sent_apart(block) for block in blocks]
         longer = sum(each.backward for each in found)
@@ -622,13 +621,13 @@ class _StepCost:
         return longer, max(weight, -longer)
 
     def _late_sums(self, blocks: Sequence[BlockCost]) -> float:
-        """Seconds for which sums of deferred weight gradients over rows are later than the product that follows each:
-        the next but one takes its memory. The last one travels beside what comes after all of them."""
+        """Seconds for which sums of deferred weight gradients over rows end later than the product that follows each:
+        the next product but one takes its memory. The last sum overlaps the work after all of them."""
         queue = [pair for block in reversed(blocks) for pair in self._sent_apart(block).sums]
         return sum(max(0.0, seconds - product) for (seconds, _), (_, product) in pairwise(queue))
 
     def _sent_apart(self, block: BlockCost) -> _Apart:
-        """The same of one block."""
+        """The delays of one block with deferred weight gradients."""
         key = id(self.step.split_layers[block.name]), id(block.kernels)
         if key not in self._sent_apart_seconds:
             volume, layers = self._block_volume(block.name, False), self._share_of_layer(block.name)
@@ -651,7 +650,7 @@ class _StepCost:
 
     def _sent(self, block: BlockCost, recomputed: bool, *, has_backward: bool, ends: bool = False
               ) -> tuple[float, float]:
-        """The same of one block. ends: as for `_recompute_seconds`."""
+        """`_exposed_seconds` of one block. ends: as in `_recompute_seconds`."""
         key = (id(self.step.split_layers[block.name]), id(block.kernels), block.num_trainable > 0, recomputed,
                has_backward, ends)
         if key not in self._sent_seconds:
@@ -668,18 +667,18 @@ class _StepCost:
 
     @property
     def _overlaps_messages(self) -> bool:
-        """Whether messages travel while products are computed: not where cores copy them, nor where a broadcast's root
+        """Whether messages are sent while products are computed: not if cores copy them, nor if a broadcast's root
         depends on the rank."""
         return self.cluster.device.cores is None and self.scheme != "summa" and not self.as_published
 
     def _held_up(self, sizes: Bytes, layers: float, way: int, trips: Sequence[tuple[Sequence[Trip], _Products]],
                  computing: float) -> float:
-        """Seconds for which a block's messages hold it up: activations travel beside the products of their layer, but
-        for the panels beside which nothing is computed, and weights beside all that the block computes. Messages that
-        are hidden slow down what is computed beside them (`Device.message_share`).
+        """Seconds for which a block's messages delay it: activations overlap the products of their layer, except for
+        the panels during which nothing is computed, and weights overlap all of the block's computation. Hidden messages
+        slow down the computation that they overlap (`Device.message_share`).
 
         Args:
-            sizes, layers, way: as of `_receive_seconds`. trips: of each layer, with its products. computing: seconds.
+            sizes, layers, way: as in `_receive_seconds`. trips: of each layer, with its products. computing: seconds.
         """
         if not self._overlaps_messages:
             return self._norms(layers) + self._receive_seconds(sizes, layers, way)
@@ -693,11 +692,11 @@ class _StepCost:
                 beside = sum(map(mul, trip.beside, products))
                 late += (1.0 - trip.alone / trip.bytes) * max(0.0, trip.bytes * each_byte - beside)
         hidden = activations - alone + weights
-        slower = self.cluster.device.message_share * hidden  # what is computed beside messages takes longer
+        slower = self.cluster.device.message_share * hidden  # computation that overlaps messages takes longer
         return self._norms(layers) + alone + max(slower, late, hidden - computing)
 
     def _norms(self, layers: float) -> float:
-        """Seconds of the small sums of a block's norms, which nothing hides."""
+        """Seconds of the small sums of a block's norms, which are not hidden."""
         group, count = self.groups["col"], _NORM_MESSAGES.get(self.scheme, 0) * layers
         steps = count * (group.members - 1)
         return count * self.cluster.collective_seconds * (group.members > 1) + received_seconds(
@@ -705,7 +704,7 @@ class _StepCost:
 
     def _layer_messages(self, block: BlockCost, recomputed: bool, *,
                         waits: bool = False) -> list[tuple[Trips, _Products]]:
-        """What the activations of each layer of a block receive, and its products."""
+        """The trips of the activations of each layer of a block, and its products."""
         layers, col = self.step.split_layers[block.name], self.mesh.col if self.part is None else 1
         seconds = _layer_seconds(Same(block.kernels), Same(layers), col, Same(self.cluster.device), self.run.precision,
                                  self.step.bytes)
@@ -719,8 +718,8 @@ class _StepCost:
                 for layer, products in zip(layers, seconds, strict=True)]
 
     def _share_of_layer(self, block: str) -> float:
-        """Share of a transformer layer's collectives that a block has, by its products. A block without any has as many
-        as one with two: its norm and its small layers exchange, too."""
+        """Share of a transformer layer's collectives that a block has, by its products. A block without products counts
+        like one with two: its norm and its small layers exchange, too."""
         return max(2, len(self.step.split_layers[block])) / 4
 
     def _block_volume(self, block: str, recomputed: bool) -> Volume:
@@ -737,8 +736,8 @@ class _StepCost:
         return self._volumes[key]
 
     def _receive_seconds(self, sizes: Bytes, layers: float, way: int) -> float:
-        """Seconds in which a block receives this, its norms' sums aside. layers: its part of a layer. way: 0 forward, 1
-        backward."""
+        """Seconds in which a block receives these bytes, without its norms' sums. layers: its part of a layer. way: 0
+        forward, 1 backward."""
         messages = _MESSAGES[self.scheme][way] * layers
         both = [(size, self.groups[axis], messages) for size, axis in (
             (sizes.activations, _COL), (sizes.weights, _ROW)) if size]
@@ -763,15 +762,15 @@ class _StepCost:
         return forward * sum(shares) + backward * sum(shares[self._first(stage):])
 
     def way(self) -> Way:
-        """The edges of the pipeline, as messages beside the computing."""
+        """The edges of the pipeline, with messages that overlap computing."""
         if self.as_published:
             return DIRECT
         transfer, latency = zip(*self._edges(), strict=True) if self.mesh.pipeline_size > 1 else ((), ())
         return Way(transfer=transfer, latency=latency)
 
     def _edges(self) -> list[tuple[float, float]]:
-        """Seconds for which one message keeps each edge between neighbouring ranks busy, and until it is there after
-        that; of stages that send over one edge, the largest message counts."""
+        """Seconds for which one message keeps each edge between neighbouring ranks busy, and further seconds until it
+        arrives; if several stages send over one edge, the largest message counts."""
         sizes = edge_bytes(self.placement, self.stages)
         if not self.as_published:
             return edge_seconds(self.run, sizes, self.cluster)
@@ -791,15 +790,15 @@ class _StepCost:
 
     @property
     def defer_last(self) -> int | None:
-        """`Limits.last`, where the limits say what is deferred."""
+        """`Limits.last`, if the limits decide what is deferred."""
         return self.step.limits.last if self.run.pipeline.defer_bytes == "auto" else None
 
     # --- after the pipeline ------------------------------------------------------------------------------------------
 
     def _bytes_both_ways(self) -> tuple[float, float]:
         """Bytes of each element in the sums of gradients and in the gathers of parameters, both ways of an all-reduce:
-        where states are shared out, gradients are scattered in their format (all-reduced, where whole tensors are
-        updated), and parameters gathered in theirs."""
+        if states are sharded, gradients are reduce-scattered in their dtype (all-reduced if whole tensors are updated),
+        and parameters gathered in theirs."""
         gradient = self.step.bytes.reduced
         if not self.run.optim.shard:
             return gradient, 0.0
@@ -818,7 +817,7 @@ class _StepCost:
         return both * summed / (summed + gathered), both * gathered / (summed + gathered)
 
     def _beside(self, place: int) -> float:
-        """Parameters of a rank on the node of this one of a pipeline, on average: they take turns on its link."""
+        """Average number of parameters of the ranks on the node of this pipeline rank, which take turns on its link."""
         size, per_node = self.size, self.cluster.devices_per_node
         found = []
         for first in replica_offsets(self.mesh, per_node):
@@ -842,15 +841,15 @@ class _StepCost:
         return moving + flops / (rate.peak_flops * rate.share) * self._core_sharing_factor()
 
     def _defers(self, rank: int) -> bool:
-        """Whether products of the last microbatch's weight gradients wait until its backward is through."""
+        """Whether products of the last microbatch's weight gradients wait until its backward has finished."""
         asked = self.run.pipeline.defer_bytes
         return self.step.policy.defers and not self.run.optim.update_in_backward and bool(
             self.step.limits.deferred[rank] if asked == "auto" else asked)
 
     def _beside_sums(self, computing: float) -> float:
-        """Seconds for which a rank computes while chunks are complete that others wait behind; 0 where sums are not
-        hidden. computing: of the last microbatch, on one stage. Of interleaved stages each is complete when it and one
-        of every other rank have had all microbatches under way."""
+        """Seconds for which a rank computes while complete chunks can be summed; 0 if sums are not hidden. computing:
+        of the last microbatch, on one stage. An interleaved stage is complete when it and one stage of every other rank
+        have processed all microbatches in flight."""
         if self.cluster.device.cores is not None or self.as_published:
             return 0.0
         turns = self.placement.per_rank - 1
@@ -859,10 +858,10 @@ class _StepCost:
         return (turns + self.last) * computing
 
     def _tail_seconds(self, sums: float, gathers: float, update: float, rank: int, beside: float) -> float:
-        """Seconds of sums, updates and gathers after the last backward. A chunk is summed when the backward is through
-        with it, beside what follows, which takes `beside` in all and becomes slower by it. It is updated while the next
-        is summed, and gathered while the next is updated; where an update depends on all gradients' norm (loss scaling,
-        clipping, a guard), updates begin when all is summed."""
+        """Seconds of sums, updates and gathers after the last backward. A chunk is summed when the backward has
+        finished with it, during the work that follows, which takes `beside` in total and is slowed down. It is updated
+        while the next chunk is summed, and gathered while the next is updated; if an update depends on the norm of all
+        gradients (loss scaling, clipping, a guard), updates begin when all chunks are summed."""
         part = 1.0 / self._chunks(rank)
         hidden = (1.0 - part) * min(sums, beside)
         sums -= hidden * (1.0 - self.cluster.device.message_share)

@@ -15,9 +15,9 @@ from ranvier.precision import DTYPES, sum_dtype
 class TensorMeshFacts:
     """Bytes that a rank of the tensor mesh receives for one layer and one microbatch, forward and backward.
 
-    exposed_bytes: of those, on a CUDA device, the ones that travel while no product is computed (`first_panels`); None
-    elsewhere. tile: rows and columns of the tensor mesh on one node. node_bytes: what enters a node, and the same with
-    ranks numbered row by row. The last three are None where the mesh is on one node, or nodes are not known.
+    exposed_bytes: those that are received, on a CUDA device, while no product is computed (`first_panels`); None
+    elsewhere. tile: rows and columns of the tensor mesh on one node. node_bytes: bytes that enter a node, and the same
+    with ranks numbered row by row. The last three are None if the mesh is on one node, or nodes are not known.
     """
 
     row: int
@@ -43,7 +43,7 @@ class TensorMeshFacts:
 
 
 def first_panels(run: ResolvedRun) -> int | None:
-    """Bytes of a layer that travel while no product is computed (`layer_trips`). None for SUMMA, whose broadcasts
+    """Bytes of a layer that are sent while no product is computed (`layer_trips`). None for SUMMA, whose broadcasts
     depend on the rank."""
     mesh, model, scheme = run.mesh, run.model, volume_scheme(run.tensor)
     if scheme == "summa":
@@ -62,7 +62,7 @@ def _sum_itemsize(run: ResolvedRun) -> int:
 
 
 def tensor_mesh_facts(run: ResolvedRun, ranks_per_node: int | None) -> TensorMeshFacts | None:
-    """The facts for a run; None on stages of one rank, and where rows or columns do not divide the sizes."""
+    """The facts for a run; None for stages of one rank, and if rows or columns do not divide the sizes."""
     mesh, model = run.mesh, run.model
     if mesh.stage_size == 1:
         return None

@@ -1,8 +1,8 @@
 """Cost of a transition between two meshes in seconds and bytes, and whether it pays. Pure.
 
-A transition costs seconds once (tensors travel, groups and engines are built) and changes the seconds of each step that
-is left. PipeTransformer (He et al., 2021, section 3.2) changes the pipeline whenever its memory criterion allows it;
-here only when the gain is larger than the cost.
+A transition costs seconds once (tensors are sent, groups and engines are built) and changes the seconds of each
+remaining step. PipeTransformer (He et al., 2021, section 3.2) changes the pipeline whenever its memory criterion allows
+it; Ranvier only when the gain is larger than the cost.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ranvier.config.run import Pipeline
 from ranvier.mesh import Mesh
 
 PRIOR_SECONDS = 1.0
-"""Assumed cost of a transition, whatever it moves, before one was measured."""
+"""Assumed fixed cost of a transition, before one was measured."""
 PRIOR_BYTES_PER_SECOND = 500e6
-"""Assumed rate at which it moves tensors, before one was measured."""
+"""Assumed rate at which a transition moves tensors, before one was measured."""
 
 
 def prior_seconds(moved_bytes: int) -> float:
-    """Seconds of a transition that moves `moved_bytes` from rank to rank, where none was measured."""
+    """Seconds of a transition that moves `moved_bytes` from rank to rank, if none was measured."""
     return PRIOR_SECONDS + moved_bytes / PRIOR_BYTES_PER_SECOND
 
 
 def transition_seconds(moved_bytes: int, measured: Sequence[tuple[float, int]] = ()) -> float:
     """Expected seconds of a transition that moves `moved_bytes`: the prior, scaled by the median ratio of measured
-    seconds to their prior. measured: (seconds, moved bytes) of earlier transitions, whatever they were made for."""
+    seconds to their prior. measured: (seconds, moved bytes) of earlier transitions of any kind."""
     ratios = [seconds / prior_seconds(moved) for seconds, moved in measured]
     return prior_seconds(moved_bytes) * (median(ratios) if ratios else 1.0)
 
@@ -35,13 +35,13 @@ def transition_seconds(moved_bytes: int, measured: Sequence[tuple[float, int]] =
 def moved_bytes(*, old: Mesh, old_boundaries: Sequence[int], new: Mesh, new_boundaries: Sequence[int],
                 parameter_bytes: Sequence[int], state_bytes: Sequence[int], frozen_blocks: int, sharded: bool,
                 pipeline: Pipeline) -> int:
-    """Bytes that a transition sends from rank to rank, about: of each block that a rank does not hold yet, its
-    parameters and, where the block still trains, its optimizer states.
+    """Approximate bytes that a transition sends from rank to rank: for each block that a rank does not hold yet, its
+    parameters and, if the block is still trained, its optimizer states.
 
     Args:
         old_boundaries, new_boundaries: first block of each stage after the first, before and after.
-        parameter_bytes, state_bytes: of each block, whole.
-        frozen_blocks: blocks of the prefix that does not train after the transition; they have no states.
+        parameter_bytes, state_bytes: of each full block.
+        frozen_blocks: blocks of the prefix that is not trained after the transition; they have no states.
         sharded: each replica keeps its share of the states (optim.shard). pipeline: which stages each rank has.
     """
     holders = new.data if sharded else 1

@@ -33,11 +33,11 @@ from ranvier.layout.panels import panels_on_gpu
 Scheme = Literal["summa", "stationary", "megatron", "stationary-sequence", "megatron-sequence"]
 Recompute = Literal["none", "kept", "again"]
 """Recomputation within a layer: none; with the gathered operands kept for the backward; or with the backward gathering
-them again. Without recomputation, too, the backward gathers again."""
+them again. Without recomputation, the backward gathers again, too."""
 
 
 def volume_scheme(tensor: TensorParallel) -> Scheme:
-    """The settings' scheme as the tables of volumes name it."""
+    """The name of the settings' scheme in the tables of volumes."""
     if not tensor.shards_sequence:
         return tensor.scheme
     return "megatron-sequence" if tensor.scheme == "megatron" else "stationary-sequence"
@@ -45,10 +45,10 @@ def volume_scheme(tensor: TensorParallel) -> Scheme:
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """A layer that is split over the tensor mesh, as far as its messages depend on it.
+    """The properties of a layer, split over the tensor mesh, on which its messages depend.
 
     kind: output or input: a linear layer that is output- or input-stationary in the stationary scheme. embedding: of
-    tokens. vocabulary: the product to logits. inputs, outputs: features; of an embedding the rows of its table, and
+    tokens. vocabulary: the product to logits. inputs, outputs: features; for an embedding the rows of its table, and
     features. ends_layer: it is the last product of a transformer layer, so a recomputation stops before it.
     """
 
@@ -94,7 +94,7 @@ class Volume:
 
 
 class _Way(NamedTuple):
-    """Bytes that a way to multiply receives, as multiples of (A, W)."""
+    """Bytes received by one way of multiplying, as multiples of (A, W)."""
 
     gathers: tuple[float, float]
     """Operands of the forward; its backward needs them too."""
@@ -126,16 +126,16 @@ _WAYS = {"summa": (_output_stationary, _output_stationary), "stationary": (_outp
          "megatron": (_all_reduced_gradient, _all_reduced_output),
          "stationary-sequence": (_output_stationary, _input_stationary),
          "megatron-sequence": (_output_stationary, _input_stationary)}
-"""Ways of qkv and fc1, and of projection and fc2. Summa's three products receive as much as an output-stationary
-one."""
+"""Ways of qkv and fc1, and of projection and fc2. Summa's three products receive the same bytes as an output-stationary
+product."""
 
 
 _GRADIENT_ITEMSIZE = 4
-"""Bytes of an element of a weight's gradient that is summed over rows, at least: fp32."""
+"""Smallest bytes of an element of a weight's gradient that is summed over rows: fp32."""
 
 
 class _Units(NamedTuple):
-    """A and W in bytes, and how many times as many they take in a sum."""
+    """A and W in bytes, and the factors by which they are larger in a sum."""
 
     a: float
     w: float
@@ -173,18 +173,19 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
                  hidden: int, itemsize: int, sum_itemsize: int | None = None, recompute: Recompute = "none",
                  last: bool = True, weights_kept_for: int | None = None, gradient_itemsize: int | None = None
                  ) -> Volume:
-    """Volume of a block with these layers, for one microbatch; other layers receive little, which is left out.
+    """Volume of a block with these layers, for one microbatch; the few bytes of other layers are left out.
 
     Args:
         batch: sequences of the microbatch.
-        hidden: the unit in which features are counted, which does not matter to the result but for rounding.
-        itemsize: bytes of an element. sum_itemsize: of one of the activations that are summed; sums of weight gradients
-            then travel in fp32 at least. None counts all elements alike.
-        last: the product that ends a layer is the last of its recomputed segment, so it is not computed again. Optimus
-            and Megatron as published recompute it: again, with last=False.
-        weights_kept_for: microbatches for which gathered weights of products stay (`tensor.keep_weights`); None where
-            each microbatch gathers them, for the backward again. Gradients of kept weights are summed once, too.
-        gradient_itemsize: bytes of an element of a gradient that is summed for several microbatches at once; None for
+        hidden: the unit in which features are counted, which affects the result only by rounding.
+        itemsize: bytes of an element. sum_itemsize: of an element of summed activations; sums of weight gradients are
+            then sent in at least fp32. None counts all elements equally.
+        last: the product that ends a layer is the last of its recomputed segment, so it is not recomputed. Optimus and
+            Megatron as published recompute it: again, with last=False.
+        weights_kept_for: number of microbatches for which gathered weights of products stay (`tensor.keep_weights`);
+            None if each microbatch gathers them, and again for the backward. Gradients of kept weights are summed once,
+            too.
+        gradient_itemsize: bytes of an element of a gradient that is summed for several microbatches together; None for
             the format in which those of one microbatch are summed.
     """
     units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
@@ -215,9 +216,9 @@ def block_volume(layers: Sequence[SplitLayer], scheme: Scheme, *, row: int, col:
 
 
 class Trip(NamedTuple):
-    """Bytes that a rank receives in one collective of a layer, cut into panels. alone: of these, the bytes of a panel
-    beside which nothing is computed. beside: how much of the layer's products (y, dX, dW) is computed beside the rest,
-    of which a panel hides a panel."""
+    """Bytes that a rank receives in one collective of a layer, cut into panels. alone: those of a panel during which
+    nothing is computed. beside: the share of the layer's products (y, dX, dW) that is computed during the rest, where
+    each panel of a product hides a panel."""
 
     bytes: float
     alone: float
@@ -225,8 +226,8 @@ class Trip(NamedTuple):
 
 
 class Trips(NamedTuple):
-    """Of one layer and microbatch, in its forward and its backward, recomputation included; weight: in its weight's
-    gradient, where that waits."""
+    """The trips of one layer and microbatch, in its forward and its backward, recomputation included; weight: in its
+    weight's gradient, if that is deferred."""
 
     forward: tuple[Trip, ...] = ()
     backward: tuple[Trip, ...] = ()
@@ -234,25 +235,25 @@ class Trips(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Bytes beside which nothing is computed."""
+        """Bytes that are received while nothing is computed."""
         return sum(trip.alone for trip in (*self.forward, *self.backward))
 
 
 def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elements: int, itemsize: int,
                 sum_itemsize: int, panel_bytes: int | Literal["auto"], recomputed: bool, trains: bool = True,
                 waits: bool = False) -> Trips:
-    """What a layer's activations receive, on devices that compute while they transfer.
+    """Trips of a layer's activations, on devices that compute while they transfer.
 
-    Of output-stationary products the forward gathers inputs, of input-stationary ones it sums outputs, and the backward
-    gathers their gradients: the first panel of what a product gathers, or the last one of what it sums, has nothing
-    beside it. The backward of output-stationary ones gathers inputs beside dX, and sums dX beside dW; where dW waits,
-    each product has panels of its own beside it. Embeddings have no product. `benchmarks/tensor/exposed.py` counts the
-    same by running layers.
+    For output-stationary products the forward gathers inputs; for input-stationary products it sums outputs, and the
+    backward gathers their gradients: the first panel that a product gathers, or the last one that it sums, overlaps no
+    computation. The backward of output-stationary products gathers inputs during dX, and sums dX during dW; if dW is
+    deferred, each product overlaps its own panels. Embeddings have no product. `benchmarks/tensor/exposed.py` counts
+    the same by running layers.
 
     Args:
-        elements: of one feature of the layer's, on all ranks together. itemsize, sum_itemsize: as for `block_volume`.
-            panel_bytes: as `tensor.panel_bytes`. recomputed: the backward repeats the forward, but for the sum that
-            ends a layer. trains: whether dW is computed; waits: after the backward.
+        elements: of one of the layer's features, on all ranks together. itemsize, sum_itemsize: as in `block_volume`.
+            panel_bytes: as in `tensor.panel_bytes`. recomputed: the backward repeats the forward, except for the sum
+            that ends a layer. trains: whether dW is computed; waits: after the backward.
     """
     if layer.kind == "embedding":
         whole = embedding_volume(scheme, row=row, col=col, batch=1, sequence=1, hidden=elements * layer.outputs,
@@ -262,7 +263,7 @@ def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elemen
     is_output, share = layer.kind != "input", (col - 1) / col
     features = layer.inputs if is_output else layer.outputs
     gathered, summed = (elements * features // row * size for size in (itemsize, sum_itemsize))
-    if scheme == "megatron":  # an all-reduce of what is whole on every column receives twice what a reduce-scatter does
+    if scheme == "megatron":  # an all-reduce of full tensors receives twice as much as a reduce-scatter
         gathered, share = 0, 2 * share
 
     def trip(size: int, *beside: float) -> tuple[Trip, ...]:
@@ -278,7 +279,7 @@ def layer_trips(layer: SplitLayer, scheme: Scheme, *, row: int, col: int, elemen
         return Trips(forward, trip(summed, 0.0, 1.0, 0.0), trip(gathered, 0.0, 0.0, 1.0))
     again = gathered if trains and not recomputed else 0
     panels = panels_on_gpu(again, panel_bytes, hides=False)
-    if panels > 1:  # all but the first panel of x travel after dX, beside dW of the one before
+    if panels > 1:  # all but the first panel of x are sent after dX, during dW of the previous one
         backward = [Trip((again + summed) * share, 0.0, (0.0, 1.0, 1.0 - 1.0 / panels))]
     else:
         backward = [Trip(again * share, 0.0, (0.0, 1.0, 0.0)), Trip(summed * share, 0.0, (0.0, 0.0, float(trains)))]
@@ -289,10 +290,10 @@ def embedding_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence
                      itemsize: int, sum_itemsize: int | None = None) -> Volume:
     """Volume of the token embedding.
 
-    stationary: each rank has all V rows of h / (row col) hidden elements, and gets the others of its column by one
-    all-to-all along `row`; with sequence sharding another one along `col` exchanges features for tokens. summa: blocks
-    [V / row, h / col], broadcast along `row`, their gradients reduced. megatron: rows of the table over col, their sum
-    all-reduced, or with sequence sharding reduced and scattered.
+    stationary: each rank has all V rows of h / (row col) hidden elements, and gets the other elements of its column by
+    one all-to-all along `row`; with sequence sharding another all-to-all along `col` exchanges features for tokens.
+    summa: blocks [V / row, h / col], broadcast along `row`, their gradients reduced. megatron: rows of the table over
+    col, their sum all-reduced, or with sequence sharding reduce-scattered.
     """
     units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
     match scheme:
@@ -314,7 +315,7 @@ def head_volume(scheme: Scheme, *, row: int, col: int, batch: int, sequence: int
     """Volume of the product to [b, s, V] logits.
 
     summa: A B^T with the embedding's blocks [V / row, h / col] broadcast along `row` and logits [b s / row, V / col]
-    reduced along `col`; in the backward both of its gradients broadcast those of the logits. Others: as fc1.
+    reduced along `col`; in the backward both of its gradients broadcast those of the logits. Others: like fc1.
     """
     units = _units(scheme, row, col, batch, sequence, hidden, itemsize, sum_itemsize)
     out = vocab / hidden
