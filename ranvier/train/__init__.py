@@ -1,4 +1,4 @@
-"""A run. This package is called as a function, too: `ranvier.train(run, recipe, world)`, of `ranvier.train.loop`."""
+"""A training run. The package is also callable: `ranvier.train(run, recipe, world)` is `ranvier.train.loop.train`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`--model.attention-kernel`: the kernel of scaled dot product attention that a run prefers on CUDA.
 
-auto measures forward and backward of each kernel that the device has, once at the start and on the run's own shapes,
-and takes the one whose slowest rank is fastest: all ranks use the same, so that replicas compute the same. The other
-kernels stay, for attention that the preferred one cannot compute, such as FlashAttention with a mask.
+auto measures the forward and backward of each kernel that the device has, once at the start and on the run's own
+shapes, and takes the kernel whose slowest rank is fastest. All ranks use the same kernel, so that replicas compute the
+same. The other kernels stay enabled for attention that the preferred one cannot compute, such as a mask with flash.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _REPEATS = 5
 
 
 def kernel_seconds(run: ResolvedRun, device: torch.device) -> dict[Kernel, float]:
-    """Seconds of one forward and backward of attention, by kernel; kernels that cannot compute it are left out.
+    """Seconds of one forward and backward of attention, by kernel; kernels that cannot compute it are omitted.
 
-    {} for a model family of a user's own, whose shapes are not known.
+    {} for a user's own model family, whose shapes are not known.
     """
     model = run.model
     if is_object_name(model.family) or is_object_name(run.data.task):
@@ -71,10 +71,10 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 
 def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple[Kernel, str]:
-    """The kernel that all ranks prefer, and what to tell of it. Collective.
+    """The kernel that all ranks prefer, and a description of the choice. Collective.
 
-    "auto" where there is nothing to choose: on a CPU, and for a user's own model. ConfigError for a kernel that was
-    asked for and that a rank does not have.
+    "auto" if there is nothing to choose: on a CPU, and for a user's own model. ConfigError if a rank does not have the
+    requested kernel.
     """
     asked = run.model.attention_kernel
     own_seconds = kernel_seconds(run, device) if device.type == "cuda" else {}
@@ -97,7 +97,7 @@ def choose_kernel(run: ResolvedRun, ranks: Group, device: torch.device) -> tuple
 
 @contextmanager
 def preferred_kernel(name: Kernel) -> Iterator[None]:
-    """Inside, attention is computed by this kernel wherever it can be; auto: as PyTorch chooses."""
+    """Context in which attention uses this kernel wherever the kernel can compute it; auto: as PyTorch chooses."""
     if name == "auto":
         yield
         return

@@ -1,6 +1,6 @@
-"""The best evaluation so far, by one metric, and early stopping: whether it has stopped improving.
+"""The best evaluation so far, by one metric, and early stopping once the metric has stopped improving.
 
-Every rank counts by the same numbers, which are rank 0's. What is counted goes along in checkpoints.
+Every rank counts with the same numbers, those of rank 0. The counts are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LOSS = "eval_loss"
 class BestEvaluation:
     """Losses are minimised, all other metrics maximised. NaN is never better.
 
-    metric: as in metrics.jsonl. patience: evaluations without an improvement by more than `delta` after which training
-    stops; 0 for never.
+    metric: name as in metrics.jsonl. patience: training stops after this many evaluations without an improvement of
+    more than `delta`; 0 for never.
     """
 
     def __init__(self, metric: str, *, patience: int = 0, delta: float = 0.0) -> None:
@@ -29,12 +29,12 @@ class BestEvaluation:
         self.value: float | None = None
         """The best value so far; None before the first number."""
         self.step: int | None = None
-        """After which it was measured."""
+        """The step after which the best value was measured."""
         self._reference: float | None = None  # the last value that improved by more than delta
-        self._since = 0  # evaluations after it
+        self._since = 0  # evaluations since then
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Count an evaluation; whether it is the best so far. ConfigError where it has no such metric."""
+        """Count an evaluation; returns whether it is the best so far. ConfigError if it lacks the metric."""
         if self.metric not in metrics:
             raise _unknown_metric_error(self.metric, sorted(metrics))
         value = metrics[self.metric]
@@ -49,12 +49,12 @@ class BestEvaluation:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training is to stop."""
+        """Whether training should stop."""
         return bool(self._patience) and self._since >= self._patience
 
     @property
     def reason(self) -> str:
-        """Why it stops, in words."""
+        """Why training stops, in words."""
         best = "" if self.value is None else f"; the best is {self.value:.6g}, after step {self.step}"
         count = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
         least = f" by more than {self._delta:g}" if self._delta else ""
@@ -71,8 +71,8 @@ class BestEvaluation:
                 "since": self._since}
 
     def load(self, state: Mapping[str, Any], *, is_own: bool = True) -> None:
-        """The inverse of `state`; that of another metric counts from the beginning. is_own: whether it is of this run;
-        of another run's only the patience goes on, since its best checkpoint is elsewhere."""
+        """The inverse of `state`; a state of another metric is ignored. is_own: whether the state is this run's; from
+        another run only the patience count is kept, since its best checkpoint is elsewhere."""
         if state.get("metric") == self.metric:
             if is_own:
                 self.value, self.step = state["value"], state["step"]
@@ -80,8 +80,8 @@ class BestEvaluation:
 
 
 def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
-    """The record of the metric that a run watches; None if it watches none. ConfigError for a metric that its
-    evaluations do not have."""
+    """The record of the metric that a run watches; None if it watches none. ConfigError if its evaluations lack the
+    metric."""
     if run.checkpoint.best is None and not run.train.early_stopping:
         return None
     metric, known = run.checkpoint.best or LOSS, metrics_of(data)
@@ -91,12 +91,12 @@ def best_of(run: Run, data: Prepared) -> BestEvaluation | None:
 
 
 def metrics_of(data: Prepared) -> list[str] | None:
-    """Names of the metrics of an evaluation; None where a user's scoring does not tell before it has seen samples."""
+    """Names of the metrics of an evaluation; None if a user's scoring does not name them before it has seen samples."""
     found = []
     for name, scoring in (("", data.scoring), *((name, eval_set.scoring) for name, eval_set in data.eval_sets.items())):
         try:
             scores = {} if scoring is None else scoring().total([])
-        except Exception:  # whatever a user's scoring says of no samples
+        except Exception:  # any error of a user's scoring that is called without samples
             return None
         found += [metric_name(name, metric) for metric in ("eval_loss", *scores)]
     return found

@@ -1,7 +1,7 @@
-"""AutoCache in a run: which ranks cache what, whether it saves time, and the events about it.
+"""AutoCache in a run: which ranks cache what, whether caching saves time, and the events about it.
 
-What may be cached is asked of the data and of the frozen blocks themselves, not of their settings: samples are read for
-several epochs before the run begins, and blocks run twice whenever a cache of them opens.
+Whether outputs may be cached is tested on the data and the frozen blocks themselves, not read from settings: samples
+are read for several epochs before the run begins, and the blocks run twice whenever a cache of their outputs opens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ranvier.train.events import Event, NoteEvent
 from ranvier.train.runtime import RankRuntime
 
 _TRIAL_BATCHES = 3
-"""Microbatches that are computed, written and read before it is decided whether the cache pays."""
+"""Microbatches that are computed, written and read before the run decides whether the cache saves time."""
 _COMPARED_EPOCHS = range(1, 4)
 _COMPARED_SAMPLES = 8
 
 
 def check_repeats(data: Prepared) -> None:
-    """ConfigError where a sample has other inputs in another epoch, so that outputs cannot be cached: the task says so,
-    or its first samples show it."""
+    """ConfigError if a sample's inputs change between epochs, so that outputs cannot be cached: the task says so, or
+    its first samples show it."""
     samples = np.arange(min(_COMPARED_SAMPLES, len(data.train)))
 
     def inputs(epoch: int) -> list[Tensor]:
@@ -44,34 +44,34 @@ def check_repeats(data: Prepared) -> None:
     if data.repeats and all(torch.equal(one, other) for epoch in _COMPARED_EPOCHS
                             for one, other in zip(first, inputs(epoch), strict=True)):
         return
-    raise ConfigError("would keep the inputs of one epoch, and the task's samples have others in each",
+    raise ConfigError("would keep the inputs of one epoch, but the task's samples have different inputs in each epoch",
                       code="cache-of-changing-samples", where="elastic.cache", value=True,
                       remedy="Leave out `--elastic.cache`, or have the task give each sample the same inputs in every "
                              "epoch.")
 
 
 class Caching:
-    """One run's cache on one rank: used on ranks of the first stage, for the frozen layers that it holds."""
+    """One run's cache on one rank: used on ranks of the first stage, for the frozen layers of that stage."""
 
     def __init__(self, run: ResolvedRun, data: Prepared, tell: Callable[[Event], None]) -> None:
         self._run, self._data, self._tell = run, data, tell
         self._cache: AutoCache | None = None
         self._folder: RunFolder | None = None
         self._token = secrets.token_hex(8)
-        self._part = ""  # of each output, that its entries have
+        self._part = ""  # the part of each output that the entries hold
         self._now: RankRuntime | None = None
         self._reads = self._seen = 0
         self.is_on = run.elastic.cache
         """Whether outputs of frozen layers may be cached."""
         self._is_checked = False  # whether the frozen blocks have shown that their outputs can be cached
-        self._unrepeatable_from: int | None = None  # frozen layers from which on they cannot
+        self._unrepeatable_from: int | None = None  # number of frozen layers from which on they cannot
         if run.elastic.cache:
             check_repeats(data)
         self._refused_at = 0  # frozen layers at which the cache did not pay; it is tried again with more
 
     @property
     def _runtime(self) -> RankRuntime:
-        """That of the last `enter`."""
+        """The runtime of the last `enter`."""
         assert self._now is not None
         return self._now
 
@@ -82,24 +82,25 @@ class Caching:
         return self._cache
 
     def would_cache(self, frozen: int) -> bool:
-        """Whether outputs of so many layers would be cached, as far as that is known."""
+        """Whether the outputs of this many layers would be cached, as far as known."""
         repeats = self._unrepeatable_from is None or frozen < self._unrepeatable_from
         return repeats and ElasticRules(self._run).caches(frozen, self._refused_at)
 
     def enter(self, runtime: RankRuntime, reads: int) -> bool:
-        """Continue with another engine; `reads` samples of the run are still to come. Whether this rank caches now."""
+        """Continue with another engine; `reads` samples of the run are still to come. Returns whether this rank
+        caches."""
         self._now, engine = runtime, runtime.engine
-        if self._run.elastic.cache:  # entries of another start may be of other code
+        if self._run.elastic.cache:  # another start's entries may come from different code
             self._token = runtime.ranks.gather_objects(self._token)[0]
         blocks = engine.frozen_stage_blocks()
         if not (self.would_cache(runtime.frozen.prefix) and engine.is_first_stage and blocks):
             self.leave()
             return False
         at, mesh, columns = engine.coordinates, engine.mesh, engine.mesh.over(splits_features=True)
-        # rows have other samples in each epoch, so an entry is the same whichever row has computed it
+        # a row's samples change with each epoch, so an entry is the same whichever row computed it
         column = f"col {at.index(columns)} of {mesh.feature_parts}"
         part = f"{self._run.tensor.scheme}, {mesh.microbatch_parts} rows, {column}" if mesh.stage_size > 1 else "whole"
-        if part != self._part:  # its entries are those of another part of each output
+        if part != self._part:  # the entries hold another part of each output
             self.leave()
         if self._cache is None:
             self._part, elastic = part, self._run.elastic
@@ -118,25 +119,25 @@ class Caching:
         return True
 
     def leave(self) -> None:
-        """This rank does not cache any more, until `enter`."""
+        """Stop caching on this rank until the next `enter`."""
         if self._cache is not None:
             self._cache.close()
             self._cache = None
 
     def close(self) -> None:
-        """The run ends here. The last rank of a machine removes the entries."""
+        """End the cache with the run. The last rank of a machine removes the entries."""
         self.leave()
         if self._folder is not None:
             self._folder.remove()
 
     def prefetch(self, loader: Loader, step: int, *, more: bool) -> None:
-        """Read ahead what `step`, counted from 0, has and, where there are more, the step behind it: its first
+        """Read ahead the samples of `step`, counted from 0, and with `more` those of the step after it, whose first
         microbatch is read while this step computes."""
         if self._cache is not None and self._runtime.engine.cached_blocks:
             self._cache.prefetch([*loader.samples(step), *(loader.samples(step + 1) if more else ())])
 
     def look_again(self) -> None:
-        """An epoch has gone by: weights that were changed in a way that torch does not count are noticed now."""
+        """Check the weights after an epoch: this notices changes that torch's version counters do not count."""
         if self._cache is not None and self._runtime.engine.cached_blocks:
             self._cache.check_weights()
 
@@ -150,7 +151,7 @@ class Caching:
                           "bytes_written": counts.bytes_written}}
 
     def _agree(self, own: bool) -> bool:
-        """Whether all ranks of the stage say so, of the engine that there is now: the cache outlives a transition."""
+        """Whether `own` is true on all ranks of the stage, on the present engine: the cache outlives a transition."""
         engine = self._runtime.engine
         return own if engine.mesh.stage_size == 1 else engine.agree(own)
 
@@ -164,7 +165,7 @@ class Caching:
         return state
 
     def _check(self, inputs: State, compute: Compute) -> bool:
-        """Whether the frozen blocks give the same twice. Where they do not, they are computed from now on."""
+        """Whether the frozen blocks give the same outputs twice. If they do not, they are computed from now on."""
         self._is_checked = True
         engine, frozen = self._runtime.engine, self._runtime.frozen.prefix
         problem = self._open_cache.problem(inputs, compute)
@@ -172,16 +173,16 @@ class Caching:
             return True
         self._unrepeatable_from = frozen
         self._report(f"cache off: the {frozen} frozen layers cannot be cached: "
-                     f"{problem or 'those of another rank of the stage are not repeatable'}; "
-                     "--elastic.frozen-dropout false has frozen layers drop nothing")
+                     f"{problem or 'their outputs on another rank of the stage are not repeatable'}; "
+                     "--elastic.frozen-dropout false turns dropout off in frozen layers")
         engine.use_cache(None, 0)
         return False
 
     def _judge(self, samples: Tensor) -> None:
-        """Whether reading is faster than computing. Where it is not, layers are computed from now on; where there are
-        outputs of fewer layers, only the others are, and their outputs are not kept."""
+        """Keep the cache only if reading is faster than computing. If it is not, layers are computed from now on; if
+        outputs of fewer layers are cached, only the layers above are computed, and their outputs are not kept."""
         times = self._open_cache.times(samples)
-        # None: all were hits, which others have written; or nothing could be written
+        # None: all were hits that other ranks had written, or nothing could be written
         if not self._agree(times is not None) or times is None:
             return
         decision = decide(times, frozen_layers=self._runtime.frozen.prefix, remaining_reads=self._reads,

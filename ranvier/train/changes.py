@@ -1,8 +1,7 @@
-"""Causes that lead a run from one mesh to another: its policy and planner, requests, ranks that join, ranks that are
-lost.
+"""Causes that take a run from one mesh to another: its policy and planner, requests, joining ranks and lost ranks.
 
-All of it ends in `Session.advance` on every rank of the world, with one `ChangeMesh`: ranks of the mesh come to it by
-themselves, idle ones hear it from rank 0, and survivors of a loss agree on it.
+Each change ends in `Session.advance` on every rank of the world, with the same `ChangeMesh`: ranks of the mesh decide
+it together, idle ranks receive it from rank 0, and survivors of a loss agree on it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from ranvier.train.session import Active, Idle, Session
 from ranvier.train.survival import Survival, lost_note
 
 _LAST_WRITE_SECONDS = 1.0
-"""Longest wait for a checkpoint that is being written when a rank is lost, which may have written its part."""
+"""Longest wait for a checkpoint that is being written when a rank is lost: that rank may have written its part."""
 
 
 def consider(session: Session, save: bool = False) -> None:
-    """Freeze layers and go to another mesh, where the policy, the planner or a request says so. save: a checkpoint of
-    this step is due; it contains the decision, since a run that resumes from it does not decide again."""
+    """Freeze layers or move to another mesh if the policy, the planner or a request says so. save: a checkpoint of this
+    step is due; it contains the decision, since a run that resumes from it does not decide again."""
     session.publish()
     active, wanted = session.active, None
     if session.resizes:
@@ -45,7 +44,7 @@ def consider(session: Session, save: bool = False) -> None:
 
 
 def change_mesh(session: Session, change: Change, save: bool = False) -> None:
-    """Have all ranks, the idle ones too, make the change, and save what has come of it."""
+    """Make the change on all ranks, including idle ones, and save the resulting state."""
     session.publish()
     active = session.active
     active.saving.finish()
@@ -68,8 +67,8 @@ def execute(session: Session, command: Command) -> None:
 
 
 def _admit(session: Session, request: MeshRequest) -> MeshRequest | None:
-    """Let the ranks in that a request brings, if a loss has not interrupted the run after that; they are idle then. The
-    request for a mesh that has a place for them; None where they are refused."""
+    """Admit the ranks of a request as idle ranks, unless they joined before a loss interrupted the run. Returns the
+    request for a mesh that uses them; None if they are refused."""
     members, ranks = session.members, session.active.runtime.ranks
     if not request.has_joined:
         call, problem = ranks.gather_objects(
@@ -105,13 +104,13 @@ def begin_survival(session: Session) -> None:
 
 
 def survive(session: Session, error: TransportError) -> None:
-    """Go on without lost ranks from the last finished step. Raises `error` where none is lost, or the run cannot go on.
-    Collective over the survivors."""
+    """Continue from the last finished step without the lost ranks. Raises `error` if no rank is lost or the run cannot
+    continue. Collective over the survivors."""
     survival, elastic = session.survival, session.elastic
     if survival is None:
         raise error
     while True:
-        # 1. An engine without a rank is not an engine any more.
+        # 1. An engine that has lost a rank cannot be used any more.
         if isinstance(old := session.place, Active):
             session.place = Idle(saving=old.saving)
             old.saving.checkpoints.close(_LAST_WRITE_SECONDS)
@@ -124,7 +123,7 @@ def survive(session: Session, error: TransportError) -> None:
             session.members.connect()
             session.members.share_cores(session.facts.run.launch.threads)
             elastic.num_ranks, session.resizes = session.world.size, False
-            # 3. What was under way is answered: a request, and a checkpoint that was being written.
+            # 3. A request and a checkpoint that were in progress are concluded.
             command = ChangeMesh.read(agreement.decision)
             session.done = command.state.step
             session.outputs.event(lost_note(agreement, command))
@@ -132,15 +131,15 @@ def survive(session: Session, error: TransportError) -> None:
                 if (note := session.requests.after_loss(session.done)) is not None:
                     session.outputs.event(note)
                 saving = session.place.saving
-                assert saving is not None  # rank 0 is always of the mesh
+                assert saving is not None  # rank 0 is always in the mesh
                 if saving.lacks_last():
                     command = replace(command, state=replace(command.state, saved_step=None), save=True)
             session.requests.current = None
             command = ChangeMesh.read(session.members.everyone.gather_objects(asdict(command))[0])
-            # 4. Each survivor goes on with its own copy of that state.
+            # 4. Each survivor continues with its own copy of that state.
             session.advance(command, back_to=survival.steps.state_after(session.done))
             if isinstance(session.place, Active) and elastic.state.needs_decision and session.steps_left:
                 consider(session)
             return
-        except TransportError as another:  # of another loss, or the end
+        except TransportError as another:  # from another loss, or from the end of the run
             error = another

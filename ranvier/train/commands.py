@@ -1,5 +1,5 @@
-"""Commands of rank 0, which idle ranks wait for: to change the mesh, to take ranks in, or to end with the run. Each is
-a dataclass; `CommandChannel` sends and receives them."""
+"""Commands of rank 0 to idle ranks: change the mesh, admit ranks, or end with the run. Each is a dataclass;
+`CommandChannel` sends and receives them."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _WAIT_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run after `step`, beside parameters and optimizer states, as JSON can hold it."""
+    """The state of a run after `step`, without parameters and optimizer states; JSON-serialisable."""
 
     step: int
     samples: int
-    """The place in the data: samples of all steps so far, and those that were left out."""
+    """The position in the data: samples of all steps so far, including those that were skipped."""
     stops: bool
-    """Whether a rank was told to stop."""
+    """Whether a rank was asked to stop."""
     guards: Mapping[str, int]
     bad_steps: Mapping[str, Any] | None
     elastic: Mapping[str, Any]
     """Result of `Elasticity.document`."""
     best: Mapping[str, Any] | None
     saved_step: int | None
-    """After which the last checkpoint was begun."""
+    """The step after which the last checkpoint was begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeMesh:
-    """Continue on another mesh, or with other frozen layers. save: a checkpoint of this step is due there. block_times:
-    as of `MeasuredLimits`."""
+    """Continue on another mesh, or with other frozen layers. save: a checkpoint of this step is due on the new mesh.
+    block_times: see `MeasuredLimits`."""
 
     change: Change
     state: RunState
@@ -55,7 +55,7 @@ class ChangeMesh:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ChangeMesh:
-        """The inverse of `asdict`, also after a passage through JSON."""
+        """The inverse of `asdict`; `document` may have passed through JSON."""
         return _CHANGE.validate_python(document)
 
 
@@ -80,7 +80,7 @@ def _read(kind: str, document: Mapping[str, Any]) -> Command:
 
 
 class CommandChannel:
-    """A connection from rank 0 to every other rank of the world. Collective to make."""
+    """A connection from rank 0 to every other rank of the world. Its construction is collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -89,8 +89,7 @@ class CommandChannel:
         self._transport.connect([0] if world.rank else [], others, _CAPACITY_BYTES)
 
     def send(self, command: Command, first: int) -> None:
-        """Rank 0 sends `command` to ranks from `first` on. Other ranks, which have come to it by themselves, send
-        nothing."""
+        """Send `command` from rank 0 to the ranks from `first` on. Does nothing on other ranks."""
         if self._world.rank:
             return
         text = json.dumps([type(command).__name__, asdict(command)])
@@ -100,14 +99,14 @@ class CommandChannel:
         self._transport.progress()
 
     def close(self) -> None:
-        """Free the connection. Collective over the ranks that have made it."""
+        """Free the connection. Collective over the ranks that constructed it."""
         self._transport.close()
 
     def wait(self, timeout_seconds: float) -> Command:
-        """The next command. Waits as long as it takes: an idle rank has no work that could be late. Meanwhile others
-        hear of it, and it of rank 0. TransportError where rank 0 has gone, MessageTimeout where nothing has been heard
-        of it for so long."""
-        mesh = cast(Mesh, self._world.mesh)  # a run has set it; a board that counts no calls does without
+        """The next command. Waits without limit, since an idle rank has no work that could be late; meanwhile it keeps
+        publishing its state, and watches that of rank 0. TransportError if rank 0 has gone, MessageTimeout if rank 0
+        has been silent for `timeout_seconds`."""
+        mesh = cast(Mesh, self._world.mesh)  # set by the run; a board that counts no calls may lack it
         board = Board(self._world.store, self._world.rank, mesh)
         board.action = "idleness, waiting for commands"
         try:

@@ -1,8 +1,8 @@
 """`--deterministic`: bit-identical runs on the same devices.
 
-Attention's backward, the gradient of an embedding and index operations add on CUDA in the order in which threads
-happen to run. PyTorch has slower algorithms that do not; cuBLAS needs workspaces of a fixed size beside. The mesh, the
-number of microbatches and the version of the libraries still matter, as on a CPU. NCCL adds in the same order as long
+On CUDA, attention's backward, the gradient of an embedding and index operations add in the order in which threads
+happen to run. PyTorch has slower algorithms that do not; cuBLAS also needs workspaces of a fixed size. The mesh, the
+number of microbatches and the versions of the libraries still matter, as on a CPU. NCCL adds in the same order as long
 as ranks, topology and its settings are the same.
 """
 
@@ -20,12 +20,12 @@ _WORKSPACE, _SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Inside, PyTorch uses deterministic algorithms if `wanted`, and raises where an operation has none."""
+    """Context in which PyTorch uses deterministic algorithms if `wanted`, and raises if an operation has none."""
     if not wanted:
         yield
         return
     os.environ.setdefault(_WORKSPACE, _SIZE)  # cuBLAS reads it when it is first used
-    settings: Any = torch.utils.deterministic  # whose attributes torch makes when they are asked for
+    settings: Any = torch.utils.deterministic  # torch creates its attributes on access
     before, filled = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # the engine reads no memory that it has not written

@@ -1,7 +1,7 @@
-"""The elastic side of a run: what its ranks measure goes to the controller, and what it decides to all ranks.
+"""The elastic side of a run: passes the ranks' measurements to the controller, and its decisions to all ranks.
 
-Rank 0 decides (`ranvier.elastic.controller`), from numbers of all ranks, and tells the others. The state goes into
-checkpoints and, at each transition, to ranks that come back.
+Rank 0 decides (`ranvier.elastic.controller`) from the numbers of all ranks, and broadcasts the decision. The state is
+saved in checkpoints and sent, at each transition, to ranks that return to the mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ranvier.train.runtime import RankRuntime
 class Elasticity:
     """Only `decide`, `restore` and `saw_gradients` are collective.
 
-    tell: takes events. policy: decides instead of what `run.elastic.freeze` names.
+    tell: receives events. policy: replaces the one that `run.elastic.freeze` names.
     """
 
     def __init__(self, run: ResolvedRun, data: Prepared, *, tell: Callable[[Event], None],
@@ -51,7 +51,7 @@ class Elasticity:
         self.state = self.controller.initial()
         self.caching = Caching(run, data, tell)
         self.num_ranks = run.mesh.size
-        """Number of ranks of the run now, idle ones included."""
+        """Present number of ranks of the run, including idle ones."""
 
     # ------------------------------------------------------------------ steps
 
@@ -65,11 +65,11 @@ class Elasticity:
         return self.state.due
 
     def saw_gradients(self, engine: Engine) -> None:
-        """The last step was one after which the policy is evaluated. Collective."""
+        """Record the layers' gradients after a step after which the policy is evaluated. Collective."""
         self.state = self.state.with_gradients(engine.layer_gradient_norms())
 
     def add_step(self, event: StepEvent) -> None:
-        """The numbers of one more step are known."""
+        """Add the numbers of one more step."""
         metrics = {} if event.eval_loss is None else {LOSS: event.eval_loss, **event.eval_scores}
         self.state = self.state.with_step(event.step, event.step_seconds, StepFigures(
             loss=event.loss, targets=event.tokens, learning_rate=event.learning_rate, metrics=metrics))
@@ -83,12 +83,12 @@ class Elasticity:
         self._report(step - 1, () if note is None else (note,))
         return size
 
-    # ------------------------------------------------------------------ what goes along
+    # ------------------------------------------------------------------ saved state
 
     def document(self, run: ResolvedRun, frozen: FrozenLayers, progress: Progress, unseen: StepFigures | None = None
                  ) -> dict[str, object]:
-        """State for a rank that joins or comes back; JSON-serialisable. unseen: the last step, where its numbers are
-        not known yet (`add_step`)."""
+        """State for a rank that joins or returns; JSON-serialisable. unseen: the last step, if `add_step` has not seen
+        its numbers yet."""
         state = self.state if unseen is None else replace(self.state, inputs=self.state.inputs.with_step(unseen))
         return {"frozen": frozen.prefix, "frozen_above": list(frozen.above),
                 **{str(axis): size for axis, size in run.mesh.sizes.items()},
@@ -98,13 +98,13 @@ class Elasticity:
 
     def checkpoint_document(self, run: ResolvedRun, frozen: FrozenLayers, progress: Progress,
                             unseen: StepFigures | None = None) -> dict[str, object]:
-        """The same, for a checkpoint; empty for a run that is as it was started and freezes nothing."""
+        """`document` for a checkpoint; empty for a run that has not changed since its start and freezes nothing."""
         changed = frozen or self.state.ledger.entries or run.mesh != self._first.mesh or progress.since != (0, 0)
         return self.document(run, frozen, progress, unseen) if self.controller.freezes or changed else {}
 
     def restore(self, saved: Mapping[str, Any], step: int, progress: Progress, runtime: RankRuntime) -> Change | None:
-        """Take up the state of a checkpoint that has `saved`; the change with which the run returns to its mesh.
-        Collective."""
+        """Restore the state from the `saved` part of a checkpoint; returns the change with which the run returns to its
+        mesh. Collective."""
         def problem(run: ResolvedRun, frozen: FrozenLayers) -> str | None:
             found = memory_or_problem(run, frozen)
             first: str | None = runtime.ranks.gather_objects(str(found) if isinstance(found, RanvierError) else None)[0]
@@ -122,7 +122,7 @@ class Elasticity:
               seconds: float, step: int, progress: Progress) -> bool:
         """The change from mesh `old` has been made. Returns whether this rank caches from now on.
 
-        saved: the `document` of rank 0 before it. progress: that before it, likewise."""
+        saved: the `document` of rank 0 before the change. progress: the progress before the change."""
         run = runtime.run
         self.state = self.controller.after_change(
             ElasticState.read(saved), change, step=step, old=old, new=run.mesh, moved_bytes=moved, seconds=seconds,
@@ -137,7 +137,7 @@ class Elasticity:
             {"ledger": [asdict(entry) for entry in ledger.entries]} if ledger.entries else {})
 
     def text(self) -> str:
-        """The settings in words; empty where nothing is elastic."""
+        """The settings in words; empty if nothing is elastic."""
         elastic, policy = self._first.elastic, self.controller.policy_text
         if not self.controller.freezes:
             return ""
@@ -180,7 +180,7 @@ class Elasticity:
         changes = None
         if similarities is not None:
             if before and len(before[0]) != runtime.run.mesh.microbatch_parts:
-                before = None  # they were of other samples: each row has its own
+                before = None  # they came from other samples: each row has its own
             changes = tuple(nan if before is None else similarity_loss(layer, before[number])
                             for number, layer in enumerate(similarities))
 
@@ -202,8 +202,8 @@ class Elasticity:
 
 
 def ended_ties(before: Layout | None, after: Layout, step: int) -> list[NoteEvent]:
-    """Notes about ties that have ended because layers froze. before: the layout of the mesh before, on its ranks; None
-    on others."""
+    """Notes about ties that have ended because layers froze. before: the layout on the previous mesh; None on ranks
+    that it did not use."""
     known = set() if before is None else {parameter.name for parameter in before.parameters
                                           if parameter.origin is not None}
     notes = []
@@ -211,7 +211,7 @@ def ended_ties(before: Layout | None, after: Layout, step: int) -> list[NoteEven
         if parameter.origin is not None and parameter.name not in known:
             text = f"{parameter.name} is no longer tied to {parameter.origin}"
             if not after[parameter.origin].trainable:
-                text += ", which is frozen, and trains on with weights of its own"
+                text += ", which is frozen, and continues to train with its own weights"
             notes.append(NoteEvent(step=step, event="untied", text=text, fields={
                 "parameter": parameter.name, "was": parameter.origin}))
     return notes

@@ -1,4 +1,4 @@
-"""The end of a run on the ranks of its mesh: at its last step, or before it, where a rank was told to stop."""
+"""The end of a run on the ranks of its mesh: at its last step, or earlier if a rank was asked to stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranvier.train.session import Session
 
 
 def end(session: Session, summary: dict[str, object]) -> None:
-    """The run has ended on the ranks of the mesh; the idle ones are told."""
+    """End the run with `summary`, and send it to the idle ranks."""
     session.summary = summary
     session.members.commands.send(EndRun(summary=to_json_values(summary)), first=session.run.mesh.size)
 
@@ -52,7 +52,7 @@ def finish(session: Session) -> dict[str, object]:
     engine, runtime, ranks = active.engine, active.runtime, active.runtime.ranks
     _require_checkpoint(session)
 
-    # 1. What every rank has of it: spans, a sample of text, memory.
+    # 1. What every rank contributes: spans, a sample of text, memory.
     timelines = gather_timelines(ranks, active.meter.kept_steps)
     text = (sample_text(engine, ranks, run, facts.data)
             if run.train.sample_tokens and form_of(run.data).writes_text else None)
@@ -61,7 +61,7 @@ def finish(session: Session) -> dict[str, object]:
         {"peak_memory_bytes": peak_memory_bytes(world.device), **engine.counters()} | session.elastic.facts() | (
             {"memory": runtime.measured.facts(active.saving.checkpoints, copies)} if run.memory_report else {}))
 
-    # 2. Rank 0 writes summary, pictures and page, answers requests that come too late, and tells of the end.
+    # 2. Rank 0 writes the summary, pictures and page, refuses requests that came too late, and reports the end.
     summary: dict[str, Any] = {}
     if session.page is not None:
         history, page = session.history, session.page
@@ -93,8 +93,8 @@ def finish(session: Session) -> dict[str, object]:
 
 
 def _require_checkpoint(session: Session) -> None:
-    """The run ends after the last step: UnsavedError unless its checkpoint is there, OwnershipError unless its folders
-    are still its own."""
+    """Check the run's files at its end: UnsavedError unless the checkpoint after the last step exists, OwnershipError
+    unless the folders still belong to this run."""
     try:
         session.active.saving.require(session.done)
     finally:

@@ -47,10 +47,10 @@ _SAMPLING = Sampling(temperature=0.8, top_k=40)
 
 
 def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared) -> str:
-    """The prompt, and what the model makes of it, for the task lm; the text slides past what the model can see at once.
-    Collective: every rank calls it and gets the same.
+    """The prompt and the model's continuation, for the task lm; text longer than the model's context uses a sliding
+    window. Collective: every rank calls this and gets the same text.
 
-    The last stage of replica 0 draws each token and tells the others; all replicas work on the same text.
+    The last stage of replica 0 samples each token and broadcasts it; all replicas work on the same text.
     """
     tokenizer = data.tokenizer
     assert isinstance(tokenizer, Tokenizer)  # of the task lm
@@ -59,11 +59,11 @@ def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared) 
     chosen = torch.zeros(1, dtype=torch.int64)
     for _ in range(run.train.sample_tokens):
         seen = tokens[-run.model.sequence:]
-        # Tokens that come later in a causal model do not matter, so the text is filled up with some.
+        # Later tokens do not matter in a causal model, so the text is padded with repeats of its last one.
         outputs = engine.predict([token_batch(engine, seen + seen[-1:] * (-len(seen) % multiple), 0)])
         if ranks.ranks[ranks.index] == root:
             assert outputs is not None and isinstance(outputs[0], torch.Tensor)  # the last stage of a language model
-            logits_V = outputs[0][0, len(seen) - 1, :tokenizer.vocab]  # the model may have more
+            logits_V = outputs[0][0, len(seen) - 1, :tokenizer.vocab]  # the model may have more outputs
             chosen[0] = next_token(logits_V, replace(_SAMPLING, seed=run.seed), position=len(tokens))
         ranks.broadcast(chosen, root=ranks.ranks.index(root)).wait()
         tokens.append(int(chosen))
@@ -73,7 +73,7 @@ def sample_text(engine: Engine, ranks: Group, run: ResolvedRun, data: Prepared) 
 def frequency_entropy(data: Dataset) -> float:
     """Entropy in nats of the frequencies of single tokens, over samples from all of `data`, whose targets are tokens.
 
-    A model with this loss has learnt how frequent each token is, and nothing of their order.
+    A model with this loss has learned how frequent each token is, and nothing about their order.
     """
     first = data.targets(np.zeros(1, np.int64))
     assert isinstance(first, torch.Tensor)  # of a task that writes text
@@ -86,7 +86,7 @@ def frequency_entropy(data: Dataset) -> float:
 
 
 def expectation(loss: float | None, entropy: float) -> str:
-    """One sentence above the sample text. loss: held-out, in nats per token. entropy: of `frequency_entropy`."""
+    """The sentence above the sample text. loss: held-out loss in nats per token. entropy: from `frequency_entropy`."""
     if loss is None or not math.isfinite(loss):
         return "sample text (no held-out loss says how good it can be):"
     if loss >= entropy:

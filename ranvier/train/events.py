@@ -1,7 +1,7 @@
-"""The events of a run: one stream, which files, pictures, the console and users' trackers read.
+"""The events of a run: one stream, read by files, pictures, the console and users' trackers.
 
-Only rank 0 has trackers. Events arrive in order: one StartEvent, then steps, evaluations and notes as they come to be
-known (a step's numbers are known one step later), then one EndEvent; a run that fails has no EndEvent.
+Only rank 0 has trackers. Events arrive in order: one StartEvent, then steps, evaluations and notes as they become known
+(a step's numbers are known one step later), then one EndEvent; a run that fails has no EndEvent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepEvent:
     step_seconds: float
     """Seconds from the end of the previous step to the end of this one, with data loading; mean over ranks."""
     wait_seconds: float
-    """Seconds of those spent waiting (timeline spans of category wait); mean over ranks."""
+    """Seconds of the step spent waiting (timeline spans of category wait); mean over ranks."""
     bubble_fraction: float
     """Waited share of the step: wait over step seconds of each rank, mean over ranks. Waits for other stages count;
     those within sums and gathers of replicas, rows and columns do not."""
@@ -61,18 +61,18 @@ class StepEvent:
     """MFU: flops_per_second over the published peak rate of the ranks' devices; without such a rate, as on CPUs, over
     what the ranks reach together in bare matrix products, measured at the start."""
     against_published_peak: bool = False
-    """Whether model_flops_utilisation is relative to the published peak, else to the measured one."""
+    """Whether model_flops_utilisation is relative to the published peak rather than to the measured one."""
     num_ranks: int = 1
     """Number of ranks of the mesh."""
     memory_bytes: int = 0
     """Peak memory of a rank so far: on CUDA what its allocator has reserved, elsewhere the process's
     resident memory. The largest over the ranks."""
     slowest_replica: int | None = None
-    """The replica (index along `data`) that computes longest: where several have the same number of samples of the same
-    length, the one on the slowest machine. None where there is one."""
+    """The replica (index along `data`) that computes longest: if all have the same number of samples of the same
+    length, the replica on the slowest machine. None if there is only one replica."""
     slowest_replica_ratio: float | None = None
-    """Its seconds of own work (forwards, backwards, weight gradients and loading data, without waits) in its slowest
-    stage over the median of the other replicas'."""
+    """The slowest replica's seconds of work (forwards, backwards, weight gradients and loading data, without waits) in
+    its slowest stage, over the median of the other replicas."""
     stepped: bool = True
     """False when the global batch had no valid target, a gradient overflowed in fp16, or the step was bad: nothing was
     updated."""
@@ -81,14 +81,14 @@ class StepEvent:
     skipped_steps: int | None = None
     """fp16 only: steps skipped for an overflow so far."""
     eval_loss: float | None = None
-    """Held-out loss after this step, where it was evaluated."""
+    """Held-out loss after this step, if it was evaluated."""
     eval_scores: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the task, likewise: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named evaluation
-    sets: "eval_NAME_loss", ..."""
+    """Metrics of the task after this step: "eval_accuracy", "eval_count" (samples), ..., and all metrics of named
+    evaluation sets: "eval_NAME_loss", ..."""
     frozen_layers: int | None = None
-    """Number of layers that did not train in this step; None in a run in which none ever do."""
+    """Number of layers that did not train in this step; None in a run that never freezes layers."""
     mesh: Mesh | None = None
-    """Mesh on which the step was taken, likewise."""
+    """Mesh on which the step was taken; None in a run that never freezes layers or changes its mesh."""
     checkpoint_stall_seconds: float | None = None
     """Part of step_seconds that rank 0 waited for a checkpoint begun in this step."""
 
@@ -100,8 +100,8 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEvent:
-    """An evaluation on held-out data after `step`; seconds are wall time, outside of any step. name: of the evaluation
-    set (`data.eval_sets`); empty for the held-out data of the run itself."""
+    """An evaluation on held-out data after `step`; seconds are wall time, outside any step. name: the evaluation set
+    (`data.eval_sets`); empty for the run's own held-out data."""
 
     step: int
     loss: float
@@ -112,15 +112,14 @@ class EvalEvent:
     name: str = ""
 
     def metrics(self) -> dict[str, float]:
-        """Loss and scores by the names that they have in metrics.jsonl: eval_loss, or eval_NAME_loss of a named
-        set."""
+        """Loss and scores under their names in metrics.jsonl: eval_loss, or eval_NAME_loss for a named set."""
         return {metric_name(self.name, metric): value
                 for metric, value in {"eval_loss": self.loss, **self.scores}.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransitionEvent:
-    """The run has gone to another mesh, or layers were frozen, between `step` and the next."""
+    """The run has moved to another mesh, or layers were frozen, between `step` and the next."""
 
     step: int
     old_mesh: Mesh
@@ -128,7 +127,7 @@ class TransitionEvent:
     old_frozen: FrozenLayers
     frozen: FrozenLayers
     bytes_moved: int
-    """Bytes that moved from one rank to another, over all ranks."""
+    """Bytes that moved between ranks, over all ranks."""
     seconds: float
     """Seconds from the decision until training resumed."""
     began_ns: int
@@ -140,7 +139,7 @@ class TransitionEvent:
     microbatch_size: int
     stages: str
     wish: str | None = None
-    """The ID of the resize request that it fulfils."""
+    """The ID of the resize request that the transition fulfils."""
 
     def __str__(self) -> str:
         parts = []
@@ -157,7 +156,7 @@ class TransitionEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteEvent:
-    """Something that happens once in a while: `event` is its short name, `text` one line for people."""
+    """An occasional occurrence: `event` is its short name, `text` one line for people."""
 
     step: int
     event: str
@@ -189,14 +188,14 @@ Event = StartEvent | StepEvent | EvalEvent | NoteEvent | TransitionEvent | EndEv
 
 
 class Tracker(Protocol):
-    """Takes a run's events, on rank 0. An exception from it becomes a warning and never ends the run; further events
-    come all the same."""
+    """Receives a run's events, on rank 0. An exception from it becomes a warning and never ends the run; it still
+    receives further events."""
 
     def event(self, event: Event) -> None:
-        """One more event. Called between steps: whatever it takes is added to the step's time."""
+        """Receive one event. Called between steps: its duration is added to the step's time."""
 
     def close(self) -> None:
-        """The run has ended, well or not; called once, after the last event."""
+        """Called once, after the last event, whether or not the run succeeded."""
 
 
 class Trackers:
@@ -207,12 +206,12 @@ class Trackers:
         self._failed: set[int] = set()
 
     def event(self, event: Event) -> None:
-        """Hand the event to each tracker. The first exception of each is a warning: the run goes on."""
+        """Hand the event to each tracker. The first exception of each becomes a warning, and the run continues."""
         self._call_each(lambda tracker: tracker.event(event),
                         "the start" if isinstance(event, StartEvent) else f"step {event.step}")
 
     def close(self) -> None:
-        """Close all; likewise."""
+        """Close all trackers; exceptions become warnings, as in `event`."""
         self._call_each(lambda tracker: tracker.close(), "the end of the run")
 
     def _call_each(self, call: Callable[[Tracker], None], when: str) -> None:
@@ -222,5 +221,5 @@ class Trackers:
             except Exception as error:
                 if number not in self._failed:
                     self._failed.add(number)
-                    warnings.warn(f"{type(tracker).__name__} has failed at {when}; the run goes on without what it "
-                                  f"lacks: {type(error).__name__}: {error}", stacklevel=3)
+                    warnings.warn(f"{type(tracker).__name__} has failed at {when}; the run continues without its "
+                                  f"output: {type(error).__name__}: {error}", stacklevel=3)

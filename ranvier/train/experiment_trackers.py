@@ -1,7 +1,7 @@
-"""Experiment trackers of other projects as trackers of a run: Weights & Biases, MLflow and Aim.
+"""Trackers for Weights & Biases, MLflow and Aim.
 
-Each is a package of its own, which is imported when a run names it (`log.tracker`). They get the curves that
-TensorBoard gets, and the settings of the run. Their own environment variables apply (WANDB_API_KEY and others).
+Each is a separate package, which is imported if a run names it (`log.tracker`). They get the curves that TensorBoard
+gets, and the settings of the run. Their own environment variables apply (WANDB_API_KEY and others).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ranvier.train.trackers import scalars
 
 
 def tracker_problems(log: Log) -> Iterator[ConfigError]:
-    """Trackers whose package is not installed here, and user information in the URL of their server."""
+    """Errors for trackers whose package is not installed, and for user information in the URL of their server."""
     if has_user_information(log.store):
         yield ConfigError("has user information in a URL", code="password-in-log-store", where="log.store",
                           value=without_user_information(log.store),
@@ -40,8 +40,8 @@ def tracker_problems(log: Log) -> Iterator[ConfigError]:
 
 
 def experiment_trackers(log: Log, run_dir: Path, *, continues: bool) -> list[Tracker]:
-    """The trackers that a run names. continues: whether it resumes in its folder, and so its curves. ConfigError for a
-    missing package."""
+    """The trackers that a run names. continues: whether the run resumes in its folder, and continues its curves.
+    ConfigError for a missing package."""
     for problem in tracker_problems(log):
         raise problem
     kinds: dict[str, Callable[..., Tracker]] = {"wandb": WeightsAndBiases, "mlflow": MLflow, "aim": Aim}
@@ -49,20 +49,20 @@ def experiment_trackers(log: Log, run_dir: Path, *, continues: bool) -> list[Tra
 
 
 class _ExperimentTracker(ABC):
-    """Base of all three. A failure after the start ends tracking, and not the run: a server may be unreachable.
+    """Base of all three. A failure after the start ends tracking but not the run: a server may be unreachable.
 
-    The number of the run, by which a resumed one finds its curves, is in a file of the run's folder.
+    The tracker's ID of the run, by which a resumed run finds its curves, is in a file in the run's folder.
     """
 
     kind: str
-    """Name in `log.tracker`, of its package, and of the extra."""
+    """Name in `log.tracker`, of the package, and of the extra."""
 
     def __init__(self, log: Log, run_dir: Path, *, continues: bool = False) -> None:
         self._log, self._run_dir, self._continues = log, run_dir, continues
         self._package: Any = import_module(self.kind)
         self._is_open = self._has_failed = self._is_done = False
-        self._run: Any = None  # there, as the package has it; from `_open` on
-        self._client: Any = None  # where the package has one beside it
+        self._run: Any = None  # the package's run object; from `_open` on
+        self._client: Any = None  # the package's client, if it has one
 
     def event(self, event: Event) -> None:
         """Track a step, an evaluation, a transition, the settings at the start and the summary at the end."""
@@ -82,7 +82,7 @@ class _ExperimentTracker(ABC):
             self._fail(error)
 
     def close(self) -> None:
-        """End the run there, as finished if it has ended, else as failed."""
+        """End the tracked run, as finished if the run has ended, else as failed."""
         if self._is_open:
             try:
                 self._close(is_done=self._is_done)
@@ -113,7 +113,7 @@ class _ExperimentTracker(ABC):
 
     @abstractmethod
     def _open(self, event: StartEvent, identifier: str | None) -> None:
-        """Begin a run there, or continue the one with this number."""
+        """Begin a tracked run, or continue the one with this ID."""
 
     @abstractmethod
     def _track(self, values: Mapping[str, float], step: int) -> None:
@@ -121,11 +121,11 @@ class _ExperimentTracker(ABC):
 
     @abstractmethod
     def _end(self, summary: Mapping[str, float | str]) -> None:
-        """Track what the run has come to, with its sample text."""
+        """Track the summary of the run, with its sample text."""
 
     @abstractmethod
     def _close(self, *, is_done: bool) -> None:
-        """End the run there."""
+        """End the tracked run."""
 
 
 class WeightsAndBiases(_ExperimentTracker):
@@ -141,7 +141,7 @@ class WeightsAndBiases(_ExperimentTracker):
             project=self._log.project, name=event.run_dir.name, id=identifier, resume="allow", dir=str(self._run_dir),
             config=self._settings(event), mode="offline" if self._log.offline else None, reinit="create_new")
         self._remember(identifier)
-        # a rollback goes back to earlier steps, which W&B's own count of steps cannot
+        # a rollback returns to earlier steps, which W&B's own step counter cannot
         self._run.define_metric("*", step_metric="step")
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
@@ -185,7 +185,7 @@ class MLflow(_ExperimentTracker):
 
 
 _MOST_CHARACTERS = 500
-"""Longest text in MLflow: older servers take no longer parameters."""
+"""Longest text in MLflow: older servers do not accept longer parameters."""
 
 
 class Aim(_ExperimentTracker):

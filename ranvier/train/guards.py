@@ -1,8 +1,8 @@
 """A run's reaction to bad steps and to replicas that diverge.
 
-    stop       the step is reported, with the block and microbatch that it began with, and the run ends
-    skip       the same as a note; the next step takes the next batch
-    rollback   the last checkpoint is loaded; its steps are taken again, on the data after the bad batch
+    stop       the step is reported, with the block and microbatch where the problem began, and the run ends
+    skip       the step is reported in a note; the next step takes the next batch
+    rollback   the last checkpoint is loaded; the steps since then are repeated on the data after the bad batch
 
 Every rank knows at the end of a step whether it was bad, since nothing is updated before that is known.
 """
@@ -23,12 +23,12 @@ from ranvier.train.events import Event, NoteEvent
 
 
 class Guards:
-    """One run's guard, asked after every step on every rank.
+    """One run's guard, called after every step on every rank.
 
     Args:
-        tell: takes an event.
+        tell: receives an event.
         barrier: returns when every rank has called it.
-        counts: as `state` gave them on the mesh before.
+        counts: `state` of the guards on the previous mesh.
     """
 
     def __init__(self, guard: Guard, engine: Engine, *, tell: Callable[[Event], None], barrier: Callable[[], None],
@@ -42,15 +42,16 @@ class Guards:
 
     def after_step(self, step: int, result: BatchResult, microbatches: Sequence[Microbatch], *,
                    publish: Callable[[], None], rollback: Callable[[], int | None]) -> int:
-        """The step that the run is at now: `step`, or that of the checkpoint to which it was rolled back. Collective.
+        """Check a finished step; returns the step at which the run is now: `step`, or after a rollback the
+        checkpoint's. Collective.
 
-        publish: tells everything that is known of this step; called before a rollback and before the run ends, not
-        otherwise. rollback: loads the last checkpoint on all ranks and returns its step; None where there is none.
-        RanvierError, on every rank, where the run ends.
+        publish: reports all numbers of this step; called only before a rollback and before the run ends. rollback:
+        loads the last checkpoint on all ranks and returns its step; None without a checkpoint. RanvierError, on every
+        rank, if the run ends.
         """
         if result.bad is not None:
             return self._after_bad(step, result, self._engine.examine(microbatches), publish, rollback)
-        if step > self._last_bad:  # before, the run repeats steps; a run that never gets further must end
+        if step > self._last_bad:  # up to there the run repeats steps; a run that never gets past them must end
             self._in_a_row = 0
         if self._guard.compare_every and step % self._guard.compare_every == 0:
             self._compare(step, publish)
@@ -78,7 +79,7 @@ class Guards:
     def _stop(self, step: int, result: BatchResult, cause: Cause, publish: Callable[[], None],
               more: str = "") -> NoReturn:
         publish()
-        self._barrier()  # a rank that fails ends the others: not before rank 0 has written the step
+        self._barrier()  # a failing rank ends the others, so it waits until rank 0 has written the step
         raise RanvierError(f"{result.bad}{more}; nothing was updated. {_text(result, cause)}", code="bad-step",
                            where=f"step {step}", remedy=_remedy(cause, self._engine.learning_rate, self._guard))
 
@@ -101,7 +102,7 @@ def _note(step: int, result: BatchResult, cause: Cause) -> NoteEvent:
 
 
 def _text(result: BatchResult, cause: Cause) -> str:
-    """The cause; where the same batch was good when it ran again, that this is odd."""
+    """The cause, or that the problem did not occur again when the same batch ran a second time."""
     assert result.grad_norm is not None  # of a training batch
     if cause.kind == "largest loss" and not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         return "It did not come again when the same batch ran a second time: a device or its memory may be at fault, " \
@@ -111,7 +112,7 @@ def _text(result: BatchResult, cause: Cause) -> str:
 
 
 def _remedy(cause: Cause, learning_rate: float, guard: Guard) -> str:
-    """The next thing to do about `cause`."""
+    """What a user should do about `cause`."""
     others = "" if guard.bad_step != "stop" else "; `--guard.bad-step skip` or rollback continues without such steps"
     match cause.kind:
         case "inputs" | "targets":

@@ -1,4 +1,4 @@
-"""History of a run's events for the summary and the pictures, those before it resumed included."""
+"""History of a run's events for the summary and the pictures, including those before it resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class History:
         self.steps: list[Mapping[str, Any]] = []
         """Lines of metrics.jsonl; after a rollback a step has several."""
         self.eval_losses: dict[int, float] = {}
-        """Step -> held-out loss, where it was evaluated; likewise below."""
+        """Step -> held-out loss, for steps with an evaluation; so are the accuracies."""
         self.accuracies: dict[int, float] = {}
         self.scores: dict[str, float] = {}
         """Metrics of the last evaluation: eval_accuracy, eval_count, ..."""
@@ -29,7 +29,7 @@ class History:
         """Step -> (stages, replicas) from the next step on."""
         self.transitions: list[TransitionEvent] = []
         self.past_events: Sequence[Mapping[str, Any]] = ()
-        """Lines of events.jsonl of before the run resumed, with those after the step from which it did."""
+        """Lines of events.jsonl from before the run resumed, including those after the step from which it resumed."""
         self.unit = "tokens"
 
     @property
@@ -38,11 +38,11 @@ class History:
         return {line["step"]: math.nan if line.get("loss") is None else line["loss"] for line in self.steps}
 
     def values(self, name: str) -> list[float]:
-        """A field of all steps that have it, in the order of time."""
+        """The values of a field in all steps that have it, in chronological order."""
         return [line[name] for line in self.steps if line.get(name) is not None]
 
     def column(self, name: str) -> dict[int, float]:
-        """Step -> a field, of the steps that have it."""
+        """Step -> value of a field, for the steps that have it."""
         return {line["step"]: line[name] for line in self.steps if line.get(name) is not None}
 
     def on_this_mesh(self, name: str) -> list[float]:
@@ -54,11 +54,11 @@ class History:
                 ] or self.values(name)
 
     def remember(self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Add the steps and events of the same run before it resumed, as its logs have them."""
+        """Add the steps and events from before the run resumed, as read from its logs."""
         self.steps += steps
         self.eval_losses |= self.column("eval_loss")
         self.accuracies |= self.column("eval_accuracy")
-        reached = 0  # a run that went on has started again, at the step of the events before
+        reached = 0  # a resumed run has another start event; its step is that of the events before it
         for line in events:
             mesh, reached = line.get("mesh"), max(reached, line["step"])
             if line.get("event") in ("start", "transition") and isinstance(mesh, dict):
@@ -73,7 +73,7 @@ class History:
                 last = max(self.meshes, default=0)
                 if not self.meshes:
                     self._record(0, 0, event.mesh)
-                elif self.meshes[last] != (event.mesh.pipeline_size, event.mesh.num_replicas):  # resumed on another
+                elif self.meshes[last] != (event.mesh.pipeline_size, event.mesh.num_replicas):  # on another mesh
                     self._record(max(last, *self.losses, 0), self.frozen[last], event.mesh)
             case StepEvent():
                 self.steps.append(step_fields(event))
@@ -94,4 +94,4 @@ class History:
             self.frozen[step], self.meshes[step] = frozen, now
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""

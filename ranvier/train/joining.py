@@ -1,4 +1,4 @@
-"""The ranks of a run, those of its mesh and idle ones; what it tells others that join it, and which mesh it takes then.
+"""The ranks of a run, in its mesh or idle; what it publishes for joining ranks, and the mesh that it takes with them.
 
 The agreement itself is `ranvier.launch.joining`.
 """
@@ -39,14 +39,14 @@ from ranvier.train.setup import fingerprint, prepare_run
 from ranvier.world import JoinPoint, World
 
 RUN = "ranvier/join/run"
-"""Store key of what `invite` says of the run."""
+"""Store key of the facts that `invite` publishes."""
 _MOST_RANKS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts that stay the same in a run, for a rank that joins it. run: before `auto` gave way to what its ranks have
-    measured, as each change of mesh begins. origin: `Saving.origin`."""
+    """Facts that stay the same during a run, for a rank that joins it. run: the settings before the ranks' measurements
+    replaced `auto`, from which each change of mesh begins. origin: `Saving.origin`."""
 
     run: ResolvedRun
     recipe: str
@@ -56,7 +56,7 @@ class RunFacts:
 
 
 def invite(world: World, facts: RunFacts) -> None:
-    """On rank 0: let ranks join from now on. OSError where the run's folder cannot be written."""
+    """On rank 0: let ranks join from now on. OSError if the run's folder cannot be written."""
     assert world.joins is not None and facts.run.run_dir is not None
     run = facts.run
     world.store.set(RUN, json.dumps({
@@ -67,7 +67,7 @@ def invite(world: World, facts: RunFacts) -> None:
 
 
 def read_run(facts: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
-    """The run that `invite` has told of, with its folder as it is seen here."""
+    """The run that `invite` has published, with the path of its folder on this machine."""
     layer = replace(read.from_dict(facts["run"], "the run"), code="allowed")  # signed by a run that the user started
     asked = read.merge([layer]).run
     run = resolve(asked, Facts(tile=facts["tile"] and tuple(facts["tile"])))
@@ -75,7 +75,7 @@ def read_run(facts: Mapping[str, Any], run_dir: Path) -> ResolvedRun:
 
 
 def why_not(world: World, request: MeshRequest) -> str | None:
-    """Why the ranks of a request cannot join, by the request alone; None where they may."""
+    """Why the ranks of a request cannot join, judging by the request alone; None if they may."""
     if world.joins is None:
         return "the run was started without --launch.join-address"
     if request.problem is not None or request.wish is None:
@@ -86,8 +86,8 @@ def why_not(world: World, request: MeshRequest) -> str | None:
 
 
 def wanted_mesh(request: MeshRequest, mesh: Mesh, num_ranks: int) -> MeshRequest:
-    """The request for another mesh that `request`, of ranks that have joined, comes to: what it leaves out of `mesh`
-    stays, but for as many replicas as `num_ranks` ranks have room for."""
+    """The request for another mesh that follows from `request` of ranks that have joined: axes that it omits keep their
+    size in `mesh`, except for the replicas, which grow to use `num_ranks` ranks."""
     sizes = {axis: request.sizes.get(axis) or size for axis, size in mesh.sizes.items()}
     taken = prod(size for axis, size in sizes.items() if axis not in mesh.replica_axes)
     sizes |= {axis: request.sizes.get(axis) or max(1, num_ranks // taken) for axis in mesh.replica_axes}
@@ -101,28 +101,27 @@ class Membership:
     def __init__(self, world: World) -> None:
         self.world = world
         self.everyone, self.commands = _connections(world)
-        """A group of all ranks of the world; from rank 0 to idle ranks."""
+        """A group of all ranks of the world, and the channel from rank 0 to idle ranks."""
 
     def connect(self) -> None:
-        """Begin with the ranks that the world has now."""
+        """Connect the ranks that the world has now."""
         self.everyone, self.commands = _connections(self.world)
 
     def share_cores(self, threads: int | Literal["auto"]) -> None:
-        """The ranks of each machine divide its cores, now that their number is another one. threads: as the run says.
-        """
+        """Divide each machine's cores among its ranks, after their number has changed. threads: the run's setting."""
         machines = self.everyone.gather_objects(machine_name())
         if threads == "auto":
             torch.set_num_threads(threads_per_rank(machines.count(machine_name())))
 
     def call(self, request: MeshRequest, timeout_seconds: float) -> tuple[dict[str, object] | None, str | None]:
-        """Rank 0 calls the ranks that want to join: what they are called to (`asdict` of the call), and why they are
-        refused, if they are. Not collective. timeout_seconds: the run's limit of collectives."""
+        """Call the ranks that want to join, on rank 0: returns the call as a dict, and why they are refused, if they
+        are. Not collective. timeout_seconds: the run's limit for collectives."""
         world, wish = self.world, str(request.wish)
         problem = why_not(world, request)
         if problem is not None:
             give_verdict(world.store, wish, problem)
             return None, problem
-        assert request.ranks is not None  # or there would be a problem
+        assert request.ranks is not None  # else `why_not` has found a problem
         call = Call(wish=wish, first=world.size, size=world.size + request.ranks, local_size=world.local_size,
                     timeout_seconds=timeout_seconds, members=list(world.members),
                     num_lost_ranks=world.num_lost_ranks)
@@ -132,7 +131,7 @@ class Membership:
         return asdict(call), problem
 
     def grow(self, call: Call, threads: int | Literal["auto"]) -> str | None:
-        """Take the ranks of `call` into the world, or say why not. threads: as the run says."""
+        """Admit the ranks of `call` to the world, or return why not. threads: the run's setting."""
         problem = grow(self.world, self.everyone, call)
         if problem is None:
             self.commands.close()
@@ -149,20 +148,20 @@ def _connections(world: World) -> tuple[Group, CommandChannel]:
 
 # One process that joins a run under way (`ranvier join`): from the run's folder to its place among the ranks.
 #
-#     folder -> store -> what the run says of itself -> the same data -> request -> call -> connections -> verdict
+#     folder -> store -> the run's published facts -> the same data -> request -> call -> connections -> verdict
 #
-# It takes its settings from the run, and prepares all it can before the run is asked, so that the run waits for nothing
-# but connections.
+# The process takes its settings from the run, and prepares all it can before it sends the request, so that the run
+# waits only for connections.
 
 
 def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, seconds: float, stream: TextIO
              ) -> tuple[World, RunFacts]:
-    """Make this process a rank of the run in `run_dir`; returns it, connected to all others, and the run.
+    """Make this process a rank of the run in `run_dir`; returns its world, connected to all other ranks, and the run.
 
-    started: its number among those that join with it. sizes: axes of the mesh that is wanted then. seconds: to wait for
-    the run's answer. stream: where the first of them prints.
+    started: this process among those that join together. sizes: requested sizes of the mesh's axes. seconds: how long
+    to wait for the run's answer. stream: where the first joining rank prints.
 
-    RanvierError where the run cannot be reached, has other versions or data, refuses, or says nothing for so long.
+    RanvierError if the run cannot be reached, has other versions or data, refuses, or does not answer within `seconds`.
     """
     exit_with_launcher(started)
     install_start_error_handlers(started.local_rank)
@@ -194,7 +193,7 @@ def join_run(run_dir: Path, started: Started, sizes: Mapping[str, int], *, secon
 
 
 def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
-    """The settings of the run in `run_dir`, for the process that starts those that join it. RanvierError where the run
+    """The settings of the run in `run_dir`, for the process that starts the joining ranks. RanvierError if the run
     cannot be reached, or has another version of torch."""
     return read_run(_read_facts(sign_store(connect(contact), contact.secret)[1], run_dir), run_dir)
 
@@ -202,8 +201,8 @@ def run_to_join(contact: JoinPoint, run_dir: Path) -> ResolvedRun:
 def _read_facts(store: SharedStore, run_dir: Path) -> dict[str, Any]:
     """The facts that the run has published."""
     if not store.check([RUN]):
-        raise LaunchError("says nothing of itself in its store", code="join-run-silent", where=f"run {run_dir}",
-                          remedy="Join once it has taken its first step.")
+        raise LaunchError("has not published its settings yet", code="join-run-silent", where=f"run {run_dir}",
+                          remedy="Join after its first step.")
     facts: dict[str, Any] = json.loads(store.get(RUN))
     own = torch.__version__.partition("+")[0]
     if facts["torch"] != own:
@@ -213,14 +212,14 @@ def _read_facts(store: SharedStore, run_dir: Path) -> dict[str, Any]:
 
 
 def _device(setting: str, started: Started, store: SharedStore) -> torch.device:
-    """The device of this process: of the run's kind, and no other rank's."""
+    """The device of this process: of the run's kind, and not used by another rank."""
     if setting != "cuda":
         return torch.device("cpu")
     seen = visible_devices(rank=started.rank, local_rank=started.rank, local_size=started.size, setting=setting,
                            transport="torch")
     number = claim_device(seen, store)
     if number is None:
-        raise ConfigError("needs a device for each rank that joins, beside those of the run's ranks here",
+        raise ConfigError("needs a device for each rank that joins, apart from those of the run's ranks here",
                           code="join-needs-device", where="launch.device", value=f"{len(seen.devices)} visible",
                           remedy="Join with fewer ranks, or from a machine with free devices.")
     torch.cuda.set_device(number)
@@ -236,6 +235,6 @@ def _join(world: World, run_dir: Path, started: Started, sizes: Mapping[str, int
     leave(run_dir, wish, {**sizes, "ranks": started.size})
     try:
         return newcomer.join(seconds)
-    except BaseException:  # Ctrl-C, too: the run would wait for ranks that are gone
+    except BaseException:  # including Ctrl-C: the run would wait for ranks that are gone
         withdraw(run_dir, wish)
         raise

@@ -20,20 +20,20 @@ from ranvier.tensor.columns import plain
 from ranvier.train.runtime import RankRuntime
 
 SAMPLES = 8
-"""Held-out samples of each row of the mesh. Longer ones come first, since padding says nothing."""
+"""Held-out samples of each row of the mesh. Longer ones come first, since padding carries no information."""
 
 
 def check_samples(data: Dataset, rows: int, policy: str) -> None:
     """ConfigError for held-out data with too few samples for `policy` to compare."""
     if len(data) < 2 * rows:
-        raise ConfigError(f"compares the layers' outputs for at least {2 * rows} held-out samples, and there are "
+        raise ConfigError(f"compares the layers' outputs for at least {2 * rows} held-out samples, but there are "
                           f"{len(data)}", code="too-few-held-out-samples", where="elastic.freeze", value=policy,
                           remedy="Hold out more samples, or set another freeze policy.")
 
 
 def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similarity]]:
-    """Similarities of each layer and each row, on every rank; the same on every mesh with as many rows. NaN for a layer
-    whose output does not have the samples as its first dim. Collective."""
+    """Similarities of each layer and each row, on every rank; the same on every mesh with this many rows. NaN for a
+    layer whose output does not have the samples as its first dim. Collective."""
     engine, run = runtime.engine, runtime.run
     rows, per_row = engine.mesh.microbatch_parts, min(SAMPLES, len(data) // engine.mesh.microbatch_parts)
     lengths = lengths_of(run, data)
@@ -41,7 +41,7 @@ def layer_similarities(runtime: RankRuntime, data: Dataset) -> list[list[Similar
     table = chosen[:rows * per_row].reshape(rows, per_row)
     each = max(1, run.batch.microbatch_size // rows)
     order = np.concatenate([table[:, first:first + each].reshape(-1) for first in range(0, per_row, each)])
-    if lengths is not None:  # padded alike, whatever the size of a microbatch
+    if lengths is not None:  # all samples get the same padding, whatever the size of a microbatch
         lengths = np.full(len(order), lengths[order].max())
     options = loader_options(engine, each * rows, length_multiple(run)) | {"replica": 0, "num_replicas": 1}
     loader = Loader(Subset(data, order), Sampler(len(order), None), global_size=len(order), total=len(order),

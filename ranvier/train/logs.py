@@ -3,8 +3,8 @@
 A line is in the file as soon as its event is over, so that a run that dies keeps what it has reported. JSON has no NaN
 or infinity: such a number is written as null.
 
-When a run resumes, it reads the logs for its pictures and its summary, each line as if a stranger had written it. No
-run depends on them; a line that is damaged is left out, and one note reports it.
+When a run resumes, it reads the logs for its pictures and its summary, and trusts no line of them. No run depends on
+the logs; damaged lines are skipped, and one note reports them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEve
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says about writing `path` into a RanvierError with a remedy."""
+    """Convert an OSError about writing `path` into a RanvierError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -47,31 +47,31 @@ def to_json_values(value: object) -> Any:
 
 
 def write_json(path: Path, document: Mapping[str, object], *, indent: int | None = 2) -> None:
-    """Write one JSON document, whole or not at all. RanvierError when it cannot be written."""
+    """Write one JSON document atomically. RanvierError if it cannot be written."""
     with writing(path):
         write_atomically(path, json.dumps(to_json_values(document), indent=indent) + "\n")
 
 
 class LineFile:
-    """A file of JSON objects, one a line, flushed line by line. RanvierError when it cannot be written.
+    """A file of JSON objects, one per line, flushed after each line. RanvierError if it cannot be written.
 
-    kept: the objects of an earlier file that stay at its beginning; the others go.
+    kept: the objects of an earlier file that stay at the beginning; its other objects are dropped.
     """
 
     def __init__(self, path: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         self.path = path
-        with writing(path):  # never into the file that is there: a former owner of the folder may have it open
+        with writing(path):  # replaces an existing file: a former owner of the folder may still have it open
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = append_file(path)
 
     def write(self, fields: Mapping[str, object]) -> None:
-        """Append one line, with the `time` at which it is written, in seconds since 1970."""
+        """Append one line, with `time`, when it was written, in seconds since 1970."""
         with writing(self.path):
             self._file.write(json.dumps({**to_json_values(fields), "time": round(time.time(), 3)}) + "\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Idempotent. What could not be flushed has been reported already."""
+        """Close the file; idempotent. A failure to flush has already been reported."""
         with suppress(OSError):
             self._file.close()
 
@@ -80,7 +80,8 @@ _NOT_OF_A_LINE = frozenset({"against_published_peak", "num_ranks", "stepped", "e
 
 
 def step_fields(event: StepEvent) -> dict[str, object]:
-    """One line of metrics.jsonl: the fields of a step that it has, and scores and sizes of the mesh one by one."""
+    """One line of metrics.jsonl: the known fields of a step, with one field for each score and each size of the
+    mesh."""
     found = {name: value for name, value in vars(event).items() if name not in _NOT_OF_A_LINE and value is not None}
     found |= {"tokens": int(event.tokens), "tokens_per_second": event.tokens_per_second}
     if event.mesh is not None:
@@ -89,8 +90,8 @@ def step_fields(event: StepEvent) -> dict[str, object]:
 
 
 class MetricsFile(LineFile):
-    """metrics.jsonl: one object a step, in order; the first one after a transition says what that took. kept: steps of
-    the same run before it went on."""
+    """metrics.jsonl: one object per step, in order; the first after a transition has the transition's cost. kept: steps
+    from before the run resumed."""
 
     def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         super().__init__(run_dir / "metrics.jsonl", kept)
@@ -107,8 +108,8 @@ class MetricsFile(LineFile):
 
 
 class EventsFile(LineFile):
-    """events.jsonl: whatever happens beside the steps; every object has `step` and `event`. kept: events of the same
-    run before it went on."""
+    """events.jsonl: all events other than steps; every object has `step` and `event`. kept: events from before the run
+    resumed."""
 
     def __init__(self, run_dir: Path, kept: Sequence[Mapping[str, object]] = ()) -> None:
         super().__init__(run_dir / "events.jsonl", kept)
@@ -144,7 +145,7 @@ def _event_fields(event: Event) -> dict[str, object] | None:
 
 
 MOST_BYTES = 1 << 20
-"""A line that is longer is none of ours."""
+"""Ranvier writes no longer lines."""
 _MOST_COUNT = 1 << 40
 _MOST_NUMBER = 1e300
 
@@ -153,14 +154,14 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """The lines of a log that can be used, and what was wrong with the others."""
+    """The usable lines of a log, and the problems of the others."""
 
     name: str
     lines: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def text(self) -> str | None:
-        """Description of the lines that were left out; None if none were."""
+        """Description of the lines that were skipped; None if none were."""
         if not self.problems:
             return None
         count = f"{len(self.problems)} damaged line{'s' if len(self.problems) > 1 else ''} of {self.name}"
@@ -168,7 +169,7 @@ class Log:
 
 
 def read_metrics(run_dir: Path, step: int | None = None) -> Log:
-    """The steps that metrics.jsonl has, up to `step`, each once and in order."""
+    """Read the steps in metrics.jsonl up to `step`, each once and in order."""
     log = _read(run_dir / "metrics.jsonl", _metrics_problem)
     lines = {line["step"]: line for line in log.lines if step is None or line["step"] <= step}
     return Log(name=log.name, lines=[lines[number] for number in sorted(lines)], problems=log.problems)
@@ -209,11 +210,11 @@ def _lines_of(file: BinaryIO) -> Iterable[tuple[int, bytes | None]]:
 
 
 def _parse(content: bytes | None, problem_of: Callable[[Line], str | None]) -> Line:
-    """The object in a line. ValueError where there is none that can be used."""
+    """The object in a line. ValueError if the line has no usable object."""
     if content is None:
         raise ValueError(f"longer than {MOST_BYTES:,} bytes")
     value = parse_json(content)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # the page of the run has it
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as the run's page will encode it
     if not isinstance(value, dict):
         raise ValueError("not an object")
     if not _is_count(value.get("step"), 0):
@@ -224,7 +225,7 @@ def _parse(content: bytes | None, problem_of: Callable[[Line], str | None]) -> L
 
 
 def _metrics_problem(line: Line) -> str | None:
-    """Every field of a step is a number, or null where it was none."""
+    """The problem of a line of metrics.jsonl, in which every field is a number, or null for NaN or infinity."""
     if "loss" not in line or line["step"] == 0:
         return "not a step"
     return next((f"{name} is not a number" for name, value in line.items() if value is not None
@@ -232,7 +233,7 @@ def _metrics_problem(line: Line) -> str | None:
 
 
 def _event_problem(line: Line) -> str | None:
-    """An event has a name; where one tells a new mesh, it is one."""
+    """The problem of a line of events.jsonl: an event has a name, and a new mesh in it is a valid mesh."""
     if not isinstance(line.get("event"), str):
         return "no event"
     if line["event"] in ("start", "transition") and "mesh" in line:

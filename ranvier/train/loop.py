@@ -2,9 +2,9 @@
 
     start -> (take_step, or on an idle rank the next command) x steps -> finish
 
-Every rank runs this code; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the step
-that was started last: its numbers are read during the next one. A rank's state is its `Session`; ranks that the
-current mesh does not use are idle, and execute commands of rank 0.
+Every rank runs this code; only rank 0 has trackers, so only rank 0 prints and writes. Nothing here waits for the latest
+step: its numbers are read during the next one. A rank's state is its `Session`; ranks that the current mesh does not
+use are idle, and execute commands of rank 0.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ranvier.world import World
 
 def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = (), stream: TextIO | None = None,
           freezing: FreezePolicy | None = None, origins: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Train as `run` says and leave the results in its folder. Returns what summary.json says, on every rank.
+    """Train as `run` says and leave the results in its folder. Returns the contents of summary.json, on every rank.
 
     Args:
         recipe: the run's name in headings and in the default folder's name.
-        trackers: further receivers of the run's events, besides files, TensorBoard and console; used only on rank 0.
+        trackers: receivers of the run's events in addition to files, TensorBoard and console; used only on rank 0.
         stream: where rank 0 prints; standard output by default.
-        freezing: a freeze policy in place of the one named by elastic.freeze; it is evaluated as often as
+        freezing: a freeze policy that replaces the one named by elastic.freeze; it is evaluated as often as
             elastic.every says.
-        origins: the origin of each setting, for the report; by default the call.
+        origins: the origin of each setting, for the report; by default this call.
 
     A run that is asked to stop (ranvier.launch.stop) saves a checkpoint, writes no summary.json, and returns
     {"stopped_after": its last step}; after Ctrl-C a process that is the whole run raises KeyboardInterrupt instead.
@@ -54,7 +54,7 @@ def train(run: Run, recipe: str, world: World, *, trackers: Sequence[Tracker] = 
     if origins is None:
         origins = {name: "call" for name, value in read.flatten(run).items() if value != read.settings()[name].default}
     if world.rank == 0:
-        world.store.delete_key(FINISHED_RUN)  # an earlier run of this program has set it
+        world.store.delete_key(FINISHED_RUN)  # an earlier run of this program may have set it
     with _part_of(closed, world) as stop:
         stop.announces = world.rank == 0 and (world.is_whole_run or world.launcher != "local")
         summary = _run_to_end(start(closed, recipe, world, trackers, stream or sys.stdout, stop, freezing, origins))
@@ -73,7 +73,7 @@ def train_as_newcomer(facts: RunFacts, world: World) -> dict[str, object]:
 
 @contextmanager
 def _part_of(run: ResolvedRun, world: World) -> Iterator[StopRequest]:
-    """One rank's part in `run`: it may be asked to stop, and explains a lack of memory."""
+    """Context of one rank's part in `run`: it can be asked to stop, and explains an out-of-memory error."""
     try:
         with StopRequest(signals=()) as stop, deterministic_algorithms(run.deterministic):
             yield stop
@@ -86,31 +86,31 @@ def _part_of(run: ResolvedRun, world: World) -> Iterator[StopRequest]:
 
 def _run_to_end(session: Session) -> dict[str, object]:
     try:
-        session.stop.install()  # before, there is nothing to save, and signals end the process at once
+        session.stop.install()  # before this, there is nothing to save, and signals end the process immediately
         begin_survival(session)
         while session.summary is None:
             try:
                 _advance(session)
             except TransportError as error:
                 survive(session, error)
-    except Exception as error:  # of files that others watch; the console has it from whoever reports the failure
+    except Exception as error:  # for the event files; the console gets it from the failure report
         session.outputs.event(NoteEvent(step=session.done, event="failed", text=str(error), verbose=True,
                                         fields={"code": getattr(error, "code", type(error).__name__)}))
         raise
     finally:
         session.close()
-    if isinstance(session.place, Active):  # what its ranks have in common is freed once all have ended well
+    if isinstance(session.place, Active):  # shared communicators are freed once all ranks have ended without errors
         session.place.runtime.close()
     return session.summary
 
 
 def _advance(session: Session) -> None:
-    """One step, or on an idle rank the next command. The run may have ended then."""
+    """Take one step, or on an idle rank execute the next command. May end the run."""
     if isinstance(session.place, Idle):
         execute(session, session.members.commands.wait(session.run.comm.timeout_seconds))
     elif session.steps_left:
         take_step(session, session.done + 1)
-    if isinstance(session.place, Idle):  # a rank that is no longer idle goes on: the others may stop after the change
+    if isinstance(session.place, Idle):  # a rank that is no longer idle continues: the others may stop after the change
         return
     if session.stops and session.steps_left:
         end(session, leave(session))

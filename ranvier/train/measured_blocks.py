@@ -1,4 +1,4 @@
-"""The facts that the choice of a mesh depends on, from what a run's ranks have measured: times, bytes, cores."""
+"""The facts on which the choice of a mesh depends, from the measurements of a run's ranks: times, bytes, cores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankMeasurement(TypedDict):
     busy: Mapping[str, float]
     """Seconds by category of span."""
     steps: int
-    """Over which they add up."""
+    """Number of steps over which `busy` adds up."""
     cores: Sequence[int]
     """Cores that the rank may use."""
     device_bytes: int | None
@@ -39,14 +39,14 @@ def present_mesh(runtime: RankRuntime) -> PresentMesh:
 
 def measured_blocks(runtime: RankRuntime, measured: Sequence[RankMeasurement], profile: MicrobatchProfile | None = None
                     ) -> BlockFacts:
-    """Times of blocks from what all ranks were busy with since the last transition: measured in all, and shared out
-    by the blocks' counted costs, those of the optimizer by their parameters. profile: of the numbers of microbatches,
-    where the run goes by it."""
+    """Times of blocks from the busy times of all ranks since the last transition: totals are measured and divided among
+    the blocks by counted costs, those of the optimizer by parameters. profile: times by number of microbatches, if the
+    run uses them."""
     run, engine = runtime.run, runtime.engine
     costs, size = engine.stages.costs or (), max(1, run.batch.microbatch_size // run.mesh.microbatch_parts)
     weights = [cost.weight(runtime.world.device.type) for cost in costs]
     steps = max((row["steps"] for row in measured), default=0)
-    shares = max(1, run.samples_of(steps)) * run.mesh.stage_size  # of a sample, one for each rank of a stage
+    shares = max(1, run.samples_of(steps)) * run.mesh.stage_size  # parts of samples, one for each rank of a stage
     cores = _cores(runtime, measured)
     threads = torch.get_num_threads()
     share = 1.0 if cores is None else min(1.0, cores / (len(measured) * threads))  # of a core, while others compute
@@ -54,7 +54,7 @@ def measured_blocks(runtime: RankRuntime, measured: Sequence[RankMeasurement], p
         "forward", "backward", "weight", "optimizer")}
     frozen = engine.frozen_blocks
     cached = engine.cached_blocks
-    # without a measurement, times in units of the costs: choices compare them, and nobody reads them as seconds
+    # without a measurement, times in units of the costs: choices only compare them, and never use them as seconds
     forward = busy["forward"] / shares / sum(weights[cached:]) if busy["forward"] else 1e-9
     trains = sum(weights[frozen:])
     backward = (busy["backward"] + busy["weight"]) / shares / trains if busy["backward"] and trains else 2 * forward
@@ -66,7 +66,7 @@ def measured_blocks(runtime: RankRuntime, measured: Sequence[RankMeasurement], p
     kept = states_per_element(rules_of(run.optim), engine.layout.parameters)
     states = round(wide(dtype).itemsize * (kept + is_half(dtype)))
     holders, trained = 1 if run.optim.shard else run.mesh.num_replicas, sum(parameters[frozen:])
-    update = 0.0  # of one parameter on a rank of a stage that has its states
+    update = 0.0  # seconds of one parameter on a rank of a stage that has its states
     if not run.optim.update_in_backward and steps >= 1 and trained:  # else measured with the backward, or not at all
         update = busy["optimizer"] / steps / holders / run.mesh.stage_size / trained
     bandwidth, latency = LINKS.get(runtime.world.backend.name, LINKS["torch"])
@@ -93,7 +93,7 @@ def stage_seconds(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> 
 
 
 def _cores(runtime: RankRuntime, measured: Sequence[RankMeasurement]) -> float | None:
-    """Cores of all machines together, by the masks of their ranks: those of one machine are numbered in a row."""
+    """Cores of all machines together, by the masks of their ranks: a machine's ranks have consecutive numbers."""
     if runtime.world.device.type != "cpu":
         return None
     local = runtime.world.local_size

@@ -1,7 +1,7 @@
-"""The schedule's limits by measured times, where counted times chose before: once after the first steps on each mesh,
-and after a transition at once, by what its blocks have taken on the mesh before.
+"""The schedule's limits by measured times, which replace those by counted times: once after the first steps on each
+mesh, and immediately after a transition, by the times of the blocks on the previous mesh.
 
-Results are the same to the bit whatever the limits, so that times decide how fast a run is, and nothing else.
+Results are bit-identical whatever the limits, so measured times affect only the speed of a run.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ranvier.train.events import NoteEvent
 from ranvier.train.runtime import RankRuntime
 
 MEASURED_STEPS = 8
-"""Steps on a mesh after which its ranks compare times; of the first one nothing is counted."""
+"""Steps on a mesh after which its ranks compare times; the first step is not counted."""
 
 
 class MeasuredLimits:
-    """Limits by measured times, of one run on one rank and one mesh. asked: the run before `auto` was resolved. before:
-    what `block_times` has returned on the mesh before, also after a passage through JSON."""
+    """Limits by measured times, for one run on one rank and one mesh. asked: the run before `auto` was resolved.
+    before: result of `block_times` on the previous mesh, which may have passed through JSON."""
 
     def __init__(self, asked: ResolvedRun, before: Sequence[Sequence[float]] | None = None) -> None:
         self._asked, self._steps = asked, 0
         self._before: Factors | None = None if before is None else tuple((one, two) for one, two in before)
-        self._chosen: dict[str, object] = {}  # with its prediction; empty before there is a choice
+        self._chosen: dict[str, object] = {}  # the last choice with its prediction; empty before the first
 
     def before_steps(self, runtime: RankRuntime, step: int) -> NoteEvent | None:
-        """A transition after `step` has led to this mesh; what has changed by the times of the mesh before.
+        """Choose limits by the previous mesh's times, after a transition after `step`; returns a note about them.
         Collective."""
         if self._before is None or runtime.run.mesh.pipeline_size == 1:
             return None
@@ -45,8 +45,8 @@ class MeasuredLimits:
 
     def after_step(self, runtime: RankRuntime, step: int, busy: Mapping[str, float], latest: Sequence[StepWindow]
                    ) -> NoteEvent | None:
-        """One more step has been taken; what has changed with it. busy: seconds in each category of span on this rank.
-        latest: spans of its last steps. Collective after MEASURED_STEPS."""
+        """Count a step, and choose limits after MEASURED_STEPS, when this is collective; returns a note about them.
+        busy: seconds in each category of span on this rank. latest: spans of its last steps."""
         self._steps += 1
         if self._steps != MEASURED_STEPS or runtime.run.mesh.pipeline_size == 1:
             return None
@@ -54,8 +54,8 @@ class MeasuredLimits:
                             _conditions_of_ranks(runtime, latest))
 
     def block_times(self, runtime: RankRuntime, busy: Mapping[str, float]) -> Factors | None:
-        """Measured over counted times of the blocks on this mesh so far, or on the last one with enough steps, for
-        JSON. Collective."""
+        """Ratios of measured to counted times of the blocks on this mesh so far, or on the last mesh with enough steps,
+        for JSON. Collective."""
         if self._steps < MEASURED_STEPS:
             return self._before
         costs = runtime.engine.stages.stage_costs()
@@ -64,7 +64,7 @@ class MeasuredLimits:
                                 _cached_blocks(runtime)) or self._before
 
     def summary(self, bubbles: Mapping[int, float]) -> dict[str, object]:
-        """The last choice and its outcome, for the run's summary. bubbles: by step, what was measured."""
+        """The last choice and its outcome, for the run's summary. bubbles: measured bubble by step."""
         if not self._chosen:
             return {}
         after = [bubble for step, bubble in bubbles.items() if step > cast(int, self._chosen["step"])]
@@ -120,13 +120,13 @@ def _conditions_of_ranks(runtime: RankRuntime, latest: Sequence[StepWindow]) -> 
 
 
 def _cached_blocks(runtime: RankRuntime) -> int:
-    """Blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
+    """Number of blocks of the first stage that are read from the cache, which only its ranks know. Collective."""
     found: list[int] = runtime.ranks.gather_objects(runtime.engine.cached_blocks)
     return max(found)
 
 
 def with_limits(run: ResolvedRun, limits: Limits) -> ResolvedRun:
-    """`run` with its limits in the place of `auto`, for its file."""
+    """`run` with the limits instead of `auto`, for the run's file."""
     return replace(run, pipeline=replace(run.pipeline, in_flight=limits.in_flight, deferred=limits.deferred,
                                          defer_last=limits.last))
 

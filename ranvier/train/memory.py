@@ -1,8 +1,8 @@
-"""Memory of a run: refuse what cannot fit, measure what was predicted, and explain what ran out.
+"""Memory of a run: refuse runs that cannot fit, measure what was predicted, and explain out-of-memory errors.
 
-    before the model is built    predicted bytes of the ranks on each machine against what that machine has
+    before the model is built    predicted bytes of the ranks on each machine against the memory of that machine
     before a transition          the same for another mesh (`MemoryBudget`)
-    --memory-report true         every storage counted where it is made, beside the prediction
+    --memory-report true         every storage counted when it is allocated, next to the prediction
     when memory runs out         the prediction and the remedies instead of an allocator's traceback
 """
 
@@ -39,8 +39,8 @@ _WORKING = ("activations", "deferred", "inputs", "workspace", "messages", "arriv
 
 def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
     """The run with device and `optim.offload` resolved for this rank, and the first of its `schedules` that fits on all
-    machines. ConfigError when a rank of this machine needs more memory than is free now (the ranks themselves are there
-    already), and for a report that cannot be measured. Collective."""
+    machines. ConfigError if a rank of this machine needs more memory than is free now (the processes already exist),
+    and for a report that cannot be measured. Collective."""
     on_cuda = world.device.type == "cuda"
     available_bytes = free_bytes(world.device) if on_cuda else 0
 
@@ -73,7 +73,7 @@ def check_fits(run: ResolvedRun, world: World, everyone: Group) -> ResolvedRun:
 
 
 def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) -> OutOfMemory | None:
-    """`error` as one that tells where the memory went and what to do, if it is an allocator's."""
+    """An error that explains where the memory went and what to do, if `error` is an allocator's; else None."""
     if not is_out_of_memory(error):
         return None
     return OutOfMemory(f"ran out of memory\n{prediction_text(run)}\n", code="out-of-memory", where=where,
@@ -82,7 +82,7 @@ def explain_out_of_memory(error: BaseException, run: ResolvedRun, where: str) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator has given up, on the device or on the host."""
+    """Whether an allocator has run out of memory, on the device or on the host."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in (
             "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")))
@@ -94,7 +94,7 @@ def prediction_text(run: ResolvedRun) -> str:
 
 
 class Measured:
-    """Measured peak memory of one rank while it trains; without `wanted` nothing is measured."""
+    """Measured peak memory of one rank during training; measures nothing unless `wanted`."""
 
     def __init__(self, engine: Engine, device: torch.device, *, wanted: bool) -> None:
         self._engine, self._device = engine, device
@@ -107,14 +107,14 @@ class Measured:
             engine.count_received(partial(self._tracker.tag, category="messages"))
 
     def step(self) -> AbstractContextManager[object]:
-        """A context around a step, or an evaluation, whose storages are counted."""
+        """A context that counts the storages of a step or an evaluation."""
         return nullcontext() if self._tracker is None else self._tracker
 
     def facts(self, checkpoints: Checkpoints, copies: int | None) -> dict[str, dict[str, int]]:
-        """{"device": {category: bytes}, "host": {...}} at the peak. What is neither parameters, gradients, states nor
-        buckets is "working": activations, deferred operands, workspace, messages, small sums on their way.
+        """{"device": {category: bytes}, "host": {...}} at the peak. All except parameters, gradients, states and
+        buckets is "working": activations, deferred operands, workspace, messages, pending small sums.
 
-        copies: bytes of those that are kept to survive losses; None without them.
+        copies: bytes of the copies that are kept to survive lost ranks; None without copies.
         """
         found = self._engine.memory()
         lasting = sum(found["device"].values())
@@ -129,8 +129,8 @@ class Measured:
 
 
     def _overhead(self, peak: int) -> dict[str, int]:
-        """Memory of the device beside tensors: the allocator's excess over them at its peak; and what the process takes
-        outside the allocator (context, libraries, communicators), with other processes on the same device."""
+        """Memory of the device apart from tensors: the allocator's excess over them at its peak, and memory outside the
+        allocator (context, libraries, communicators), including other processes on the same device."""
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.max_memory_reserved(self._device)
         return {"allocator": max(0, reserved - peak),
@@ -158,7 +158,7 @@ def report_text(predicted: Sequence[RankMemory], measured: Sequence[Mapping[str,
 
 
 def predicted_peaks(past: Sequence[tuple[ResolvedRun, FrozenLayers]], num_ranks: int, *, on_cpu: bool) -> list[int]:
-    """Of each rank, the most bytes that its device, or on a CPU its process, needs on any of these meshes with these
+    """For each rank, the most bytes that its device, or on a CPU its process, needs on any of these meshes with these
     layers frozen."""
     found = [0] * num_ranks
     for run, frozen in past:
@@ -171,21 +171,21 @@ def predicted_peaks(past: Sequence[tuple[ResolvedRun, FrozenLayers]], num_ranks:
 
 
 def merge_categories(device: Mapping[str, int]) -> dict[str, int]:
-    """The prediction with the categories that one measurement covers in one."""
+    """The prediction, with the categories merged that one measurement covers."""
     lasting = {name: size for name, size in device.items() if name not in _WORKING}
     return lasting | {"working": sum(device.get(name, 0) for name in _WORKING)}
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Bytes of its device that this process could use: what is free, and what it holds already, which a transition
-    frees. None where device and host are the same memory."""
+    """Bytes of its device that this process could use: those that are free, and those that it holds, which a transition
+    frees. None if device and host are the same memory."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def memory_or_problem(run: ResolvedRun, frozen: FrozenLayers) -> Sequence[RankMemory] | RanvierError:
-    """Memory of each rank of `run` with these layers frozen; or the error if there can be no such run, whatever its
+    """Memory of each rank of `run` with these layers frozen; or the error if the run is invalid, whatever its
     memory."""
     if found := problems(run):
         return found[0]
@@ -199,7 +199,7 @@ def memory_or_problem(run: ResolvedRun, frozen: FrozenLayers) -> Sequence[RankMe
 class MemoryBudget:
     """The memory budget of a run that was started as `first`, with these layers frozen.
 
-    device_bytes: what each rank may need of its device; None where device and host are the same memory.
+    device_bytes: bytes of its device that each rank may need; None if device and host are the same memory.
     """
 
     first: ResolvedRun
@@ -207,8 +207,8 @@ class MemoryBudget:
     device_bytes: int | None = None
 
     def problem(self, run: ResolvedRun) -> RanvierError | None:
-        """Why the run cannot continue as `run`: a setting; a rank, alone on its device; all ranks together on this
-        machine, were they all here."""
+        """Why the run cannot continue as `run`: a setting; a rank that does not fit on its device; or all ranks
+        together, if they were all on this machine."""
         memory, on_cuda = memory_or_problem(run, self.frozen), self.device_bytes is not None
         if isinstance(memory, RanvierError):
             return memory
@@ -223,8 +223,8 @@ class MemoryBudget:
                          available_bytes=available_memory_bytes() + before)
 
     def stage_bytes(self, run: ResolvedRun) -> StageBytes | None:
-        """A function that gives the bytes that a rank of a candidate stage would need of its device. None where ranks
-        are judged together, which hardly depends on the cut, and where `run` cannot be at all."""
+        """A function that returns the bytes of its device that a rank of a candidate stage would need. None if ranks
+        are judged together, which hardly depends on the cut, or if `run` is invalid."""
         if self.device_bytes is None or problems(run):
             return None
         try:

@@ -1,16 +1,16 @@
 """Metrics of each step over all ranks, collected without stopping any of them.
 
-A step's numbers are known only when all ranks have finished it, and asking for them at once would hold every rank until
-the slowest is done. So each step starts one small asynchronous sum over the ranks, which is read one step later:
+A step's numbers are known only when all ranks have finished it, and waiting for them immediately would block every rank
+until the slowest is done. So each step starts one small asynchronous sum over the ranks, which is read one step later:
 
     step n:    train_batch(n) . start the sum of n . read step n - 1 . train_batch(n + 1) ...
 
-A rank's step lasts from the end of the step before to the end of this one; what happens outside of steps (an
-evaluation, the start) is left out by calling `resume` after it. On CUDA the device's own times are read one step later:
-there a line has the waits of the step before.
+A rank's step lasts from the end of the previous step to the end of this one; time outside of steps (an evaluation, the
+start) is excluded by calling `resume` after it. On CUDA the device's own times are read one step later, so a line has
+the waits of the previous step.
 
-The same sum says whether any rank was asked to stop, so all ranks know it at the same step, and how long each replica
-computed, which names a slow machine: in a sum of gradients all replicas wait for the last one.
+The same sum tells all ranks at the same step whether any rank was asked to stop, and how long each replica computed,
+which identifies a slow machine: in a gradient all-reduce all replicas wait for the last one.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ranvier.system.memory_tracker import forget_trials, peak_memory_bytes
 from ranvier.train.events import StepEvent
 
 _OWN = frozenset({"forward", "backward", "weight", "data"})
-"""Categories of spans that are a rank's own work, without its waits for others."""
+"""Categories of spans in which a rank computes, without its waits for others."""
 TIMELINE_STEPS = 5
-"""Latest steps whose spans stay in memory for the timeline, beside the first step's: it shows one of the inner ones, at
-whose ends other ranks are in the steps before and after."""
+"""Latest steps whose spans stay in memory for the timeline, in addition to the first step: the timeline shows one of
+the inner ones, at whose ends other ranks are in the steps before and after."""
 
 
 @dataclass(kw_only=True)
 class PendingStep:
-    """A step whose numbers are still on their way. `sums`, over ranks: step seconds, wait seconds, waited share, how
-    many ranks were asked to stop, and to take another mesh; then, where there are several replicas, the seconds of own
-    work of each, stage by stage. `num_replicas`: of the mesh. `memory`: the largest peak of a rank, in bytes."""
+    """A step whose numbers are still pending. `sums`, over ranks: step seconds, wait seconds, waited share, the number
+    of ranks that were asked to stop, and to take another mesh; then, with several replicas, each replica's seconds of
+    work, stage by stage. `num_replicas`: of the mesh. `memory`: the largest peak of a rank, in bytes."""
 
     step: int
     result: BatchResult
@@ -66,13 +66,13 @@ class PendingStep:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank was asked to stop by the end of this step; the same on every rank. Waits, as `event`."""
+        """Whether any rank was asked to stop by the end of this step; the same on every rank. Waits, like `event`."""
         self._wait()
         return bool(self.sums[3] > 0)
 
     @property
     def resize_requested(self) -> bool:
-        """Likewise, whether the run was asked to take another mesh."""
+        """Whether the run was asked to take another mesh; the same on every rank. Waits, like `event`."""
         self._wait()
         return bool(self.sums[4] > 0)
 
@@ -81,7 +81,7 @@ class PendingStep:
             work.wait()
 
     def event(self, flops_per_token: float, peak: PeakRate) -> StepEvent:
-        """Wait for the numbers; they are the same on every rank."""
+        """Wait for the numbers, and return them as an event, the same on every rank."""
         self._wait()
         seconds, waited, bubble = (self.sums[:3] / self.num_ranks).tolist()
         flops_per_second = flops_per_token * self.result.weight / seconds
@@ -104,7 +104,7 @@ class PendingStep:
 
 def slowest_replica(work: Sequence[Sequence[float]]) -> tuple[int, float] | None:
     """The replica, of at least two, that is furthest behind in one of its stages, and its seconds there over the median
-    of the others; None until all are known. work: of each stage the seconds of each replica."""
+    of the others; None until all are known. work: for each stage, the seconds of each replica."""
     if not work or not all(seconds > 0 for stage in work for seconds in stage):
         return None
     ratio, replica = max((busy / median([*stage[:replica], *stage[replica + 1:]]), replica)
@@ -113,12 +113,12 @@ def slowest_replica(work: Sequence[Sequence[float]]) -> tuple[int, float] | None
 
 
 class Meter:
-    """Clocks one rank's steps and keeps the spans that the timeline will show.
+    """Times one rank's steps and keeps the spans that the timeline will show.
 
     ranks: a group of all ranks; they call `step` for the same steps, in the same order as its other collectives.
-    device: this rank's, whose peak memory is told. mesh: of these ranks; by default one replica.
-    stop: this rank's own; whether it was asked to stop goes with each step's numbers to all ranks. resize_asked:
-    whether this rank knows of a request for another mesh, likewise.
+    device: this rank's device, whose peak memory is reported. mesh: the mesh of these ranks; by default one replica.
+    stop: this rank's stop request, which is shared with all ranks in each step's numbers. resize_asked: whether this
+    rank knows of a request for another mesh, which is shared too.
     """
 
     def __init__(self, timeline: Timeline, ranks: Group, device: torch.device, stop: StopRequest | None = None,
@@ -131,8 +131,8 @@ class Meter:
             self._slot = at.pipeline_rank * mesh.num_replicas + at.replica
             self._work = [0.0] * (mesh.num_replicas * mesh.pipeline_size)
         self.busy: dict[str, float] = {}
-        """Seconds in each category of span, in the steps on the mesh of now, the first aside. The verdict is left out:
-        who weighs it waits for the others."""
+        """Seconds in each category of span, in the steps on the current mesh except the first. The gradient norm is
+        left out, since ranks wait for each other in it."""
         self.busy_steps, self._start_ns = -1, 0
         self._first: StepWindow | None = None
         self._latest: deque[StepWindow] = deque(maxlen=TIMELINE_STEPS)
@@ -145,7 +145,7 @@ class Meter:
         self._start_ns = time.monotonic_ns()
 
     def step(self, number: int, result: BatchResult, learning_rate: float) -> PendingStep:
-        """Step `number` has ended on this rank, and the next one starts now. Never waits."""
+        """End step `number` on this rank, and start the next one. Never waits."""
         waited = share = 0.0
         for window in self._timeline.end_step(number):
             took = self._keep(window)
@@ -163,7 +163,7 @@ class Meter:
                            num_ranks=len(self._ranks.ranks), num_replicas=self._num_replicas)
 
     def _keep(self, window: StepWindow) -> StepWindow:
-        """A step that can be read: for the timeline, and for what ranks were busy with."""
+        """Keep a complete step for the timeline, and add it to the busy times."""
         took = window.covered()
         self._first = self._first or took
         self._latest.append(took)
@@ -185,19 +185,19 @@ class Meter:
 
 # Peak FLOP/s of this rank's device: measured with a matrix product, and as its maker states it.
 #
-# Model FLOPs utilisation (MFU) is against the published rate, as other programs report it. A CPU, or a device that the
-# table lacks, has none: there it is against the measured one, and is called a share of matrix products.
+# Model FLOPs utilisation (MFU) is relative to the published rate, as other programs report it. A CPU, or a device that
+# the table lacks, has none: there it is relative to the measured rate, and is called a share of matrix products.
 
 
 def matrix_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.1) -> float:
-    """FLOPs a second of this rank in a square matrix product of `dtype`: the best of those done in `seconds`.
+    """FLOPs per second of this rank in a square matrix product of `dtype`: the best of the products in `seconds`.
 
-    The operands are random: on constants a device needs less power, and runs up to 13 % faster. All ranks call it at
-    the same time, so that ranks which share cores are measured as they will run.
+    The operands are random: with constants a device needs less power, and runs up to 13 % faster. All ranks call this
+    at the same time, so that ranks that share cores are measured as they will run.
     """
     size = 8192 if device.type == "cuda" else 512
     places = torch.arange(size, device=device, dtype=torch.float32)
-    # A hash instead of a generator, whose state belongs to the run.
+    # A hash instead of a random generator, whose state belongs to the run.
     a, b = (torch.frac(torch.sin(torch.outer(places, places) * 12.9898 + shift) * 43758.5453).to(dtype)
             for shift in (0.0, 1.0))
     out = torch.mm(a, b)  # the first product loads libraries; it is not counted
@@ -215,7 +215,7 @@ def matrix_product_rate(device: torch.device, dtype: torch.dtype, seconds: float
 
 @dataclass(frozen=True)
 class PeakRate:
-    """FLOP/s of one rank at its best. published: by the data sheet of its device; None if there is no such figure."""
+    """Peak FLOP/s of one rank. published: from the data sheet of its device; None if there is no such figure."""
 
     measured: float
     published: float | None
@@ -232,7 +232,7 @@ class PeakRate:
 
 
 def peak_rate(ranks: Group, device: torch.device, precision: Literal["fp32", "bf16", "fp16", "fp64"]) -> PeakRate:
-    """The rates of one of `ranks` when all of them do nothing but matrix products. Collective."""
+    """The rates of one rank while all of `ranks` compute only matrix products. Collective."""
     published = published_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     measured = common_rate(ranks, device, DTYPES[precision])
     forget_trials(device)
@@ -240,7 +240,7 @@ def peak_rate(ranks: Group, device: torch.device, precision: Literal["fp32", "bf
 
 
 def common_rate(ranks: Group, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of one of `ranks` when all of them do nothing but matrix products: the mean. Collective."""
+    """FLOPs per second of one rank while all of `ranks` compute only matrix products: the mean. Collective."""
     ranks.barrier()
     total = torch.tensor([matrix_product_rate(device, dtype)], dtype=torch.float64)
     ranks.all_reduce(total).wait()

@@ -1,7 +1,7 @@
-"""Progress of a run: samples, steps, learning rate, what is left, when it evaluates and saves. Every run has one.
+"""Progress of a run: samples, steps taken and left, learning rate, and when it evaluates and saves.
 
-The length of a run and its learning rates are counted in steps of the global batch that it was started with, so both
-stay at the same place in the data when the global batch changes during the run. Pure.
+The length of a run and its learning rates are counted in steps of the initial global batch, so both stay at the same
+position in the data when the global batch changes during the run. Pure.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ranvier.optim.learning_rate import learning_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Methods return a new one where anything changes.
+    """Progress of a run; immutable: methods that change it return a new object.
 
-    run: as it was started. size: samples of the present global batch. since: (the step of its last change, samples
-    consumed by then).
+    run: as it was started. size: samples of the present global batch. since: (the step of the last change of size,
+    samples consumed by then).
     """
 
     run: ResolvedRun
@@ -28,11 +28,11 @@ class Progress:
 
     @classmethod
     def begin(cls, run: ResolvedRun) -> Progress:
-        """Progress at the start of a run, which has only had the global batch with which it is started."""
+        """Progress at the start of a run, with the initial global batch."""
         return cls(run=run, size=run.batch.global_size)
 
     def samples(self, step: int) -> int:
-        """Samples of the first `step` steps, without those that were left out after a rollback."""
+        """Samples of the first `step` steps, without those that were skipped after a rollback."""
         since, samples = self.since
         return samples + (step - since) * self.size
 
@@ -41,8 +41,8 @@ class Progress:
         return max(0, -(-(self.run.samples_of(self.run.train.steps) - self.samples(step)) // self.size))
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of `step`: the schedule's at the same place in the data, with elastic.global-batch "scale"
-        in proportion to the global batch."""
+        """The learning rate of `step`: the schedule's at the same position in the data; with elastic.global-batch
+        "scale", in proportion to the global batch."""
         run, first = self.run, self.run.batch.global_size
         rate = learning_rate(run.train, min(self.samples(step) / first, run.train.steps))
         return rate * self.size / first if run.elastic.global_batch == "scale" else rate
@@ -58,12 +58,12 @@ class Progress:
         return not self.steps_left(step) or bool(every and step % every == 0)
 
     def with_size(self, step: int, size: int) -> Progress:
-        """The steps after `step` have global batches of `size` samples."""
+        """Progress in which the steps after `step` have global batches of `size` samples."""
         return self if size == self.size else replace(self, since=(step, self.samples(step)), size=size)
 
     def rolled_back(self, step: int, saved: Mapping[str, Any]) -> Progress:
-        """The run is at `step` again, with a checkpoint that has `saved`, and keeps its global batch. Steps of another
-        size that were taken back do not count any more."""
+        """Progress after a rollback to `step`, whose checkpoint has `saved`. The global batch stays; undone steps of
+        another size no longer count."""
         if step >= self.since[0]:
             return self
         (since, samples), size = saved.get("since", (0, 0)), saved.get("global_size", self.run.batch.global_size)
@@ -74,7 +74,7 @@ class Progress:
         return {"since": list(self.since), "size": self.size, "first_size": self.run.batch.global_size}
 
     def restore(self, saved: Mapping[str, Any]) -> Progress:
-        """The inverse of `state`; a run that is started with another global batch keeps that from the first step on."""
+        """The inverse of `state`; a run that is started with another global batch uses it from the first step on."""
         if not saved:
             return self
         if saved["first_size"] != self.run.batch.global_size:

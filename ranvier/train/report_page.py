@@ -1,4 +1,4 @@
-"""The report.html of a run: rewritten now and then while it goes on, and with timeline and memory at its end."""
+"""The report.html of a run: rewritten periodically during the run, and with timeline and memory at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ranvier.train.memory import merge_categories
 
 NAME = "report.html"
 SECONDS_BETWEEN = 20.0
-"""Seconds between two updates of the page during a run; longer where writing takes more than a hundredth of that."""
+"""Seconds between two updates of the page during a run; longer if writing takes more than a hundredth of that."""
 _MAX_MARKS = 200
 _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkpoint-failed", "log-damaged", "skipped",
                      "checkpoint-skipped", "stopped", "failed"})
@@ -31,9 +31,9 @@ _FAULTS = frozenset({"bad-step", "went-back", "replicas-differ", "lost", "checkp
 
 
 class ReportPage:
-    """A tracker that keeps a run's page. history: another tracker, which has each event first. asked: the settings
-    before `auto` was resolved. origins: where each of them comes from. verify: OwnershipError where the folder is
-    another run's by now. RanvierError when the file cannot be written."""
+    """A tracker that writes a run's page. history: another tracker, which receives each event first. asked: the
+    settings before `auto` was resolved. origins: the origin of each setting. verify: raises OwnershipError if another
+    run now owns the folder. RanvierError if the file cannot be written."""
 
     def __init__(self, asked: Run, recipe: str, folder: Path, history: History, origins: Mapping[str, str],
                  clock: Callable[[], float] = time.monotonic, verify: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +46,7 @@ class ReportPage:
         self._next = clock() + SECONDS_BETWEEN
 
     def event(self, event: Event) -> None:
-        """Keep what the page shows of an event; rewrite it where that is due."""
+        """Keep what the page shows of an event; rewrite the page if it is due."""
         match event:
             case StartEvent():
                 self._mesh, self._steps = mesh_text(event.mesh), event.steps
@@ -68,7 +68,7 @@ class ReportPage:
 
     def finish(self, summary: Mapping[str, Any], timelines: Sequence[RankTimeline], mesh: Mesh,
                predicted: Sequence[RankMemory], peaks: Sequence[int], *, on_cpu: bool) -> None:
-        """The run has ended well: the page with all that is known of it. peaks: as of `memory_rows`."""
+        """Write the complete page of a run that has ended without errors. peaks: see `memory_rows`."""
         self._ended = True
         figures = [("final loss", _number(summary["final_loss"])), ("held-out loss", _number(summary["eval_loss"])),
                    (f"{self._history.unit} per second, median", _number(summary["tokens_per_second"])),
@@ -83,15 +83,15 @@ class ReportPage:
                                timeline=step_timeline(timelines, mesh), memory=memory))
 
     def close(self) -> None:
-        """Write what is known of a run that has ended otherwise, by an error."""
+        """Write the page of a run that has ended by an error."""
         if self._history.steps and not self._ended:
             last = self._history.steps[-1]["step"]
-            with suppress(OwnershipError):  # it is not this run's page any more
+            with suppress(OwnershipError):  # another run now owns the page
                 self._write(self._page(f"ended by an error after step {last} of {self._steps}"))
 
     def _remember(self) -> None:
-        """Mark what happened before the run resumed, as its log has it. A start whose end or stop is not there ended by
-        a fault that nobody could write down."""
+        """Mark the events before the run resumed, from its log. A start without an end or a stop ended by a fault that
+        could not be logged."""
         is_under_way, last = False, 0
         for line in self._history.past_events:
             kind, last = str(line["event"]), max(last, line["step"])
@@ -105,7 +105,7 @@ class ReportPage:
 
     def _interrupted(self, step: int) -> None:
         self._mark(Mark(step=step, kind="interrupted", fault=True,
-                        text="the run ended after this step, or later, without writing why"))
+                        text="the run ended after this step, or later, without logging why"))
 
     def _mark(self, mark: Mark) -> None:
         if len(self._marks) < _MAX_MARKS:
@@ -134,8 +134,8 @@ def _number(value: float | None) -> str:
 
 
 def curves(history: History) -> dict[str, list[float | None]]:
-    """The fields of metrics.jsonl by step, that of the speed with the unit of the targets in its name; of a step that
-    was taken twice, after a rollback, the later."""
+    """The fields of metrics.jsonl by step; the speed's name has the unit of the targets. If a step was taken twice,
+    after a rollback, the later values count."""
     lines = {line["step"]: line for line in history.steps}
     steps = sorted(lines)
     found: dict[str, list[float | None]] = {name: [lines[step].get(name) for step in steps] for name in (
@@ -150,9 +150,9 @@ def curves(history: History) -> dict[str, list[float | None]]:
 
 def memory_rows(predicted: Sequence[RankMemory], peaks: Sequence[int], summary: Mapping[str, Any], mesh: Mesh, *,
                 on_cpu: bool) -> list[dict[str, object]]:
-    """For each stage the predicted categories, beside those measured on its rank with most memory (with memory_report),
-    and a row with the whole, as the device or a CPU's process has it, since the start on whatever mesh. peaks: of each
-    rank, as predicted."""
+    """For each stage the predicted categories next to those measured on its rank with most memory (with memory_report),
+    and a row with the total peak of the device, or on a CPU of the process, since the start on any mesh. peaks:
+    predicted peak of each rank."""
     rows: list[dict[str, object]] = []
     for entry in predicted:
         ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank).pipeline_rank == entry.pipeline_rank]

@@ -1,10 +1,10 @@
-"""Requests for another mesh: a user leaves them (`ranvier resize`, `ranvier join`), the run takes and answers them.
+"""Requests for another mesh: a user makes them (`ranvier resize`, `ranvier join`), the run takes and answers them.
 
-    resize-ID.json   one request; the run takes it away before it reads it (resize.json, written by hand, is one too)
+    resize-ID.json   one request; the run moves the file away before reading it (a hand-written resize.json works too)
     events.jsonl     the run's one answer: a transition, or a refusal, each with the request's ID ("wish")
 
-The run looks between two steps. Which mesh ranks that join lead to says `ranvier.train.joining`. Whoever may write to
-the folder may put anything there: what is not a plain file of the run's own user is refused without being read.
+The run looks for requests between steps. `ranvier.train.joining` chooses the mesh after ranks have joined. Anyone with
+write access can put anything into the folder: only a regular file of the run's own user is read, all else is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _POLL_SECONDS = 0.1
 
 
 class Requests:
-    """Resize requests of one run, on one rank. run_dir: the run's folder, on rank 0, where its requests come in; None
-    on other ranks."""
+    """Resize requests of one run, on one rank. run_dir: the run's folder, where requests arrive, on rank 0; None on
+    other ranks."""
 
     def __init__(self, world: World, run_dir: Path | None) -> None:
         self._world, self._folder = world, run_dir
@@ -48,27 +48,27 @@ class Requests:
         self._again: MeshRequest | None = None
 
     def are_waiting(self) -> bool:
-        """Whether there is one to take. Cheap: asked after every step."""
+        """Whether there is a request to take. Cheap: called after every step."""
         return self._again is not None or (self._folder is not None and is_waiting(self._folder))
 
     def take(self, ranks: Group) -> MeshRequest | None:
-        """The oldest, which is the current one from now on; None where there is none. Collective over the ranks of the
-        mesh, and the same on all of them."""
+        """Take the oldest request, which becomes the current one; None if there is none. Collective over the ranks of
+        the mesh, and the same on all of them."""
         request, self._again = self._again or (self._folder and take_oldest(self._folder)), None
         found = ranks.gather_objects(request and asdict(request))[0]
         self.current = found and MeshRequest(**found)
         return self.current
 
     def refuse_all(self, step: int, why: str) -> list[NoteEvent]:
-        """One answer to each request that this run cannot look at any more; none on other ranks than 0."""
+        """Refuse each request that this run can no longer handle; returns the notes, none on ranks other than 0."""
         found = []
         while self._folder is not None and (request := take_oldest(self._folder)) is not None:
             found.append(self._refusal(request, step, why))
         return found
 
     def after_loss(self, step: int) -> NoteEvent | None:
-        """On rank 0: the answer to the current request, which a loss has interrupted; None if none is due. Where ranks
-        of it have joined all the same, the run takes it again, for the mesh of those that are left."""
+        """On rank 0: the answer to the current request, which a lost rank has interrupted; None if none is due. If
+        ranks of the request have joined nevertheless, the run takes it again, for the mesh of the remaining ranks."""
         request = self.current
         if request is None:
             return None
@@ -81,7 +81,7 @@ class Requests:
                 else self._refusal(request, step, "a rank of the run was lost meanwhile"))
 
     def _refusal(self, request: MeshRequest, step: int, why: str) -> NoteEvent:
-        """Ranks that want to join hear of it, too."""
+        """Refuse a request, and notify the ranks that want to join."""
         if request.ranks and request.wish:
             give_verdict(self._world.store, request.wish, why)
         return NoteEvent(step=step, event="resize-refused",
@@ -89,7 +89,7 @@ class Requests:
 
 
 def join_note(request: MeshRequest, step: int, size: int, problem: str | None) -> NoteEvent:
-    """The note about ranks that have joined, or why they are refused. size: ranks of the run now."""
+    """The note about ranks that have joined, or why they are refused. size: present number of ranks of the run."""
     fields = {"wish": request.wish, "ranks": request.ranks}
     if problem is not None:
         return NoteEvent(step=step, event="join-refused", fields=fields,
@@ -107,8 +107,8 @@ def is_waiting(folder: Path) -> bool:
 
 
 def take_oldest(folder: Path) -> MeshRequest | None:
-    """The oldest request in a run's folder, which is then no more; None where there is none. It has whatever its author
-    has given of whole numbers, and None for other sizes and those that each request must name (`REQUIRED_AXES`)."""
+    """Remove and return the oldest request in a run's folder; None if there is none. It has the sizes that are
+    integers, and None for other values and for missing required axes (`REQUIRED_AXES`)."""
     waiting = []
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -150,9 +150,9 @@ def _read(path: Path, wish: str | None) -> MeshRequest:
 
 
 def ask_and_wait(run_dir: Path, *, seconds: float, **sizes: int | None) -> str:
-    """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None leaves it. RanvierError
-    when the run refuses, ends, or says nothing for so long; the request is withdrawn then, and at Ctrl-C, if the run
-    has not taken it yet."""
+    """Leave a request in the folder of a run, and wait for the answer. sizes: by axis; None keeps the size.
+    RanvierError if the run refuses, ends, or does not answer within `seconds`; the request is then withdrawn, as at
+    Ctrl-C, if the run has not taken it yet."""
     wish = ask(run_dir, **sizes)
     if not seconds:
         mesh = MeshRequest(sizes=_given_sizes(sizes), wish=wish)
@@ -187,7 +187,7 @@ def _given_sizes(sizes: Mapping[str, int | None]) -> dict[str, int]:
 
 
 def ask(run_dir: Path, **sizes: int | None) -> str:
-    """Leave a request in the folder of a run; returns its ID. sizes: by axis; None leaves it. RanvierError where
+    """Leave a request in the folder of a run; returns its ID. sizes: by axis; None keeps the size. RanvierError if
     there is no such run, or it has ended."""
     check_under_way(run_dir)
     wish = new_wish()
@@ -201,8 +201,8 @@ def new_wish() -> str:
 
 
 def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
-    """Leave a request in the folder of a run. sizes: of axes, and "ranks" for ranks that wait to join. RanvierError
-    where nothing can be written there."""
+    """Leave a request in the folder of a run. sizes: of axes, and "ranks" for ranks that wait to join. RanvierError if
+    the folder cannot be written."""
     path = _path(run_dir, wish)
     try:
         write_atomically(path, json.dumps({**sizes, "wish": wish}))
@@ -212,7 +212,7 @@ def leave(run_dir: Path, wish: str, sizes: Mapping[str, int]) -> None:
 
 
 def withdraw(run_dir: Path, wish: str) -> bool:
-    """Take a request back; whether the run had not taken it yet."""
+    """Withdraw a request; returns whether the run had not taken it yet."""
     try:
         _path(run_dir, wish).unlink()
     except FileNotFoundError:

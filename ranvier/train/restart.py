@@ -1,9 +1,9 @@
-"""A run that starts again by itself after a fault, under plain python: `--max-restarts`.
+"""Automatic restarts of a run after a fault, under plain python: `--max-restarts`.
 
 Each start resumes from the newest complete checkpoint (`--resume auto`). A rank that was killed, stopped or hung
-counts as lost, with its device: the run resumes on the remaining ranks, on the first mesh of so many that is legal
-(ranvier.config.other_mesh), or of fewer where none is. After other faults, such as a message that did not come, all
-ranks are started again. Errors in settings and data, and signals to stop, end the run.
+counts as lost, with its device: the run resumes on the remaining ranks, on the first legal mesh of that many ranks
+(ranvier.config.other_mesh), or of fewer if there is none. After other faults, such as a message that did not arrive,
+all ranks are started again. Errors in settings and data, and signals to stop, end the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Restarts:
         self._run, self._command, self._count = run, list(command), 0
 
     def __call__(self, num_ranks: int) -> tuple[Mesh, Sequence[str]] | None:
-        """The mesh and the command of the next start; None where there shall be none."""
+        """The mesh and the command of the next start; None if there should be none."""
         run = self._run
         if self._count >= run.max_restarts:
             return None
@@ -36,7 +36,7 @@ class Restarts:
         folder = run.checkpoint.dir or (run.run_dir and run.run_dir / "checkpoint")
         has_saved = folder is not None and bool(checkpoints(folder))
         if not has_saved and run.resume not in ("none", "auto"):
-            self._report("from where it began")  # another folder, which knows nothing of another mesh
+            self._report("from where it began")  # a checkpoint elsewhere: the run begins on its own mesh
             return run.mesh, self._command
         mesh = mesh_without(run, num_ranks)
         if mesh is None:
@@ -50,8 +50,8 @@ class Restarts:
 
 
 def mesh_without(run: ResolvedRun, num_ranks: int) -> Mesh | None:
-    """The mesh of a run that resumes on `num_ranks` ranks, since others are lost: its own, or the first legal one of as
-    many ranks as there is one for; None where there is none."""
+    """The mesh of a run that resumes on `num_ranks` ranks after others were lost: its own, or the first legal mesh of
+    the largest possible number of ranks; None if there is none."""
     for count in range(min(num_ranks, run.mesh.size), 0, -1):
         if count == run.mesh.size:
             return run.mesh

@@ -28,7 +28,7 @@ from ranvier.world import World
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankRuntime:
-    """One rank's part of a run on one mesh. own: whether its world is too."""
+    """One rank's part of a run on one mesh. own: whether `world` belongs to this mesh alone."""
 
     run: ResolvedRun
     frozen: FrozenLayers
@@ -42,9 +42,9 @@ class RankRuntime:
     own: bool
 
     def work_share(self) -> float:
-        """Share of the operations of a step in which all layers train and samples have the model's length that a step
-        performs: frozen blocks have no backward, frozen weights no gradients, of blocks that this rank reads from the
-        cache nothing is computed, and padding does not count."""
+        """The operations of a step, as a share of those of a step that trains all layers on samples of the model's
+        length: frozen blocks have no backward, frozen weights no gradients, blocks that this rank reads from the cache
+        are not computed, and padding does not count."""
         costs = self.engine.stages.costs
         assert costs is not None  # `build_engine` gives a sample
         flops = [cost.flops for cost in costs]
@@ -56,7 +56,7 @@ class RankRuntime:
         return share * (1.0 - left_out / (3 * sum(flops)))
 
     def close(self) -> None:
-        """Collective over its ranks: its communicators are freed, but for those of the world that was there before."""
+        """Free the communicators, except those of a world that is not its own. Collective over its ranks."""
         self.engine.close()
         self.engine.forget_states()
         self.ranks.close()
@@ -66,10 +66,10 @@ class RankRuntime:
 
 def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: FrozenLayers = NONE_FROZEN,
                   fresh: bool = True) -> RankRuntime | None:
-    """This rank's part of `run` with these layers frozen; None on ranks that its mesh does not take. Collective over
-    all.
+    """This rank's part of `run` with these layers frozen; None on ranks that its mesh does not use. Collective over all
+    ranks.
 
-    fresh: parameters start as the run says; without, they are about to be written, and start from zero.
+    fresh: whether parameters are initialised as the run says; otherwise they are zero, and about to be overwritten.
     """
     whole.mesh = run.mesh
     own = not fresh or run.mesh.size < whole.size
@@ -85,8 +85,8 @@ def build_runtime(run: ResolvedRun, whole: World, data: Prepared, *, frozen: Fro
 
 
 def with_frozen(runtime: RankRuntime, data: Prepared, frozen: FrozenLayers) -> RankRuntime:
-    """The same on the same mesh, with other frozen layers; parameters are about to be written. Collective
-    over its ranks."""
+    """A runtime on the same mesh with other frozen layers; its parameters are about to be overwritten. Collective over
+    its ranks."""
     runtime.engine.close()
     runtime.engine.forget_states()
     engine = build_engine(runtime.run, runtime.world, data.weight, frozen=frozen, fresh=False)
@@ -96,7 +96,7 @@ def with_frozen(runtime: RankRuntime, data: Prepared, frozen: FrozenLayers) -> R
 
 
 def build_engine(run: ResolvedRun, world: World, weight: float, *, frozen: FrozenLayers, fresh: bool) -> Engine:
-    """weight: of one sample in the loss."""
+    """Build the engine of `run` on this rank. weight: weight of one sample in the loss."""
     model = families.model_of(run)
     if not fresh:
         model = replace(model, initial=lambda name: Initial("constant", 0.0))

@@ -33,8 +33,8 @@ from ranvier.train.report import versions
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The point from which a run starts. step: steps done before. offset: what is added to a sample's place in the
-    data. continues: whether the run's folder has the first part of the same run."""
+    """The point from which a run starts. step: steps done before. offset: added to a sample's position in the data.
+    continues: whether the run's folder has the first part of the same run."""
 
     step: int = 0
     offset: int = 0
@@ -58,7 +58,7 @@ class BestState:
 
 @checked(frozen=True, kw_only=True, config=ConfigDict(extra="ignore", strict=True))
 class CheckpointMetadata:
-    """A run's metadata in a checkpoint, as `Saving.save` has written it; all defaults where another loop wrote it."""
+    """A run's metadata in a checkpoint, as `Saving.save` wrote it; all defaults if another training loop wrote it."""
 
     samples: Annotated[int, Ge(0), Lt(1 << 62)] | None = None
     """Sequences consumed."""
@@ -67,11 +67,11 @@ class CheckpointMetadata:
     tokenizer: str | None = None
     """The fingerprint of the tokenizer."""
     labels: list[str] | None = None
-    """Names of classes by number, where the run has classes with names."""
+    """Names of classes by number, if the run has named classes."""
     guard: dict[str, list[float]] = field(default_factory=lambda: {"losses": []})
     run: dict[str, object] = field(default_factory=dict)
     elastic: dict[str, object] = field(default_factory=dict)
-    """Frozen layers, and how the run came to its mesh: `Elasticity.document`."""
+    """Frozen layers, and the history of the mesh: `Elasticity.document`."""
     best: BestState | None = None
     """The best evaluation so far."""
 
@@ -84,7 +84,7 @@ class CheckpointMetadata:
 
 
 def read_metadata(loaded: Loaded) -> CheckpointMetadata:
-    """Read a run's metadata from a checkpoint. CheckpointError where a field has an impossible value."""
+    """Read a run's metadata from a checkpoint. CheckpointError if a field has an impossible value."""
     try:
         found = TypeAdapter(CheckpointMetadata).validate_json(json.dumps(dict(loaded.about)))
         ElasticState.read(found.elastic)
@@ -111,22 +111,22 @@ def checkpoint_folder(run: ResolvedRun) -> Path:
 
 
 def labels_before(run: ResolvedRun) -> tuple[str, ...]:
-    """The names of classes, by number, of the checkpoint that the run resumes from; none where it has none."""
+    """The names of classes, by number, in the checkpoint from which the run resumes; none if it has none."""
     places = [Path(run.resume)] if run.resume not in ("none", "auto") else []
     if run.resume == "auto" and run.run_dir is not None:
         places = [checkpoint_folder(run), Path(read.origin(run.run_dir))]
     for folder in (folder for place in places for folder in find(place)):
-        with suppress(CheckpointError):  # the next one may be whole
+        with suppress(CheckpointError):  # the next checkpoint may be complete
             labels = read_manifest(folder).about.get("labels")
             return tuple(map(str, labels)) if isinstance(labels, list) else ()
     return ()
 
 
 class Saving:
-    """The training loop's use of checkpoints. Methods are collective, but for `take_notes`.
+    """The training loop's use of checkpoints. Methods are collective, except `take_notes`.
 
-    data: what the run reads. lease: rank 0's, of the folder of checkpoints. origin: as below, on a rank that has joined
-    a run under way.
+    data: the run's data. lease: of the folder of checkpoints, on rank 0. origin: as below, on a rank that has joined a
+    running run.
     """
 
     def __init__(self, run: ResolvedRun, recipe: str, engine: Engine, data: Prepared, lease: Lease | None,
@@ -138,15 +138,15 @@ class Saving:
         self._tokenizer = None if data.tokenizer is None else data.tokenizer.fingerprint
         self.checkpoints = _checkpoints(run, engine, lease)
         self.origin = self.checkpoints.broadcast_from_rank0(read.origin(run.run_dir)) if origin is None else origin
-        """The checkpoint elsewhere that the run of this folder began with; none where it began anew."""
+        """The checkpoint in another folder from which this folder's run began; "none" if it began from scratch."""
         self.offset = 0
-        """Sequences that were consumed beyond the steps' own: what a change of batch or going back has left out."""
+        """Sequences consumed in addition to those of the steps: skipped by a change of the batch size or a rollback."""
         self.saved_step: int | None = None
-        """After which the last checkpoint was begun; None where it is known to have failed."""
+        """The step after which the last checkpoint was begun; None if it is known to have failed."""
         self._last_error: str | None = None  # of the last checkpoint
         self.published_step = 0
-        """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later one gets its name,
-        or a run that died then and went on from it would never tell that step's numbers."""
+        """The last step whose numbers are in the run's folder; rank 0 only. No checkpoint of a later step gets its
+        final name: a run that died then and resumed from it would never report that step's numbers."""
 
     def move(self, run: ResolvedRun, engine: Engine) -> None:
         """Continue with another engine, perhaps on another mesh; the previous `Checkpoints` is closed."""
@@ -157,10 +157,10 @@ class Saving:
     # ------------------------------------------------------------------ where the run begins
 
     def start(self, engine_for: Callable[[int], Engine]) -> Start:
-        """Resume as `run.resume` says. CheckpointError or ConfigError where that cannot be.
+        """Resume as `run.resume` says. CheckpointError or ConfigError if that is not possible.
 
-        engine_for: the run's engine with so many frozen layers, which takes the place of the one before: a model has
-        other parameters once freezing has ended a tie.
+        engine_for: returns the run's engine with this many frozen layers, which replaces the previous one: the
+        parameters change once freezing has ended a tie.
         """
         def engine(manifest: Manifest) -> Engine:
             self._engine = engine_for(manifest.frozen_layers)
@@ -177,7 +177,7 @@ class Saving:
             loaded = self.checkpoints.load(self.origin, engine_for=engine)
         if loaded is None:
             self._refuse_lost()
-            return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: starting anew")])
+            return Start(notes=[NoteEvent(step=0, event="resume", text=f"no checkpoint in {folder}: starting over")])
         metadata = read_metadata(loaded)
         self._check_same(loaded, metadata)
         continues = loaded.folder.resolve().parent == folder.resolve()
@@ -195,7 +195,7 @@ class Saving:
                      elastic=metadata.elastic, best={} if metadata.best is None else asdict(metadata.best))
 
     def _check_same(self, loaded: Loaded, metadata: CheckpointMetadata) -> None:
-        """CheckpointError for what gives parameters of the same shapes another meaning."""
+        """CheckpointError for differences that give parameters of the same shapes another meaning."""
         def other(code: str, what: str, value: object, remedy: str) -> CheckpointError:
             return CheckpointError(what, code=code, where=f"checkpoint {loaded.folder}", value=value, remedy=remedy)
 
@@ -213,14 +213,14 @@ class Saving:
             own = loaded.folder.absolute().parent.parent / "tokenizer.json"
             raise other("checkpoint-of-other-tokenizer", "was trained with another tokenizer: the same ids would mean "
                         "other tokens", self._run.data.tokenizer, f"Set `--data.tokenizer {own}`." if own.exists() else
-                        "Set `--data.tokenizer` to the path of its own.")
+                        "Set `--data.tokenizer` to the path of its tokenizer.")
         if metadata.labels and self._labels and metadata.labels != self._labels:
             raise other("checkpoint-of-other-classes", "was trained on other classes: the same outputs would mean "
                         "other classes", self._labels[:20], f"Give data with its classes: {metadata.labels[:20]}.")
 
     def _refuse_others(self, path: Path | None) -> None:
-        """ConfigError where the folder has checkpoints of another run, or (path is one of them) newer ones, which
-        --resume auto would take the next time."""
+        """ConfigError if the folder has checkpoints of another run, or checkpoints newer than `path`, which --resume
+        auto would use the next time."""
         newest = listed(self.checkpoints.folder)[:1]
         if not newest:
             return
@@ -234,13 +234,13 @@ class Saving:
                               remedy="Choose another `--run-dir`, or remove the newer ones.")
 
     def _refuse_lost(self) -> None:
-        """ConfigError where the folder's run has saved checkpoints, which are gone: its logs would go, too."""
+        """ConfigError if the checkpoints that the folder's run has saved are gone: a new run would replace its logs."""
         assert self._run.run_dir is not None
         saved = [line["step"] for line in read_events(self._run.run_dir).lines if line["event"] == "checkpoint"]
         if last := self.checkpoints.broadcast_from_rank0(str(max(saved, default=""))):
             raise ConfigError(f"has no checkpoint, but the run has saved one after step {last}",
                               code="checkpoints-gone", where="checkpoint.dir", value=str(self.checkpoints.folder),
-                              remedy="Name the folder where they are now, or mount its disk; to begin anew, choose "
+                              remedy="Name the folder where they are now, or mount its disk; to start over, choose "
                                      "another `--run-dir`, or remove events.jsonl.")
 
     def _note(self, loaded: Loaded) -> NoteEvent:
@@ -266,9 +266,9 @@ class Saving:
 
     def save(self, step: int, result: BatchResult | None, elastic: Mapping[str, object],
              best: BestEvaluation | None = None) -> float | None:
-        """Begin a checkpoint; returns the seconds that training waited for it. None where the step was taken although
-        its loss is not a number: what comes of it is not kept. result: the step's, None where that was told as good.
-        best: the best evaluation so far, whose checkpoint stays."""
+        """Begin a checkpoint; returns the seconds that training waited for it. Saves nothing and returns None if the
+        step was taken although its loss is NaN. result: of the step, None if it was already reported as good. best: the
+        best evaluation so far, whose checkpoint stays."""
         if result is not None and result.stepped and math.isnan(result.loss):
             return None
         self.saved_step = step
@@ -283,27 +283,27 @@ class Saving:
             best=best.step if best is not None and self._run.checkpoint.best is not None else None)
 
     def take_notes(self) -> Iterator[NoteEvent]:
-        """Notes about checkpoints written since the last call; only rank 0 has them. CheckpointError where the run is
-        to stop."""
+        """Notes about checkpoints written since the last call; only rank 0 has them. CheckpointError if the run should
+        stop."""
         for written in self.checkpoints.written():
             yield self._event(written)
             if written.error and self._run.checkpoint.on_error == "stop":
                 raise self._error(written)
 
     def finish(self) -> None:
-        """Wait until all that was begun has been written, or has failed: then it counts as not begun."""
+        """Wait until all begun checkpoints are written. A checkpoint that has failed counts as not begun."""
         written = self.checkpoints.wait()
         self._last_error = written[-1].error if written else self._last_error
         if written and written[-1].error:
             self.saved_step = None
 
     def lacks_last(self) -> bool:
-        """On rank 0: whether the last checkpoint that was begun is not on the disk yet. Does not wait for it."""
+        """On rank 0: whether the last checkpoint begun is not on the disk yet. Does not wait for it."""
         return self.saved_step is not None and self._missing(self.saved_step) is not None
 
     def marked_best(self) -> str | None:
-        """On rank 0: the checkpoint that is marked as the best. That of the best evaluation may have failed; then it is
-        the best before it."""
+        """On rank 0: the checkpoint that is marked as the best. If the checkpoint of the best evaluation has failed,
+        this is the best one before it."""
         link = self.checkpoints.folder / BEST
         return str(link.resolve()) if link.exists() else None
 
@@ -323,7 +323,7 @@ class Saving:
                                       f"`--resume auto` `--run-dir {self._run.run_dir}`.")
 
     def _missing(self, step: int) -> str | None:
-        """Why the checkpoint after `step` cannot be seen to be whole; its checksums are not computed."""
+        """Why the checkpoint after `step` is missing or incomplete, if it is; checksums are not computed."""
         try:
             folder = step_folder(self.checkpoints.folder, step)
             for file in read_manifest(folder).files:
@@ -350,22 +350,23 @@ class Saving:
 
 
 _TOLD = frozenset(name for name in read.settings() if not name.startswith("log."))
-"""Settings that a checkpoint has: trackers, their projects and servers are nobody's who gets it."""
+"""Settings that a checkpoint contains: trackers, their projects and servers are private to whoever ran it."""
 
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",
          "model.compile", "model.attention_kernel", "optim.offload", "optim.bucket_size", "optim.chunk_buckets",
          "optim.buckets_in_flight", "optim.shard", "optim.update_in_backward", "data.corpus", "data.tokenizer",
          "data.cache_dir", "data.max_bytes", "elastic.cache", "deterministic", "resume", "run_dir", "max_restarts")
-"""Beginnings of names. Text and tokenizer are compared by what is in them, wherever they lie."""
+"""Prefixes of settings whose changes are not reported. Text and tokenizer are compared by content, not by path."""
 
 REFUSED = ("data.task", "model.norm_epsilon", "lora.alpha", "lora.method")
-"""Beside the model's sizes and the optimizer's algorithm, which the tensors of a checkpoint show, and its heads."""
+"""Settings that must not change, apart from the number of heads and from the model's sizes and the optimizer's
+algorithm, which the tensors of a checkpoint show."""
 
 
 def differences(before: Mapping[str, object], values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """(setting, its value in the checkpoint) of all that are to be told, by dotted name.
+    """(setting, value in the checkpoint) of all changed settings to report, by dotted name.
 
-    before: what the checkpoint says. values: all settings of the run.
+    before: settings in the checkpoint. values: all settings of the run.
     """
     for name, value in values.items():
         if name.startswith(PLACE) or name in REFUSED or not is_known(name, before):
@@ -377,6 +378,6 @@ def differences(before: Mapping[str, object], values: Mapping[str, object]) -> I
 
 
 def is_known(name: str, before: Mapping[str, object]) -> bool:
-    """Whether a checkpoint says what a setting was. One that was none is not among what a run writes; an imported
-    checkpoint has some settings only."""
+    """Whether a checkpoint records a setting. A run omits settings that are None; an imported checkpoint has only some
+    settings."""
     return name in before or "seed" in before

@@ -1,4 +1,4 @@
-"""The state of a run on one rank, and its one way from mesh to mesh.
+"""The state of a run on one rank, and the only way in which it changes its mesh.
 
     Idle -- advance --> Active -- advance --> Active on another mesh, or Idle
 
@@ -53,7 +53,7 @@ from ranvier.world import World
 
 @dataclass(kw_only=True, eq=False)
 class Active:
-    """A rank's part in one mesh. Of it only `saving` outlives the mesh."""
+    """A rank's part in one mesh. Only `saving` outlives the mesh."""
 
     runtime: RankRuntime
     saving: Saving
@@ -63,11 +63,11 @@ class Active:
     result: BatchResult | None = None
     """Result of the last step."""
     pending: PendingStep | None = None
-    """The last step, until its numbers are told."""
+    """The last step, until its numbers are reported."""
 
     @property
     def engine(self) -> Engine:
-        """That of the mesh."""
+        """The engine on this mesh."""
         return self.runtime.engine
 
 
@@ -76,15 +76,15 @@ class Idle:
     """A rank that the mesh does not use."""
 
     saving: Saving | None = None
-    """Saving of its last part in a mesh, if it had one."""
+    """`Saving` of the rank's last part in a mesh, if it had one."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Session:
-    """One run on one rank. Methods are collective over the ranks of the mesh, but for `close`.
+    """One run on one rank. Methods are collective over the ranks of the mesh, except `close`.
 
-    facts: what stays the same, whatever the mesh. run: as it is on this mesh. done: steps that are taken, those before
-    it resumed among them. lease: of the run's folders, on rank 0; so `history` and `page`. requests: for other meshes.
+    facts: what stays the same on every mesh. run: settings on this mesh. done: steps taken, including those before the
+    run resumed. lease: of the run's folders, on rank 0, like `history` and `page`. requests: for other meshes.
     """
 
     facts: RunFacts
@@ -102,23 +102,23 @@ class Session:
     page: ReportPage | None = None
     lease: Lease | None = None
     kernel: ExitStack = field(default_factory=ExitStack)
-    """The kernel of attention, which is preferred until this closes."""
+    """The context of the preferred attention kernel, until it is closed."""
     settings: ResolvedRun | None = None
-    """Settings as in the run's file, on rank 0."""
+    """Settings as written to the run's file, on rank 0."""
     stops: bool = False
-    """Whether a rank was told to stop; all ranks know it after the same step. So `resizes`: to take another mesh."""
+    """Whether a rank was asked to stop; the same on all ranks after each step. So `resizes`, for another mesh."""
     resizes: bool = False
     survival: Survival | None = None
-    """Survival of lost ranks, if the run is set to it."""
+    """Survival of lost ranks, if the run's settings ask for it."""
     summary: dict[str, object] | None = None
     """Summary of the run, once it has ended."""
     past: list[tuple[ResolvedRun, FrozenLayers]] = field(default_factory=list)
-    """What this rank had a part in before: settings, and the layers that were frozen."""
+    """Earlier meshes in which this rank took part: settings, and the layers that were frozen."""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def active(self) -> Active:
-        """The part in the mesh, of a rank that has one."""
+        """This rank's part in the mesh; it must have one."""
         assert isinstance(self.place, Active)
         return self.place
 
@@ -135,7 +135,7 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """The place in the data: samples of all steps so far, and those that were left out."""
+        """The position in the data: samples of all steps so far, including those that were skipped."""
         return self.run.samples_of(self.done) + self.active.runtime.train_data.offset
 
     @property
@@ -146,7 +146,7 @@ class Session:
     # ------------------------------------------------------------------ from mesh to mesh
 
     def state(self) -> RunState:
-        """After the last step."""
+        """The run's state after the last step."""
         active, best = self.active, self.best
         bad_steps = active.engine.bad_steps
         return RunState(step=self.done, samples=self.samples, guards=active.guards.state(), stops=self.stops,
@@ -155,13 +155,13 @@ class Session:
                         bad_steps=None if bad_steps is None else bad_steps.state())
 
     def advance(self, command: ChangeMesh, back_to: Held | None = None) -> None:
-        """Give up this rank's part in the mesh for that which it has after `command`, if any. Collective over the
-        world. back_to: the state with which this rank goes on, where a loss has cost it its engine."""
+        """Replace this rank's part in the mesh by the one that it has after `command`, if any. Collective over the
+        world. back_to: the state from which this rank continues, if a lost rank has cost it its engine."""
         change, state, old, before = command.change, command.state, self.place, self.run.mesh
         began, held, world, facts = time.monotonic_ns(), back_to, self.world, self.facts
 
-        # 1. No engine serves two meshes: its state is taken out, and its memory but for weights is free before there is
-        # a new one.
+        # 1. No engine serves two meshes: its state is taken out, and its memory except for weights is freed before
+        # there is a new one.
         if isinstance(old, Active):
             self.past.append((self.run, old.runtime.frozen))
             old.saving.checkpoints.close()
@@ -169,7 +169,7 @@ class Session:
             old.runtime.close()
         self.place = Idle(saving=old.saving)
 
-        # 2. Each change begins from the settings that the user gave: what `auto` came to holds on one mesh only.
+        # 2. Each change begins from the user's settings: the values chosen for `auto` are valid on one mesh only.
         self.run, self.done, self.stops = change.apply_to(facts.run), state.step, state.stops
         if world.rank == 0:
             publish_mesh(world.store, self.run.mesh)
@@ -190,7 +190,7 @@ class Session:
             saving.move(self.run, engine)
         saving.offset, saving.saved_step = runtime.train_data.offset, state.saved_step
         if state.bad_steps:
-            assert engine.bad_steps is not None  # the engine before had one, by the same settings
+            assert engine.bad_steps is not None  # the previous engine had one, with the same settings
             engine.bad_steps.load(state.bad_steps)
         if self.best is not None:
             self.best.load(state.best or {})
@@ -205,7 +205,7 @@ class Session:
         cache = self.elastic.enter(runtime, state.elastic, change, before, moved, seconds, self.done, self.progress)
         self.progress = self.progress.with_size(self.done, self.run.batch.global_size)
 
-        # 4. What has changed is told, and kept for a loss before the next step has ended.
+        # 4. The change is reported, and the state is copied in case a rank is lost before the next step has ended.
         self.outputs.event(TransitionEvent(
             step=self.done, old_mesh=before, mesh=self.run.mesh, reason=change.reason, old_frozen=change.old_frozen,
             frozen=change.frozen, cache=cache, bytes_moved=moved, seconds=seconds, began_ns=began,
@@ -224,19 +224,19 @@ class Session:
             self.save()
 
     def take_ranks(self, call: Call) -> str | None:
-        """Take the ranks of `call` into the world, or say why not. Collective over the ranks of the world."""
+        """Admit the ranks of `call` to the world, or return why not. Collective over the ranks of the world."""
         problem = self.members.grow(call, self.facts.run.launch.threads)
         self.elastic.num_ranks = self.world.size
         return problem
 
     def keep_state(self, *, saves: bool = False) -> None:
-        """Copy the state as it is, which is that after the last finished step, where lost ranks are survived. saves:
-        as of `Survival.after_step`."""
+        """Copy the present state, which is that after the last finished step, if the run survives lost ranks. saves:
+        see `Survival.after_step`."""
         if self.survival is not None and isinstance(self.place, Active):
             self.survival.steps.keep(self.done, self.place.runtime)
             self.survival.after_step(self.place.runtime, self.state, saves=saves)
 
-    # ------------------------------------------------------------------ what is told and written
+    # ------------------------------------------------------------------ reports and files
 
     @contextmanager
     def span(self, category: Category, label: str) -> Iterator[None]:
@@ -246,7 +246,7 @@ class Session:
         engine.timeline.add(category, label, engine.steps, started)
 
     def publish(self) -> None:
-        """Wait for the pending step's numbers and tell them. RanvierError when the loss is not a number any more."""
+        """Wait for the pending step's numbers and report them. RanvierError if the loss is not finite."""
         active = self.active
         if self.lease is not None:
             self.lease.check()
@@ -270,22 +270,22 @@ class Session:
         self.outputs.event(event)
         active.saving.published_step = event.step
         if event.stepped and not math.isfinite(event.loss):
-            active.runtime.ranks.barrier()  # a rank that fails ends the others: not before rank 0 has written the step
+            active.runtime.ranks.barrier()  # a failing rank ends the others: rank 0 must have written the step
             raise RanvierError("is not a finite number", code="loss-not-finite", where=f"loss of step {event.step}",
                                value=event.loss,
                                remedy=f"Lower `--train.learning-rate` (it is {self.run.train.learning_rate:g}) or "
-                                      "raise `--train.warmup-steps`; metrics.jsonl shows how it came about.")
+                                      "raise `--train.warmup-steps`; metrics.jsonl shows the steps before.")
 
     def tell_of_checkpoints(self) -> None:
-        """Report checkpoints written since the last call. CheckpointError where the run is to stop."""
+        """Report checkpoints written since the last call. CheckpointError if the run should stop."""
         for note in self.active.saving.take_notes():
             self.outputs.event(note)
 
     def save(self) -> float | None:
-        """Begin a checkpoint; returns as `Saving.save`."""
+        """Begin a checkpoint; returns the result of `Saving.save`."""
         active, unseen = self.active, None
         if self.elastic.controller.freezes and active.result is not None and active.saving.published_step < self.done:
-            scores: dict[str, float] = {}  # a run that resumes has to know of a step whose numbers are not told yet
+            scores: dict[str, float] = {}  # a resumed run needs the numbers of a step that are not reported yet
             if active.pending is not None and active.pending.eval_loss is not None:
                 scores = {LOSS: active.pending.eval_loss, **active.pending.eval_scores}
             unseen = StepFigures(loss=active.result.loss, targets=active.result.weight,
@@ -295,7 +295,8 @@ class Session:
                 self.run, active.runtime.frozen, self.progress, unseen=unseen), self.best)
 
     def keep_limits(self, note: NoteEvent) -> None:
-        """Tell of other limits, and keep them in the run's file while the run is as it began, which this is about."""
+        """Report changed limits, and keep them in the run's file while the run has its initial mesh and layers, which
+        the file describes."""
         self.outputs.event(note)
         limits = self.active.engine.limits
         self.run = with_limits(self.run, limits)
@@ -303,21 +304,21 @@ class Session:
             self.write_settings(with_limits(self.settings, limits))
 
     def write_settings(self, run: ResolvedRun) -> None:
-        """Every setting, with every `auto` resolved: also after transitions, which begin from unresolved ones."""
+        """Write the run's file: every setting, with every `auto` resolved."""
         self.settings, path = run, self.run_dir / "run.toml"
         with writing(path):
             read.write(run, path)
 
     def close(self) -> None:
-        """Let go of files and threads, however the run went."""
+        """Release files and threads, whether or not the run succeeded."""
         self.kernel.close()
         if self.survival is not None:
             self.survival.lost_ranks.close()
         if self.world.rank == 0 and self.world.joins is not None:
             remove_contact(self.run_dir)
-        saving = self.place.saving  # that of its last part in a mesh, on a rank that is idle or is to be
+        saving = self.place.saving  # of its last part in a mesh, on a rank that is idle or about to be
         written = saving is None or saving.checkpoints.close()
         self.elastic.caching.close()
         self.outputs.close()
-        if self.lease is not None and written:  # else a thread is still at work there, and ends with this process
+        if self.lease is not None and written:  # else a thread is still writing there, and ends with this process
             self.lease.release()

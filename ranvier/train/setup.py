@@ -1,5 +1,5 @@
-"""Set-up of a run: its data and first weights, what all ranks must agree on before there is an engine, and the settings
-once every `auto` is resolved.
+"""Set-up of a run: its data and initial weights, what all ranks must agree on before there is an engine, and the
+settings once every `auto` is resolved.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ranvier.train.saving import labels_before
 from ranvier.world import World
 
 PROMPT_TOKENS = 24
-"""Tokens of held-out text that the sample continues, at most, where the run has no prompt."""
+"""Most tokens of held-out text that the sample continues if the run has no prompt."""
 
 
 def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[ResolvedRun, Prepared, Pretrained | None]:
-    """The run with what only its data and its pretrained model tell, the data, and that model, if there is one. The
-    first rank of a machine prepares what is not in the cache; rank 0 prints progress. ConfigError for another number
-    of classes than the data has."""
+    """The run with the settings that only its data and its pretrained model determine, the data, and that model, if
+    any. The first rank of a machine prepares what is not in the cache; rank 0 prints progress. ConfigError if the
+    number of classes differs from the data's."""
     def line(text: str) -> None:
         if world.rank == 0:
             print(text, file=stream, flush=True)
@@ -73,9 +73,9 @@ def prepare_run(run: ResolvedRun, world: World, stream: TextIO) -> tuple[Resolve
 
 
 def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, world: World) -> ResolvedRun:
-    """The run with its folder, as rank 0 names it, the tensor mesh as it lies best on the nodes, and `launch.cluster`
-    as it is set or a shipped one with the GPU that all ranks have. DataError when the ranks have different data,
-    ConfigError when they have different settings."""
+    """The run with the folder that rank 0 names, the best placement of the tensor mesh on the nodes, and
+    `launch.cluster` as set, or else a shipped cluster with the GPU of all ranks. DataError if the ranks have different
+    data, ConfigError if they have different settings."""
     folder = run.run_dir or read.default_folder(recipe)
     everyone = ranks.gather_objects({"folder": str(folder), "text": fingerprint(data),
                                      "local_size": world.local_size, "settings": _same_everywhere(run),
@@ -101,13 +101,13 @@ def agree_on_run(run: ResolvedRun, recipe: str, data: Prepared, ranks: Group, wo
 
 
 def _cluster_here(world: World) -> str | None:
-    """The shipped cluster with this rank's GPU, where there is one."""
+    """The shipped cluster with this rank's GPU, if there is one."""
     return shipped_cluster_with(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
 
 
 def _same_everywhere(run: ResolvedRun) -> dict[str, str]:
-    """Settings in which all ranks must agree, as text: all but those of a rank's own machine and paths, logs and
-    restarts, and the data, whose fingerprint is compared."""
+    """Settings that must be the same on all ranks, as text: all except machine, paths, logs, restarts, and the data,
+    whose fingerprint is compared."""
     return {name: read.as_text(value) for name, value in read.flatten(run).items()
             if not isinstance(value, Path) and not name.startswith(("launch.", "log.", "data."))
             and name not in ("run_dir", "resume", "model.pretrained", "verbose", "max_restarts")}
@@ -121,9 +121,9 @@ def _first_three(settings: Mapping[str, str], names: Sequence[str]) -> str:
 
 def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | None, *, from_step: int | None,
                     before_adapters: Callable[[], list[str]] = list) -> list[str]:
-    """Set the weights with which the run begins, where they are a pretrained model's or those of adapters in a folder.
-    Collective. from_step: of the checkpoint that the run goes on from, None without one. before_adapters: called while
-    adapters, if there are any, change nothing. Returns notes for the user."""
+    """Set the initial weights if they come from a pretrained model or from adapters in a folder. Collective. from_step:
+    of the checkpoint from which the run resumes, None without one. before_adapters: called while adapters, if there are
+    any, change nothing. Returns notes for the user."""
     any_transformers.release()  # the blocks are built
     notes = []
     if pretrained is not None and from_step is None:
@@ -140,8 +140,7 @@ def initial_weights(engine: Engine, run: ResolvedRun, pretrained: Pretrained | N
 
 
 def write_tokenizer(tokenizer: AnyTokenizer, run_dir: Path) -> None:
-    """Write tokenizer.json, and the files that belong beside it, into the run's folder. RanvierError where that is not
-    possible."""
+    """Write tokenizer.json, and the files that belong with it, into the run's folder. RanvierError if that fails."""
     path = run_dir / "tokenizer.json"
     with writing(path):
         write_atomically(path, tokenizer.text())
@@ -157,7 +156,7 @@ def fingerprint(data: Prepared) -> str:
 
 
 def held_out_line(data: Prepared) -> list[int]:
-    """The start of the first held-out line of some length, as tokens, of the task lm."""
+    """The start of the first held-out line of at least four words, as tokens, for the task lm."""
     assert isinstance(data.tokenizer, Tokenizer) and data.first_tokens
     text = data.tokenizer.decode([token for token in data.first_tokens if token not in data.tokenizer.start])
     line = next((line for line in text.splitlines() if len(line.split()) >= 4), text)
@@ -165,7 +164,7 @@ def held_out_line(data: Prepared) -> list[int]:
 
 
 def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared, elastic: str) -> dict[str, str]:
-    """Description of a run in words. elastic: how it transforms itself; empty if it does not."""
+    """Description of a run in words. elastic: its elastic settings in words; empty if nothing is elastic."""
     model, unit = run.model, "packed sequences" if run.data.packing else form_of(run.data).samples
     num_parameters = sum(parameter.numel for parameter in engine.layout.parameters
                          if parameter.owner == parameter.name)
@@ -194,8 +193,8 @@ def settings_text(run: ResolvedRun, engine: Engine, world: World, data: Prepared
 
 
 def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: str = "none") -> ResolvedRun:
-    """`run` with every `auto` replaced by what it has come to on these ranks. origin: with which checkpoint the run of
-    this folder began, or none."""
+    """`run` with every `auto` replaced by the value chosen on these ranks. origin: the checkpoint with which this
+    folder's run began, or none."""
     transport = world.backend.name
     comm = run.comm if transport == "in-process" else replace(run.comm, transport=transport)
     if isinstance(world.backend, MixedBackend):
@@ -206,7 +205,7 @@ def resolve_remaining(run: ResolvedRun, engine: Engine, world: World, origin: st
                     bucket_size=resolve_bucket_size(run.optim, world.device.type))
     if is_half(DTYPES[run.precision]) and run.mesh.num_replicas > 1:
         optim = replace(optim, reduce_dtype="half" if optim.reduce_dtype == "auto" else optim.reduce_dtype)
-    resume = origin if run.resume == "auto" else run.resume  # who repeats the run from its file begins as it did
+    resume = origin if run.resume == "auto" else run.resume  # a run started from this file begins as this run did
     pipeline = replace(run.pipeline, boundaries=engine.boundaries or None, in_flight=engine.in_flight)
     if defers_by_limits(run):
         pipeline = replace(pipeline, deferred=engine.limits.deferred, defer_last=engine.limits.last)

@@ -1,4 +1,4 @@
-"""Entry of a rank into a run: with all others at its start, or later into a running one."""
+"""Entry of a rank into a run: with all others at its start, or later into a running run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ranvier.world import World
 
 
 def join(facts: RunFacts, world: World, stop: StopRequest) -> Session:
-    """The session of a rank that has joined the run of `facts`: it is idle until a mesh takes it."""
+    """The session of a rank that has joined the run of `facts`: it is idle until a mesh uses it."""
     members, outputs = Membership(world), Trackers()
     members.share_cores(facts.run.launch.threads)
     world.mesh = facts.run.mesh
@@ -60,20 +60,20 @@ def join(facts: RunFacts, world: World, stop: StopRequest) -> Session:
 def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracker], stream: TextIO, stop: StopRequest,
           freezing: FreezePolicy | None, origins: Mapping[str, str]) -> Session:
     """The session of a run that begins, or resumes from a checkpoint. Collective over all ranks. Arguments and errors
-    as of `ranvier.train.loop.train`."""
+    are those of `ranvier.train.loop.train`."""
     if world.joins is not None and freezing is not None:
-        raise ConfigError("cannot be with a freeze policy that is an object: ranks that join would not have it",
+        raise ConfigError("does not work with a freeze policy that is an object: ranks that join would not have it",
                           code="join-with-policy-object", where="launch.join-address", value=world.joins.address,
                           remedy="Name the policy with `--elastic.freeze module:name`.")
     members, is_first = Membership(world), world.rank == 0
 
-    # 1. The data tells what no setting says; then all ranks have one run, whose memory is compared with what is free.
+    # 1. The data completes the settings; then all ranks have the same run, whose memory is compared with what is free.
     run, data, pretrained = setup.prepare_run(run, world, stream)
     named_cluster = run.launch.cluster
     given = setup.agree_on_run(run, recipe, data, members.everyone, world)
     world.mesh = given.mesh
     run = check_fits(given, world, members.everyone)
-    members.everyone.barrier()  # not before every rank has looked at what is free
+    members.everyone.barrier()  # every rank must have read its free memory first
     kernel, attention = choose_kernel(run, members.everyone, world.device)
     run = replace(run, model=replace(run.model, attention_kernel=kernel))
     assert run.run_dir is not None  # all ranks have agreed on it
@@ -84,7 +84,7 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
 
     # 2. The engine, with the state of a checkpoint if the run resumes: other layers may have been frozen there.
     runtime, outputs = build_runtime(run, world, data), Trackers()
-    assert runtime is not None  # the first mesh takes all ranks
+    assert runtime is not None  # the first mesh uses all ranks
 
     def tell(event: Event) -> None:
         outputs.event(event)
@@ -103,14 +103,14 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
     if best is not None:
         best.load(resumed.best, is_own=resumed.continues)
         if best.step is not None and is_first and run.checkpoint.best is not None:
-            saving.checkpoints.mark_best(best.step)  # the run may have been killed before it did
+            saving.checkpoints.mark_best(best.step)  # the run may have been killed before it marked the best
     runtime.train_data.offset = resumed.offset
     engine, done, notes = runtime.engine, resumed.step, resumed.notes
     if best is not None and best.should_stop:
         notes.append(NoteEvent(step=done, event="early-stopping", fields=best.state(), text=(
-            f"{best.reason}; no step is left. A greater --train.early-stopping, or 0 for none, goes on")))
+            f"{best.reason}; no step is left. To continue, set a greater --train.early-stopping, or 0 for none")))
 
-    # 3. Rank 0 opens the files of the run, or goes on with them.
+    # 3. Rank 0 opens the files of the run, or continues them.
     requests, history, page = Requests(world, run.run_dir if is_first else None), History(), None
     if lease is not None:
         more = experiment_trackers(run.log, run.run_dir, continues=resumed.continues)
@@ -130,21 +130,21 @@ def start(run: ResolvedRun, recipe: str, world: World, trackers: Sequence[Tracke
                      guards=Guards(run.guard, engine, tell=tell, barrier=runtime.ranks.barrier),
                      meter=Meter(engine.timeline, runtime.ranks, world.device, stop, requests.are_waiting, run.mesh)))
     try:
-        # 4. First weights, where they are not drawn: references are computed while adapters change nothing.
+        # 4. Initial weights, if not random: the reference is computed while adapters change nothing.
         session.kernel.enter_context(preferred_kernel(kernel))
         notes += [NoteEvent(step=0, event="pretrained", text=text) for text in setup.initial_weights(
             engine, run, pretrained, from_step=None if resumed.loaded is None else resumed.loaded.step,
             before_adapters=partial(fill_reference, runtime, data, members.everyone, resumed))]
         notes += [NoteEvent(step=done, event="data", text=f"warning: {warning}") for warning in data.warnings]
-        if run.train.epochs is not None:  # how many steps these are is known only now
+        if run.train.epochs is not None:  # the number of steps is known only now
             notes += [NoteEvent(step=done, event="settings", text=str(warning))
                       for warning in length_warnings(run.train)]
 
-        # 5. What every setting has come to is written and told.
+        # 5. The final value of every setting is written and reported.
         run = session.run = setup.resolve_remaining(run, engine, world, saving.origin)
         if page is not None:
             page.run = run
-            # Without the cluster that was found by the GPUs here: the file may resume on others.
+            # Without the cluster that was found by the GPUs here: a run from this file may use others.
             session.write_settings(replace(run, launch=replace(run.launch, cluster=named_cluster)))
             if data.tokenizer is not None:
                 setup.write_tokenizer(data.tokenizer, session.run_dir)

@@ -1,4 +1,4 @@
-"""A step of training, from its learning rate to what follows from its numbers."""
+"""A training step, from its learning rate to the decisions that follow from its numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from ranvier.train.session import Session
 
 
 def take_step(session: Session, step: int) -> None:
-    """Optimizer step number `step`. The run is then at this step, or at that of the checkpoint to which the guard has
-    rolled back, or on another mesh. Nothing waits for the numbers of this step: those of the one before are told."""
+    """Take optimizer step number `step`. Afterwards the run is at this step, or at that of the checkpoint to which the
+    guard has rolled back, and perhaps on another mesh. Nothing waits for the numbers of this step: those of the
+    previous step are reported."""
     active, progress, elastic, survival = session.active, session.progress, session.elastic, session.survival
     runtime, engine, data = active.runtime, active.engine, active.runtime.train_data
 
-    # 1. What the step is: its rate, its samples, and whether the freeze policy will want the layers' gradients.
+    # 1. The step's learning rate and samples, and whether the freeze policy will need the layers' gradients.
     after, epoch = session.samples + session.run.samples_of(1), session.facts.data.epoch_samples
     if after // epoch > session.samples // epoch:
         elastic.caching.look_again()
@@ -29,7 +30,7 @@ def take_step(session: Session, step: int) -> None:
     asked = elastic.asks_after(step, session.samples, after, runtime.frozen)
     engine.watch_layers(asked)
 
-    # 2. Forward, backward, update. The samples of the next step are made while the device may still be at work.
+    # 2. Forward, backward, update. The samples of the next step are prepared while the device may still be computing.
     with runtime.measured.step():
         data.microbatch_size = elastic.microbatch_size(runtime, step)
         with session.span("data", "samples"):
@@ -40,7 +41,7 @@ def take_step(session: Session, step: int) -> None:
             with session.span("data", "samples of the next step"):
                 data.prefetch(step)
 
-    # 3. All ranks know of a bad step by now: the run ends, or goes back, and the data continues where it is.
+    # 3. All ranks know of a bad step by now: the run ends, or rolls back, and the data continues after this batch.
     reached = active.guards.after_step(step, result, batch, publish=partial(_publish_all, session, step, result, rate),
                                        rollback=partial(_roll_back, session))
     if reached != step:
@@ -54,13 +55,13 @@ def take_step(session: Session, step: int) -> None:
         elastic.saw_gradients(engine)
     session.done = step
 
-    # 4. The numbers of the step before have arrived meanwhile. With those of a few steps limits may change.
+    # 4. The numbers of the previous step have arrived. After a few steps their times may change the limits.
     session.publish()
     if (note := active.limits.after_step(runtime, step, active.meter.busy, active.meter.kept_steps)) is not None:
         session.keep_limits(note)
 
-    # 5. The checkpoint is begun before the sum of this step's numbers, so that writing overlaps with it; but not before
-    #    the evaluation or the decision that it has to contain.
+    # 5. The checkpoint is begun before the sum of this step's numbers, so that writing overlaps with the sum; but not
+    #    before an evaluation or a decision that the checkpoint must contain.
     evaluates, saves = progress.evaluates(step), progress.is_save_due(step)
     considers = bool(progress.steps_left(step)) and (elastic.state.needs_decision or session.resizes)
     is_late = evaluates and (session.best is not None or elastic.controller.freezes)
@@ -70,7 +71,7 @@ def take_step(session: Session, step: int) -> None:
     pending = _await(session, step, result, rate)
     pending.checkpoint_stall_seconds = stall
 
-    # 6. The held-out loss; with it training may end, or a checkpoint be due for the best model so far.
+    # 6. The held-out loss, after which training may end, or a checkpoint of the best model so far may be due.
     if evaluates:
         saves |= _evaluate(session, step, pending)
         considers &= session.steps_left > 0
@@ -79,17 +80,17 @@ def take_step(session: Session, step: int) -> None:
         session.publish()
         active.meter.resume()  # an evaluation is not a part of a step
     elif stall is not None or survival is not None:
-        session.publish()  # the checkpoint waits for it, and so do lost ranks: what is told is finished
+        session.publish()  # the checkpoint and the survival of lost ranks wait for it: a reported step is finished
     if survival is not None:
         survival.after_step(runtime, session.state, saves=saves and considers)
 
-    # 7. Freezing and another mesh, from here on with the state after this step.
+    # 7. Freezing and a change of mesh, which start from the state after this step.
     if considers:
         consider(session, save=saves)
 
 
 def _await(session: Session, step: int, result: BatchResult, rate: float) -> PendingStep:
-    """The numbers of `step` are on their way."""
+    """Start the sum of the numbers of `step`; returns the pending step."""
     active = session.active
     active.pending = pending = active.meter.step(step, result, rate)
     pending.loss_scale = active.engine.loss_scale and replace(active.engine.loss_scale)
@@ -100,14 +101,14 @@ def _await(session: Session, step: int, result: BatchResult, rate: float) -> Pen
 
 
 def _publish_all(session: Session, step: int, result: BatchResult, rate: float) -> None:
-    """Tell the numbers of `step` now, and of the one before where that is still to be done."""
+    """Report the numbers of `step` now, and those of the previous step if they are still pending."""
     session.publish()
     _await(session, step, result, rate)
     session.publish()
 
 
 def _roll_back(session: Session) -> int | None:
-    """Load the last checkpoint; its step, or None where there is none."""
+    """Load the last checkpoint; returns its step, or None if there is no checkpoint."""
     active = session.active
     active.saving.finish()
     session.tell_of_checkpoints()
@@ -120,15 +121,15 @@ def _roll_back(session: Session) -> int | None:
     session.progress = session.progress.rolled_back(loaded.step, metadata.elastic)
     if session.best is not None and metadata.best is not None:
         session.best.load(asdict(metadata.best))
-    active.saving.saved_step = None  # what a run that stops now saves has another place in the data
+    active.saving.saved_step = None  # a checkpoint saved now would have another position in the data
     for text in loaded.skipped:
         session.outputs.event(NoteEvent(step=loaded.step, event="checkpoint-skipped", text=text))
     return loaded.step
 
 
 def _evaluate(session: Session, step: int, pending: PendingStep) -> bool:
-    """Evaluate the model after `step`, whose numbers are still on their way; whether a checkpoint is due for it: of the
-    best model so far, or of the last one, where training stops early."""
+    """Evaluate the model after `step`, whose numbers are still pending; returns whether a checkpoint is due: of the
+    best model so far, or of the last one if training stops early."""
     runtime, best, metrics = session.active.runtime, session.best, dict[str, float]()
     for event in evaluate(runtime, session.facts.data, step):
         session.outputs.event(event)

@@ -1,12 +1,12 @@
 """Copies of state that let a run continue without lost ranks, and the step from which it then continues.
 
     each rank       copies of its state after the last two finished steps and, with sharded optimizer states, of the
-                    share of the replica before
-    rank 0          what goes along with the newest of these: place in the data, evaluations, elastic state
+                    share of the preceding replica
+    rank 0          the run's state with the newest copy: position in the data, evaluations, elastic state
 
-A step is finished once its numbers are told, which needs all ranks; each of them has copied its state before it gives
-its own. So whatever step is told, all ranks have the state after it, and nothing that is told is lost. A rank may be
-one step ahead, hence two copies. The agreement between survivors is `ranvier.launch.lost_ranks`.
+A step is finished once its numbers are reported, which needs all ranks; each rank copies its state before it
+contributes its numbers. So all ranks have the state after any reported step, and no reported step is lost. A rank may
+be one step ahead, hence two copies. The agreement between survivors is `ranvier.launch.lost_ranks`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from ranvier.world import World
 
 
 class LastSteps:
-    """Copies of this rank's state after the last finished steps and, where states are sharded, of those of the replica
-    before."""
+    """Copies of this rank's state after the last finished steps and, if states are sharded, of those of the preceding
+    replica."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Held, dict[str, object]]] = {}
-        """Step -> the state after it, and the part of the model's state that this is, for JSON."""
+        """Step -> the state after it, and which part of the model's state it is, for JSON."""
         self._engine: Engine | None = None
         self._replicas: Group | None = None
 
     def keep(self, step: int, runtime: RankRuntime) -> None:
-        """Copy the state after `step`; earlier ones but the last are dropped, and later ones, which are taken again.
-        Collective where states are sharded."""
+        """Copy the state after `step`. Drops earlier copies except the last, and later ones, whose steps are taken
+        again. Collective if states are sharded."""
         earlier = sorted(other for other in self._copies if other < step)[-(KEPT_STEPS - 1):]
         host_buffers = next((held for other, (held, _) in self._copies.items() if other not in earlier), None)
         self._copies = {other: self._copies[other] for other in earlier}
@@ -58,7 +58,7 @@ class LastSteps:
         self._copies[step] = held, part
 
     def _group(self, runtime: RankRuntime) -> Group:
-        """The ranks with this one's place in the other replicas. Collective where the engine is a new one."""
+        """The ranks with this rank's place in the other replicas. Collective if the engine is new."""
         if self._engine is not runtime.engine or self._replicas is None:
             self._engine = runtime.engine
             mesh = runtime.run.mesh
@@ -71,17 +71,18 @@ class LastSteps:
         return sum(piece.tensor.nbytes for held, _ in self._copies.values() for piece in held.pieces)
 
     def parts(self) -> dict[str, dict[str, object]]:
-        """The parts that this rank has, by step, for JSON."""
+        """The parts of the model's state that this rank has, by step, for JSON."""
         return {str(step): part for step, (_, part) in self._copies.items()}
 
     def state_after(self, step: int) -> Held | None:
-        """The state after `step`; None on a rank that has none."""
+        """The state after `step`; None on a rank without it."""
         return self._copies[step][0] if step in self._copies else None
 
 
 def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *, sharded: bool) -> str | None:
     """Description of the state after `step` that no survivor has; None if nothing is missing. parts: `LastSteps.parts`
-    of each. sharded: each replica has a share of the optimizer's states for itself, and a copy of another one's."""
+    of each survivor. sharded: whether each replica has only its share of the optimizer's states, and a copy of
+    another's."""
     have = [part[str(step)] for part in parts if str(step) in part]
     missing = "no survivor has the state of the last step"
     for first in {tuple(one["mesh"].items()): one for one in have}.values():
@@ -98,7 +99,7 @@ def missing_state(parts: Sequence[Mapping[str, Mapping[str, Any]]], step: int, *
 
 
 def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
-    """The note about lost ranks, and the decision to which they lead."""
+    """The note about lost ranks, and the resulting decision."""
     mesh = command.change.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one"
     ranks = [f"rank {rank}, which {one.how}," for rank, one in agreement.lost.items()]
@@ -109,8 +110,8 @@ def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
 
 
 class Survival:
-    """One rank's part in surviving lost ranks: what it keeps, and its agreements. asked: the run, before `auto` gave
-    way to what its ranks have measured. on_lost_rank: as of `LostRanks`."""
+    """One rank's part in surviving lost ranks: its copies, and its agreements. asked: the run before the ranks'
+    measurements replaced `auto`. on_lost_rank: see `LostRanks`."""
 
     def __init__(self, asked: ResolvedRun, world: World, *, on_lost_rank: Callable[[], None]) -> None:
         self._asked, self._world, self.steps = asked, world, LastSteps()
@@ -120,7 +121,7 @@ class Survival:
         self._mesh, self._frozen, self._boundaries = asked.mesh, NONE_FROZEN, tuple[int, ...]()
 
     def after_step(self, runtime: RankRuntime, state: Callable[[], RunState], *, saves: bool = False) -> None:
-        """The step that was kept last has been told: the run goes back no further. state: what goes along with it.
+        """Keep `state` with the last copied step, which has been reported: the run will not return to an earlier step.
         saves: a checkpoint of this step is still to be begun."""
         if self._world.rank == 0:
             self._state, self._mesh, self._frozen = state(), runtime.run.mesh, runtime.frozen
@@ -128,14 +129,14 @@ class Survival:
             self._boundaries = tuple(runtime.engine.boundaries)
 
     def agree(self, error: Exception, change_to: Callable[..., Change]) -> Agreement:
-        """See `LostRanks.agree`; the decision is a `ChangeMesh`. change_to: as of `Controller`."""
+        """See `LostRanks.agree`; the decision is a `ChangeMesh`. change_to: see `Controller`."""
         def decide(parts: Sequence[Mapping[str, Any]]) -> dict[str, object] | str:
             state = self._state
-            assert state is not None  # rank 0 has told of a step before lost ranks are survived
+            assert state is not None  # rank 0 has reported a step before survival begins
             problem = missing_state(parts, state.step, sharded=self._asked.optim.shard)
             mesh = None if problem else mesh_without(replace(self._asked, mesh=self._mesh), len(parts))
             if mesh is None:
-                return problem or f"no mesh of {len(parts)} ranks or fewer is legal for it"
+                return problem or f"no mesh of {len(parts)} ranks or fewer is legal for the run"
             boundaries = self._boundaries if mesh == self._mesh else ()
             change = change_to(mesh, self._frozen, self._frozen, boundaries or None, "for lost ranks")
             return asdict(ChangeMesh(change=change, state=state, save=self._saves))

@@ -1,5 +1,5 @@
-"""Trackers that every run has beside its files: the console (lines, and on a terminal a live line below them) and
-TensorBoard.
+"""Trackers that every run has in addition to its files: the console (lines, and on a terminal a live line below them)
+and TensorBoard.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ MAX_SECONDS_BETWEEN_LINES = 30.0
 _VERBOSE_SETTINGS = frozenset({"pipeline", "attention"})
 """Lines of the heading that only --verbose prints, as it does the table of stages."""
 NOTES_OF_A_KIND = 3
-"""Notes with the same name that are shown one after the other; events.jsonl has them all."""
+"""Number of first notes of the same name that are all shown; events.jsonl has every note."""
 SECONDS_BETWEEN_NOTES = 60.0
-"""Seconds between shown notes of one name, after the first ones: a recurring fault, such as a checkpoint that cannot be
-written, must not fall silent."""
+"""Seconds between shown notes of the same name, after the first ones: a recurring fault, such as a checkpoint that
+cannot be written, must stay visible."""
 
 
 def open_outputs(run_dir: Path, history: History, trackers: Sequence[Tracker], after: int | None
                  ) -> tuple[list[Tracker], list[NoteEvent]]:
-    """All that take the run's events, and what was left out of its logs. after: the step after which a run goes on that
-    began in this folder; None for one that begins."""
+    """All trackers of the run, and notes about damaged lines of its logs. after: the step after which a run that began
+    in this folder resumes; None for a new run."""
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     steps, events = Log(name="metrics.jsonl"), Log(name="events.jsonl")
     if after is not None:
         steps, events = read_metrics(run_dir, after), read_events(run_dir)
         with writing(run_dir / "summary.json"), suppress(FileNotFoundError):
-            (run_dir / "summary.json").unlink()  # of a run that had ended, and is resumed now
+            (run_dir / "summary.json").unlink()  # the run had ended, and is resumed now
         history.remember(steps.lines, [line for line in events.lines if line["step"] <= after])
         history.past_events = events.lines
     outputs: list[Tracker] = [history, MetricsFile(run_dir, steps.lines), EventsFile(run_dir, events.lines),
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """`duration` within an hour; beyond, hours and minutes."""
+    """`duration` up to an hour; above, hours and minutes."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours}h{minutes:02}" if seconds >= 3600 else duration(seconds)
 
@@ -101,8 +101,8 @@ def _rate(per_second: float) -> str:
 
 
 def start_text(event: StartEvent, stream: TextIO, verbose: bool = False) -> str:
-    """The run's heading: mesh and settings, a line each as `prose` fits it to `stream`. verbose: all settings, and the
-    table of stages."""
+    """The run's heading: mesh and settings, one line each, fitted to `stream` by `prose`. verbose: all settings, and
+    the table of stages."""
     lines = [f"{event.recipe}: {event.steps} steps on mesh {mesh_text(event.mesh)}"]
     lines += [prose(f"  {name:<14} {value}", stream, indent=17)
               for name, value in event.settings.items() if verbose or name not in _VERBOSE_SETTINGS]
@@ -110,8 +110,8 @@ def start_text(event: StartEvent, stream: TextIO, verbose: bool = False) -> str:
 
 
 def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
-    """The run's result, sample text, memory report and pictures, several lines, for `stream`. unit: of targets, in the
-    plural."""
+    """The run's result, sample text, memory report and pictures, as several lines for `stream`. unit: of the targets,
+    in the plural."""
     summary = event.summary
     losses = f"loss {summary['final_loss']:.4f}" if summary.get("final_loss") is not None else "no loss"
     if summary.get("eval_loss") is not None:
@@ -128,7 +128,7 @@ def end_text(event: EndEvent, stream: TextIO, unit: str = "tokens") -> str:
 
 @contextmanager
 def _without_room() -> Iterator[None]:
-    """A log whose disk is full loses lines, and does not end the run: what the run cannot do without says so itself."""
+    """Ignore a full disk: the console's output loses lines, but does not end the run. Essential files raise errors."""
     try:
         yield
     except OSError as error:
@@ -137,10 +137,10 @@ def _without_room() -> Iterator[None]:
 
 
 class PlainConsole:
-    """Lines of text without colours or cursor movements, flushed one by one. A step has one line, which grep finds
-    whole.
+    """Lines of text without colours or cursor movements, flushed one by one. Each step is one line, so that grep finds
+    all of it.
 
-    every: steps from one line to the next. verbose: notes for experts too. clock: seconds.
+    every: steps from one line to the next. verbose: also print notes for experts. clock: seconds.
     """
 
     def __init__(self, stream: TextIO, *, every: int = 10, verbose: bool = False,
@@ -148,7 +148,7 @@ class PlainConsole:
         self._stream, self._every, self._verbose, self._clock = stream, every, verbose, clock
         self._steps, self._unit, self._last_line = 0, "tokens", clock()
         self._num_seen, self._step_seconds = 0, 0.0
-        self._notes: dict[str, tuple[int, int, float]] = {}  # of each kind: shown, left out since, when it was shown
+        self._notes: dict[str, tuple[int, int, float]] = {}  # by kind: shown, left out since, time last shown
 
     def event(self, event: Event) -> None:
         """Print a heading, a step, a note, a transition or the end; other events are in the run's files."""
@@ -157,7 +157,7 @@ class PlainConsole:
                 self._steps, self._unit = event.steps, event.unit
                 self._print(start_text(event, self._stream, self._verbose))
             case StepEvent():
-                # the time to the end, by the durations of steps, in which recent ones weigh more
+                # the remaining time, by a mean of step durations in which recent steps weigh more
                 self._num_seen += 1
                 self._step_seconds += max(0.1, 1 / self._num_seen) * (event.step_seconds - self._step_seconds)
                 left = f"{time_left(max(0, self._steps - event.step) * self._step_seconds)} left"
@@ -176,8 +176,8 @@ class PlainConsole:
                 self._print(end_text(event, self._stream, self._unit))
 
     def _note(self, event: NoteEvent) -> None:
-        """Print the first notes of each name, and later ones now and then, so that one that comes every step does not
-        flood the screen."""
+        """Print the first notes of each name, and later ones occasionally, so that a note at every step does not flood
+        the screen."""
         kind = f"{event.event} {event.fields.get('setting', '')}"  # each setting that has changed is printed
         now = self._clock()
         shown, left_out, when = self._notes.get(kind, (0, 0, now))
@@ -189,7 +189,7 @@ class PlainConsole:
         self._print(f"step {event.step}: {event.text}{more}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        """Print lines of text. style: as rich has it, where there are colours."""
+        """Print lines of text. style: a style of rich, used if there are colours."""
         with _without_room():
             print(prose(text, self._stream), file=self._stream, flush=True)
 
@@ -198,7 +198,7 @@ class PlainConsole:
         self._print("  ".join(parts))
 
     def _show_step(self, event: StepEvent, left: str) -> None:
-        """Show the numbers of the step that is over now, and the time that is left, where there is a live line."""
+        """Show the numbers of the finished step, and the time left, if there is a live line."""
 
     def close(self) -> None:
         """Flush what has been printed, unless the disk is full."""
@@ -214,7 +214,7 @@ class LiveConsole(PlainConsole):
                  clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, every=every, verbose=verbose, clock=clock)
         self._console, self._losses, self._drawn = RichConsole(file=stream), list[float](), 0.0
-        # Drawn by events rather than by a thread of its own: a thread would compete with the rank's compute.
+        # Drawn by events rather than by its own thread, which would compete with the rank's compute.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
 
     def event(self, event: Event) -> None:
@@ -249,7 +249,7 @@ class LiveConsole(PlainConsole):
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of `values` in `width` characters or fewer: means of equal parts, lowest to highest."""
+    """`values` drawn in `width` characters or fewer: means of equal parts, scaled from the lowest to the highest."""
     finite = [value for value in values if math.isfinite(value)]
     parts = min(width, len(finite))
     means = []
@@ -263,7 +263,8 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def scalars(event: StepEvent | EvalEvent | TransitionEvent) -> dict[str, float]:
-    """The numbers of an event as curves: under train/, speed/, eval/ (eval/NAME/ of a named set) and mesh/."""
+    """The numbers of an event by the names of their curves: train/, speed/, eval/ (eval/NAME/ for a named set),
+    mesh/."""
     match event:
         case EvalEvent():
             place = f"eval/{event.name}/" if event.name else "eval/"
@@ -280,9 +281,9 @@ def scalars(event: StepEvent | EvalEvent | TransitionEvent) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Scalars under train/, speed/ and eval/; the sample and the notes as text. RanvierError when it cannot write.
+    """Scalars under train/, speed/ and eval/; the sample and the notes as text. RanvierError if it cannot write.
 
-    after: the step after which a run resumes whose curves are here; 0 for a new one.
+    after: the step after which a run with curves in this folder resumes; 0 for a new run.
     """
 
     def __init__(self, run_dir: Path, after: int = 0) -> None:
@@ -290,18 +291,18 @@ class TensorBoard:
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             if not after:
-                for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this one's
+                for stale in self._folder.glob("events.out.tfevents.*"):  # another run's curve would overlay this run's
                     stale.unlink()
             self._writer = SummaryWriter(str(self._folder), purge_step=after + 1 if after else None)
-        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # of each NaN, which the run itself reports
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # no warning about NaN: the run reports it
         self._error: OSError | None = None
-        # its thread would end with the first error, and the queue in front of it would block when it is full
+        # the writer's thread would end at the first error, and its queue would block once it is full
         file = self._writer.file_writer.event_writer._ev_writer
         file.write_event, file.flush = self._guard(file.write_event), self._guard(file.flush)
 
     def _guard(self, write: Callable[..., Any]) -> Callable[..., None]:
-        """`write` until its first error, which the next event raises. Nothing is written after a record that is torn:
-        a reader gets no further than that."""
+        """`write` until its first error, which the next event raises. Nothing is written after an incomplete record,
+        since no reader gets past it."""
         def guarded(*args: object) -> None:
             if self._error is None:
                 try:

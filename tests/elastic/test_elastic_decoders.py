@@ -71,8 +71,8 @@ def test_a_moving_cached_resumed_run_is_the_run_of_one_process(text, tmp_path, m
     assert read_rows(results) > 0
     (untied,) = events(run, "untied")
     assert untied["step"] == 4 and untied["text"] == (
-        "head.projection.weight is no longer tied to embedding.token.weight, which is frozen, and trains on with "
-        "weights of its own")
+        "head.projection.weight is no longer tied to embedding.token.weight, which is frozen, and continues to train "
+        "with its own weights")
     assert untied["text"] in told
 
     again = replace(run, run_dir=tmp_path / "again", mesh=Mesh(data=2), resume=str(

@@ -216,7 +216,7 @@ def test_fewer_steps_than_the_checkpoint_has(text, done):
 
 def test_from_the_start_where_there_is_none(text, tmp_path):
     _, said = run_all(tiny(text, tmp_path, steps=2, resume="auto"))
-    assert f"step 0: no checkpoint in {tmp_path}/checkpoint: starting anew" in said
+    assert f"step 0: no checkpoint in {tmp_path}/checkpoint: starting over" in said
     assert list(losses(tmp_path)) == [1, 2]
 
 
