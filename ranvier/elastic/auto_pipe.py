@@ -1,10 +1,10 @@
 """Cut of a model into stages when some of its layers are frozen, and the predicted time of a step.
 
-Two modes. The paper's (PipeTransformer, He et al., 2021, sections 3.2 and 3.3): blocks are assigned by size, greedily,
-and the pipeline is halved while its largest stage stays within what the largest was at the start. And the exact one:
-each mesh (`ranvier.elastic.mesh_candidates`) is cut exactly by time among the cuts that fit the memory, and predicted
-with the engine's own schedule. We deviate because sizes are not times, because the paper's criterion leaves out
-activations, and because an exact cut costs milliseconds. The greedy mode is the reference.
+There are two modes. The paper's mode (PipeTransformer, He et al., 2021, sections 3.2 and 3.3) assigns blocks greedily
+by size, and halves the pipeline while its largest stage is no larger than the largest stage at the start. The exact
+mode finds for each mesh (`ranvier.elastic.mesh_candidates`) the fastest cut that fits the memory, and predicts its time
+with the engine's own schedule. We deviate because sizes are not times, because the paper's criterion ignores
+activations, and because an exact cut costs only milliseconds. The greedy mode is the reference.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ranvier.schedule.schedule import Policy
 from ranvier.schedule.simulator import StageTimes, simulate
 
 FROZEN_FACTOR = 1 / 6
-"""The paper's lambda: what a frozen block weighs, as a share of one that trains."""
+"""The paper's lambda: the weight of a frozen block, relative to one that trains."""
 _MOST_SIMULATED = 50_000
-"""Microbatches on stages after which a cut is improved no further: about a second."""
+"""Simulated microbatches times stages after which a cut is improved no further: about a second."""
 
 
 # ---------------------------------------------------------------------- the paper's mode
@@ -40,8 +40,8 @@ def greedy(sizes: Sequence[float], devices: int, frozen: int = 0, factor: float 
 
         load + size < remaining / (K - k) + variance / (K - k)
 
-    with the sum and the population variance of the sizes that were left when its turn came; the last device takes what
-    is left. The paper does not say what happens where that leaves a device without blocks; here each gets one.
+    with the sum and the population variance of the sizes that were left when its turn came; the last device takes the
+    rest. The paper does not say what happens if that leaves a device without blocks; here each gets at least one.
     """
     assert 1 <= devices <= len(sizes) and 0 <= frozen <= len(sizes)
     weights = _weights(sizes, frozen, factor)
@@ -50,7 +50,7 @@ def greedy(sizes: Sequence[float], devices: int, frozen: int = 0, factor: float 
     for device in range(devices - 1):
         left = devices - device
         most = (sum(weights[start:]) + pvariance(weights[start:])) / left
-        last = len(weights) - left + 1  # one block stays for each device behind
+        last = len(weights) - left + 1  # one block is left for each later device
         stop = min(max(frozen if device == 0 else 0, start + 1), last)
         load = sum(weights[start:stop])
         while stop < last and load + weights[stop] < most:
@@ -68,8 +68,8 @@ def stage_sizes(sizes: Sequence[float], counts: Sequence[int], frozen: int = 0) 
 
 
 def compress(sizes: Sequence[float], devices: int, frozen: int, first_largest: float) -> int:
-    """The paper's pipeline length: half of `devices`, again and again, while the largest stage after halving is no
-    larger than `first_largest`, the largest stage when training began."""
+    """The paper's pipeline length: `devices`, halved repeatedly while the largest stage after halving is no larger than
+    `first_largest`, the largest stage when training began."""
     while devices % 2 == 0 and max(stage_sizes(sizes, greedy(sizes, devices // 2, frozen), frozen)) <= first_largest:
         devices //= 2
     return devices
@@ -82,7 +82,7 @@ def _weights(sizes: Sequence[float], frozen: int, factor: float) -> list[float]:
 # ---------------------------------------------------------------------- the exact mode
 
 StageBytes = Callable[[int, int, int], int]
-"""(stage, start, stop) -> bytes that a rank of that stage needs when it has blocks start .. stop - 1."""
+"""(stage, start, stop) -> bytes that a rank of that stage needs with blocks start .. stop - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Situation:
     samples: int
     """Samples of one step, over all replicas."""
     microbatches: int
-    """Per replica; fewer where it has fewer samples."""
+    """Microbatches per replica; fewer if it has fewer samples."""
     policy: Policy
     """The value of `pipeline.policy`."""
     in_flight: int | None = None
@@ -107,10 +107,10 @@ class Situation:
     frozen: int = 0
     """Blocks that do not train: a prefix, which has no backward."""
     cached: int = 0
-    """Blocks whose output is read from the cache, which takes no time: a part of the frozen prefix, on the first
+    """Blocks whose output is read from the cache, which is counted as free: a part of the frozen prefix, on the first
     stage."""
     memory_bytes: StageBytes | None = None
-    """None ignores memory."""
+    """Memory of stages; None ignores memory."""
     limit_bytes: int | None = None
     """Most bytes that a rank may need."""
 
@@ -131,11 +131,11 @@ class Cut:
     boundaries: tuple[int, ...] = ()
     """First block of each stage after the first."""
     seconds: float | None = None
-    """Predicted, of one step; None where there is no cut."""
+    """Predicted seconds of a step; None if there is no cut."""
     reason: str
-    """The bottleneck that decides its time, or why there is none."""
+    """The bottleneck that determines the time, or why there is no cut."""
     too_large: bool = False
-    """Whether there is none because none fits the memory."""
+    """Whether there is no cut because none fits the memory."""
 
 
 def best_cut(situation: Situation) -> Cut:
@@ -156,7 +156,7 @@ def best_cut(situation: Situation) -> Cut:
 
 
 class _Candidate:
-    """What the cuts of one mesh have in common."""
+    """The cuts of one mesh, and the facts that they share."""
 
     def __init__(self, situation: Situation) -> None:
         self.situation, self.facts, placement = situation, situation.facts, situation.placement
@@ -164,13 +164,13 @@ class _Candidate:
         self.held = [placement.stages_of(rank) for rank in range(self.num_ranks)]
         share = -(-situation.samples // situation.num_replicas)
         self.size = -(-share // min(situation.microbatches, share))
-        self.count = -(-share // self.size)  # the last one may be smaller, and there may be fewer than asked for
+        self.count = -(-share // self.size)  # the last microbatch may be smaller, and there may be fewer than requested
         self.last_size = share - (self.count - 1) * self.size
         self.times = self._block_times(self.size)
         self.sums = list(accumulate((sum(times) for times in self.times), initial=0.0))
 
     def time(self, cut: Cut) -> float:
-        """Seconds per sample, to nine digits, so that the order of additions decides nothing; infinite without a
+        """Seconds per sample, to nine digits, so that the order of additions does not matter; infinite without a
         cut."""
         return inf if cut.seconds is None else float(f"{cut.seconds / self.situation.samples:.9g}")
 
@@ -189,18 +189,19 @@ class _Candidate:
         return self._predict(boundaries)
 
     def _even(self) -> tuple[int, ...]:
-        """The cut whose ranks, with several stages each, have the most equal work that is found. Cached blocks stay
-        together, as one."""
+        """The cut with the most even work of ranks with several stages each. Cached blocks stay together, as one
+        block."""
         together = max(self.situation.cached, 1)
         costs = [self.sums[together], *(sum(times) for times in self.times[together:])]
         return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.placement))
 
     def improve(self, best: Cut) -> Cut:
-        """`best`, with boundaries moved by one block as long as that makes the predicted step shorter.
+        """`best`, with boundaries moved by one block as long as that shortens the predicted step.
 
-        The slowest stage is what counts with many microbatches. With few of them, with message times, or with stages
-        that have no backward, another cut may be better: over 60 random chains of 6 to 10 blocks on 2 to 4 stages by up
-        to 13 % (1f1b 5 %, gpipe 25 %); what this returns was at most 1 % (1f1b 0 %, gpipe 19 %) from the best of all.
+        With many microbatches the slowest stage determines the time. With few microbatches, with message times, or with
+        stages that have no backward, another cut may be better: over 60 random chains of 6 to 10 blocks on 2 to 4
+        stages by up to 13 % (1f1b 5 %, gpipe 25 %); the result was within 1 % (1f1b 0 %, gpipe 19 %) of the best of all
+        cuts.
         """
         left = _MOST_SIMULATED
         while left > 0:
@@ -228,7 +229,7 @@ class _Candidate:
         return inf if stage == 0 and stop < self.situation.cached else self.sums[stop] - self.sums[start]
 
     def _stages(self, boundaries: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-        """(stage, start, stop) of each."""
+        """(stage, start, stop) of each stage."""
         for stage, (start, stop) in enumerate(pairwise((0, *boundaries, self.situation.num_blocks))):
             yield stage, start, stop
 
@@ -239,7 +240,7 @@ class _Candidate:
         return self.situation.memory_bytes(stage, start, stop) - self.situation.limit_bytes
 
     def _too_much(self, boundaries: tuple[int, ...]) -> str | None:
-        """The message of the stage that exceeds the memory limit most; None if all are within it."""
+        """The message about the stage that exceeds the memory limit most; None if all stages fit."""
         excess, place = max((self._excess(*place), place) for place in self._stages(boundaries))
         if excess <= 0:
             return None
@@ -248,7 +249,7 @@ class _Candidate:
                 f"{stop - 1} needs {(limit + excess) / 2**20:,.1f} MiB of {limit / 2**20:,.1f} MiB")
 
     def _predict(self, boundaries: tuple[int, ...]) -> Cut:
-        """This cut with the seconds of a step, and the bottleneck."""
+        """The cut at these boundaries, with the predicted seconds of a step and the bottleneck."""
         given, places = self.situation, list(self._stages(boundaries))
         whole = [self._stage_times(self.times, start, stop) for _, start, stop in places]
         last = [self._stage_times(self._block_times(self.last_size), start, stop) for _, start, stop in places]
@@ -280,8 +281,8 @@ class _Candidate:
                           weight=backward * share, trains=stop > self.situation.frozen)
 
     def _hops(self, boundaries: tuple[int, ...]) -> dict[tuple[int, int], float]:
-        """Seconds of a message between two ranks; of several kinds the slowest. A return is a bare credit where nothing
-        trains on the stage that it goes to, nor before it."""
+        """Seconds of a message between two ranks: of the slowest kind. A return is a credit without tensors if nothing
+        trains on its destination stage or before."""
         given, facts, found = self.situation, self.facts, dict[tuple[int, int], float]()
         for stage, edge in enumerate(boundaries):
             here, there = given.placement.rank_of(stage), given.placement.rank_of(stage + 1)
@@ -292,7 +293,7 @@ class _Candidate:
         return found
 
     def _averaging(self, blocks: Sequence[int]) -> float:
-        """Seconds of a ring all-reduce of these blocks' gradients, as if nothing hid it."""
+        """Seconds of a ring all-reduce of these blocks' gradients, without overlap."""
         size = sum(self.facts.parameter_bytes[block] for block in blocks)
         if self.situation.num_replicas == 1 or not size:
             return 0.0
@@ -303,7 +304,7 @@ class _Candidate:
         return sum(self.facts.update_seconds[block] for block in blocks)
 
     def _work(self) -> float:
-        """Seconds that one rank alone would compute for a step."""
+        """Compute seconds of a step on one rank alone."""
         last = sum(map(sum, self._block_times(self.last_size)))
         return self.situation.num_replicas * ((self.count - 1) * self.sums[-1] + last + self._update(
             range(self.situation.frozen, self.situation.num_blocks)))

@@ -1,15 +1,15 @@
-"""AutoCache: outputs of frozen blocks by sample, so that these blocks run once for a sample and not once per epoch.
+"""AutoCache: outputs of frozen blocks by sample, so that these blocks run once per sample instead of once per epoch.
 
     forward(samples)   entry at this depth ---------------------------------> state       hit
                        entry at a smaller depth -> newly frozen blocks -----> state       upgraded, written
                        no entry -----------------> all frozen blocks -------> state       miss, written
 
-Entries belong to one start of a run. `repeatable` says whether blocks may be cached at all: whether they give the same
-twice.
+Entries belong to one start of a run. `repeatable` checks whether blocks may be cached at all: whether they give the
+same outputs twice.
 
-The plain form is `compute(0, inputs, None)`; the result equals it up to the precision of the entries. A disk cannot
-make a run fail: what cannot be read is a miss, and what cannot be written is reported once. (AutoCache: He et al.,
-"PipeTransformer", 2021, section 3.4.)
+Without a cache the state is `compute(0, inputs, None)`; the result equals it up to the precision of the entries. A disk
+cannot make a run fail: an entry that cannot be read is a miss, and a failure to write is reported once. (AutoCache: He
+et al., "PipeTransformer", 2021, section 3.4.)
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Compute(Protocol):
     """The frozen blocks."""
 
     def __call__(self, first: int, state: State, rows: Tensor | None, *, other_keys: bool = False) -> State:
-        """The state after the last frozen block, from that before block `first`. rows: [n] int64 on the CPU, which rows
-        of the microbatch the state has, in its order; None for all of them. other_keys: with the random numbers of
-        another step; only `repeatable` asks for them."""
+        """The state after the last frozen block, computed from the state before block `first`. rows: [n] int64 on the
+        CPU, the rows of the microbatch that the state has, in its order; None for all rows. other_keys: use the random
+        numbers of another step; only `repeatable` sets this."""
         ...
 
 
@@ -47,7 +47,7 @@ _HASHED_AT_ONCE = 1 << 24
 _PART_DIGITS = 8
 """Digits of a key that identify the part of the state in its file."""
 _TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Relative difference, in norm, of the results of one computation that sums in another order, by number format."""
+"""Largest relative difference, in norm, between results of one computation with sums in another order, by dtype."""
 _TF32_TOLERANCE = 1e-2
 
 
@@ -55,15 +55,15 @@ _TF32_TOLERANCE = 1e-2
 
 
 def versions(blocks: Sequence[Block]) -> tuple[tuple[int, int, int], ...]:
-    """Differs after any of these tensors was replaced, or changed in place as far as torch's version counter shows it
-    (changes through `.data` do not count). Reads no weights."""
+    """Version counters of these blocks' tensors: they differ after a tensor was replaced, or changed in place if
+    torch's version counter shows it (changes through `.data` do not count). Reads no weights."""
     return tuple((id(tensor), tensor.data_ptr(), tensor._version)
                  for _, _, module in blocks for _, tensor in named_tensors(module))
 
 
 def digests(blocks: Sequence[Block]) -> list[str]:
-    """Item i is a hash of the first i blocks: their numbers, names, and all tensors by name, dtype, shape and bytes. It
-    is a chain, so one pass gives the hashes of all depths."""
+    """Hashes of all depths in one pass, as a chain: item i is a hash of the first i blocks, of their numbers, names,
+    and all tensors by name, dtype, shape and bytes."""
     found = [""]
     for number, name, module in blocks:
         digest = hashlib.blake2b(repr((found[-1], number, name)).encode(), digest_size=16)
@@ -81,8 +81,8 @@ def digests(blocks: Sequence[Block]) -> list[str]:
 
 
 def _equal(first: State, second: State, *, exactly: bool) -> bool:
-    """Whether two states are equal, NaNs and infinities included: bit for bit, or within the tolerance of their number
-    format."""
+    """Whether two states are equal, including NaNs and infinities: bit for bit, or within the tolerance of their
+    dtype."""
     one, other = as_named_tensors(first, WHERE), as_named_tensors(second, WHERE)
     if list(one) != list(other):
         return False
@@ -107,11 +107,11 @@ def _equal(first: State, second: State, *, exactly: bool) -> bool:
 @torch.no_grad()
 def repeatable(blocks: Sequence[Block], inputs: State, compute: Compute, device: torch.device
                ) -> tuple[str | None, State]:
-    """(why outputs of these blocks cannot be cached, or None; their output), found by running them twice on one
-    microbatch, with other random keys and another state of torch's generators.
+    """(why outputs of these blocks cannot be cached, or None; their output), found by running the blocks twice on one
+    microbatch, with different random keys and states of torch's generators.
 
     Equal means bit for bit on a CPU, and within the tolerance of the number format on a GPU, whose kernels may sum in
-    any order. Leaves the generators and the blocks' buffers as they are."""
+    any order. Restores the generators and the blocks' buffers."""
     before = [(tensor, tensor.clone(), tensor._version) for _, _, module in blocks for tensor in module.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -132,7 +132,7 @@ def repeatable(blocks: Sequence[Block], inputs: State, compute: Compute, device:
 
 def _join(pieces: Sequence[tuple[Tensor, State]], count: int) -> State:
     """One state of `count` rows from (places of rows, state with these rows). places: int64, ascending, on the CPU.
-    NotCacheable if the pieces differ in shapes, or have another number of rows than places."""
+    NotCacheable if the pieces differ in shape, or a piece's number of rows differs from its number of places."""
     if len(pieces) == 1 and len(pieces[0][0]) == count:
         return pieces[0][1]
     if any(RowFormat.from_state(state, "full", count=len(places)) != RowFormat.from_state(pieces[0][1], "full",
@@ -174,20 +174,20 @@ class AutoCache:
     Args:
         folder: where the run's files are.
         blocks: the frozen blocks of this rank, from the first block of the model on.
-        num_samples: size of the dataset; a microbatch with a number outside of it is computed and not cached.
+        num_samples: size of the dataset; a microbatch with a number outside it is computed and not cached.
         precision: "half" or "full" (exact).
-        part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2"), and whatever else outputs
-            depend on besides weights and samples.
-        max_bytes: of the file of the present depth, and of those of two depths.
+        part: which slice of the state this rank has on a tensor parallel mesh ("col 0 of 2"), and all else on which
+            outputs depend besides weights and samples.
+        max_bytes: most bytes of the file of the present depth, and of the files of two depths together.
         agree: the minimum of a bool over the ranks of the stage, if blocks have collectives: all ranks then do the
             same, and a microbatch is a hit only if every rank has all of it. All ranks call it in the same order.
-        gather_over_rows: gathers texts of the ranks that have other samples, and other parts of the weights, with the
-            same part of the state: entries are named by what all of them say, so that any of them reads what another
-            has written.
-        warn: takes one line about what is not cached, once for each reason.
-        lengths: positions of each sample, where microbatches are padded to their longest one: an entry has those of its
-            sample alone, and what the blocks compute of them must not depend on the padding. Dim 1 of all tensors of
-            inputs and states is then the positions.
+        gather_over_rows: gathers strings over the ranks with the same part of the state, which have other samples and
+            other parts of the weights. Entries are named by all their strings, so that each rank reads the entries of
+            the others.
+        warn: receives one line about what is not cached, once for each reason.
+        lengths: positions of each sample, if microbatches are padded to their longest sample: an entry has only the
+            positions of its sample, and the blocks' outputs for them must not depend on the padding. Dim 1 of all
+            tensors of inputs and states is then the positions.
     """
 
     def __init__(self, folder: RunFolder, *, blocks: Sequence[Block], num_samples: int, precision: Precision,
@@ -209,23 +209,24 @@ class AutoCache:
         self._inputs: RowFormat | None = None
         """Form of the first microbatch's inputs; the others must have the same."""
         self._rows: RowFormat | None = None
-        """Row format of the state after the frozen blocks, as they last computed it."""
+        """Row format of the last computed state after the frozen blocks."""
         self._length: int | None = None
-        """Positions of this microbatch, where samples have lengths of their own."""
+        """Number of positions of this microbatch, if samples have different lengths."""
         self._versions: tuple[tuple[int, int, int], ...] | None = None
-        """Version counters of the weights to which the open files belong; None if files have to be opened."""
+        """Version counters of the weights to which the open files belong; None if files must be opened."""
         self._own_digests: list[str] = []
         """Digests of this rank's part of the weights."""
         self._digests: list[str] = []
         """Digests of the weights of all rows."""
         self._newest: CacheFile | None = None
         self._source: CacheFile | None = None
-        """The file of the greatest smaller depth, whose entries the newly frozen blocks make those of this depth."""
+        """The file of the next smaller depth, from whose entries the newly frozen blocks compute those of this
+        depth."""
         self._is_off = False
 
     @property
     def upgrades(self) -> bool:
-        """Whether entries of a smaller depth have become ones of these blocks."""
+        """Whether entries of a smaller depth have been upgraded to entries of these blocks."""
         return self.counts.upgraded > self._before.upgraded
 
     @property
@@ -234,8 +235,8 @@ class AutoCache:
         return len(self._blocks)
 
     def problem(self, inputs: State, compute: Compute) -> str | None:
-        """Why outputs of the frozen blocks cannot be cached, by one microbatch (`repeatable`). Its output shows the
-        form of a row, so that entries of other ranks are found from the first `forward` on."""
+        """Why outputs of the frozen blocks cannot be cached, judging by one microbatch (`repeatable`). Its output shows
+        the format of a row, so that entries of other ranks are found from the first `forward` on."""
         found, state = repeatable(self._blocks, inputs, compute, self._device)
         with suppress(NotCacheable):
             count = len(next(iter(as_named_tensors(state, WHERE).values())))
@@ -259,7 +260,7 @@ class AutoCache:
             state = self._assemble(len(numbers), found, inputs, compute, new)
         except NotCacheable as reason:
             is_usable, state = self._warn(reason), self._run("compute", compute, 0, inputs, None)
-        # Blocks that have changed their own buffers have made outputs of neither the old ones nor the new ones.
+        # If blocks have changed their own buffers, their outputs belong to neither the old nor the new buffers.
         if is_usable and self.writes and self._versions == versions(self._blocks):
             start = time.perf_counter()
             for places, one in new:
@@ -269,30 +270,30 @@ class AutoCache:
 
     def prefetch(self, samples: Iterable[Tensor]) -> None:
         """Start to read the entries of the next microbatches (each [b] int64, as `forward` will get them), in their
-        order. Microbatches of an earlier call that this one does not name are dropped."""
+        order. Microbatches of an earlier call that are not in this call are dropped."""
         if self._newest is not None and self._versions == versions(self._blocks):
             numbers = [each.tolist() for each in samples]
             self._newest.prefetch([each for each in numbers if self._are_in_dataset(each)],
                                   pinned=self._device.type == "cuda")
 
     def check_weights(self) -> None:
-        """Compare the weights' bytes. Until then, changes that torch's version counter does not show (`.data`) go
-        unnoticed."""
+        """Compare the weights' bytes. Changes that torch's version counter does not show (`.data`) are noticed only
+        here."""
         if self._versions is not None and digests(self._blocks) != self._own_digests:
             self._versions = None
 
     def set_blocks(self, blocks: Sequence[Block]) -> None:
-        """Use other frozen blocks from now on. Entries of the depth before are upgraded, if its weights are the
+        """Use other frozen blocks from now on. Entries of the previous depth are upgraded if its weights are the
         same."""
         self._blocks, self._versions, self.writes = list(blocks), None, True
         self._before = replace(self.counts, seconds=dict(self.counts.seconds))
 
     def times(self, samples: Tensor) -> Times | None:
-        """Seconds per sample for `cache_profile.decide`, with these blocks: what an entry saves, reading it and writing
-        it. `samples`, which were just written, are read once to measure it. None until something was computed, written
-        and can be read."""
+        """Seconds per sample for `cache_profile.decide`, with these blocks: those that an entry saves, those to read it
+        and to write it. `samples`, which were just written, are read once to measure reading. None until entries were
+        computed, written and can be read."""
         computed, what = self.counts.misses - self._before.misses, "compute"
-        if self.upgrades:  # saves the newly frozen blocks, and reading the entry before them
+        if self.upgrades:  # an entry saves the newly frozen blocks, and reading the entry before them
             computed, what = self.counts.upgraded - self._before.upgraded, "upgrade"
         if self._newest is None or not computed or not self.counts.written:
             return None
@@ -336,8 +337,8 @@ class AutoCache:
             self._folder.remove_others(self._part_digest, kept)
 
     def _open(self, depth: int, *, creates: bool = False) -> CacheFile | None:
-        """The file of a depth, if there is one: another rank may have created it. Without the form of a row, which the
-        blocks have not shown yet, there is none."""
+        """The file of a depth, if there is one: another rank may have created it. None until the blocks have shown the
+        format of a row."""
         if self._is_off or self._rows is None:
             return None
         try:
@@ -353,14 +354,15 @@ class AutoCache:
             return None
 
     def _key(self, depth: int) -> str:
-        """A hash of what two entries of one sample must have in common to be the same."""
+        """A hash of all that must be equal for two entries of one sample to be the same."""
         common = repr((self._part, depth, self._digests[depth], self._inputs, self._rows))
         return self._part_digest + hashlib.blake2b(common.encode(), digest_size=16).hexdigest()
 
     # ------------------------------------------------------------------ one microbatch
 
     def _is_usable(self, numbers: Sequence[int], inputs: State) -> bool:
-        """Whether this microbatch may be read and written: its inputs have the form of those of the first one."""
+        """Whether this microbatch may be read and written: its inputs have the form of the first microbatch's
+        inputs."""
         if self._is_off or not self.depth or not numbers or not self._are_in_dataset(numbers):
             return False
         try:
@@ -376,8 +378,8 @@ class AutoCache:
         return all(0 <= number < self._num_samples for number in numbers)
 
     def _find(self, numbers: Sequence[int], is_usable: bool) -> list[tuple[Tensor, CacheFile, Tensor]]:
-        """(places, file, rows) of the samples' entries: of this depth, and of the source where this depth has none.
-        Ranks that share a stage take all samples from one depth, or nothing."""
+        """(places, file, rows) of the samples' entries: of this depth, and of the source if this depth has none. Ranks
+        that share a stage take all samples from one depth, or none."""
         self._newest = self._newest or self._open(self.depth)
         found, missing = list[tuple[Tensor, CacheFile, Tensor]](), torch.arange(len(numbers))
         for store in (self._newest, self._source):
@@ -397,8 +399,8 @@ class AutoCache:
 
     def _assemble(self, count: int, found: Sequence[tuple[Tensor, CacheFile, Tensor]], inputs: State, compute: Compute,
                   new: list[tuple[Tensor, State]]) -> State:
-        """The state of all rows. (places, state) of what was computed is appended to `new`. NotCacheable if the parts
-        do not fit together."""
+        """The state of all rows. Appends (places, state) of computed rows to `new`. NotCacheable if the parts do not
+        fit together."""
         is_missing = torch.ones(count, dtype=torch.bool)
         parts: list[tuple[Tensor, int, State]] = []
         for places, store, rows in found:
@@ -412,7 +414,7 @@ class AutoCache:
                 rows.to(self._device, non_blocking=True), None if self._lengths is None else self._length)))
         missing = is_missing.nonzero().flatten()
         self.counts.misses += len(missing)
-        # Rows go through the blocks together where all do: no row is copied, and collectives need all of them.
+        # If all rows go through the blocks, they go together: no row is copied, and collectives need all of them.
         if len(missing) or not count:
             parts.append((missing, 0, inputs if not found else from_named_tensors({
                 name: tensor.index_select(0, missing.to(tensor.device))
@@ -435,14 +437,14 @@ class AutoCache:
         return from_named_tensors({name: tensor.detach() for name, tensor in as_named_tensors(made, WHERE).items()})
 
     def _write(self, samples: Sequence[int], state: State) -> None:
-        """Write rows, but for those that do not fit."""
+        """Write rows, except those that do not fit."""
         self.counts.unwritten += len(samples)
         try:
             rows = RowFormat.from_state(state, self._precision, count=len(samples),
                                         has_positions=self._lengths is not None)
             if self._lengths is not None and next(iter(
                     as_named_tensors(state, WHERE).values())).shape[1] != self._length:
-                raise NotCacheable("samples have different lengths, and the state has other positions than the inputs")
+                raise NotCacheable("samples have different lengths, and the state's positions differ from the inputs'")
         except NotCacheable as reason:
             self._is_off = True  # the state has no rows, and will have none in any other microbatch
             self._warn(reason)

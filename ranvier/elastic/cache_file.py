@@ -1,18 +1,18 @@
 """The files of a run's cache on a machine: one for each frozen depth, shared by the ranks of the machine.
 
-    PARENT/ranvier-cache-TOKEN/    of one start of a run; each rank that caches holds a shared lock (flock) on it
+    PARENT/ranvier-cache-TOKEN/    one start of a run; each rank that caches holds a shared lock (flock) on the folder
       KEY.rows                     a row for each sample, in their order: crc32 | payload
 
     payload    tensor | tensor | ...       in the order of the state
                position | position | ...   where samples have lengths of their own: each has the tensors' parts at one
                                            position, and a sample has as many of them as its length
 
-A checksum covers the key, the form of the rows, the sample's number and the payload. A row that has not been written,
+A checksum covers the key, the format of the rows, the sample's number and the payload. A row that has not been written,
 that is being written, or whose writer was killed is a miss. Two writers of one row write the same bytes, so they need
 no lock.
 
-Rows are read with `preadv` and not through a memory map: a file that is cut off, or a disk that fails, is a miss here
-and would be SIGBUS in a map. The page cache holds one copy for all ranks either way.
+Rows are read with `preadv` rather than a memory map: a truncated file or a failing disk is a miss here, and would be a
+SIGBUS with a map. The page cache holds one copy for all ranks either way.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class NotCacheable(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a row, or of a position of it: its shape without the samples' dim (and the positions'), its dtype
-    in the state and in the payload."""
+    """One tensor of a row, or of one of its positions: its shape without the samples' dim (and the positions' dim), and
+    its dtype in the state and in the payload."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,10 +84,10 @@ class RowFormat:
     """Format of one sample's row of a carried state: its tensors in the order of their bytes.
 
     With the precision "half", fp32 and fp64 are stored as fp16, which has 11 significant bits where bf16 has 8;
-    activations behind a norm and their residuals stay far within its range. Half precision, integers and masks are
-    stored as they are.
+    activations after a norm and their residuals stay far within its range. Half precision, integers and masks are
+    stored unchanged.
 
-    has_positions: rows have lengths of their own, and dim 1 of each tensor is the positions.
+    has_positions: rows have different lengths, and dim 1 of each tensor is the positions.
     """
 
     parts: tuple[Part, ...]
@@ -95,13 +95,13 @@ class RowFormat:
 
     @property
     def record_bytes(self) -> int:
-        """Size of one position, or of one row where all have one shape."""
+        """Size of one position, or of one row if all rows have the same shape."""
         return sum(part.num_bytes for part in self.parts)
 
     @staticmethod
     def from_state(state: State, precision: Precision, *, count: int, has_positions: bool = False) -> RowFormat:
         """The format of the rows of `state`. NotCacheable if its tensors do not all have `count` samples as their first
-        dim (and positions as their second one, where rows have lengths of their own), or for other dtypes."""
+        dim (and positions as their second dim, if rows have different lengths), or for other dtypes."""
         tensors = as_named_tensors(state, WHERE)
         if any(tensor.shape[:1] != (count,) for tensor in tensors.values()):
             raise NotCacheable("the state's tensors do not all have the samples as their first dim")
@@ -126,7 +126,7 @@ class RowFormat:
         records, in_range = list[Tensor](), torch.ones(lead[0], dtype=torch.bool)
         for part in self.parts:
             rows = tensors[part.name].reshape(*lead, prod(part.shape))
-            # A copy, as a single row may have any stride and still count as contiguous.
+            # A copy, since a single row may have any stride and still count as contiguous.
             stored = rows.to(part.stored, copy=True, memory_format=torch.contiguous_format)
             if part.stored is not part.dtype:
                 in_range &= (stored.isinf() == rows.isinf()).flatten(1).all(dim=1).cpu()
@@ -135,8 +135,8 @@ class RowFormat:
         return functional.pad(payload, (CHECKSUM_BYTES, 0)), in_range
 
     def decode(self, rows: Tensor, length: int | None) -> State:
-        """The state of `rows`, as `encode` gives them, on their device. length: positions of the state, where rows have
-        lengths of their own; those that a row lacks are zero."""
+        """The state of `rows`, as returned by `encode`, on their device. length: positions of the state, if rows have
+        different lengths; positions that a row lacks are zero."""
         payload = rows[:, CHECKSUM_BYTES:]
         lead = (len(payload),) if length is None else (len(payload), length)
         if length is not None:
@@ -154,10 +154,11 @@ class RowFormat:
 
 
 class RunFolder:
-    """The folder of a run's cache, which the last of its ranks removes.
+    """The folder of a run's cache, which the run's last rank removes.
 
-    parent: None for the system's temporary folder. token: what only the ranks of this start of the run know. Folders
-    beside it that no process holds, those of killed runs and starts, are removed a minute after their last file came.
+    parent: None for the system's temporary folder. token: known only to the ranks of this start of the run. Cache
+    folders of killed runs and starts, which no process has locked, are removed a minute after their last file was
+    created.
     """
 
     def __init__(self, parent: Path | None, token: str) -> None:
@@ -167,7 +168,7 @@ class RunFolder:
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Create the folder if it does not exist, and lock it. OSError."""
+        """Create the folder if it does not exist, and lock it. May raise OSError."""
         if self._handle is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(exist_ok=True, mode=0o700)
@@ -181,7 +182,7 @@ class RunFolder:
                         remove_unlocked(folder)
 
     def remove_others(self, prefix: str, keep: set[str]) -> None:
-        """Remove the files whose keys begin with `prefix`, but for those of the keys in `keep`."""
+        """Remove the files whose keys begin with `prefix`, except those with keys in `keep`."""
         with suppress(OSError):
             for path in self.path.glob(f"{prefix}*"):
                 if path.stem not in keep:
@@ -202,8 +203,8 @@ class RunFolder:
 class CacheFile:
     """An open file with the entries of `depth` frozen blocks. One thread uses it.
 
-    lengths: positions of each sample; all 1 where rows have one shape. max_bytes: rows that lie behind these are not
-    kept. creates: without, FileNotFoundError if no rank has created the file. OSError.
+    lengths: positions of each sample; all 1 if rows have the same shape. max_bytes: rows beyond this size are not kept.
+    creates: if False, FileNotFoundError unless a rank has created the file. May raise OSError.
     """
 
     def __init__(self, folder: RunFolder, key: str, depth: int, rows: RowFormat, lengths: Lengths, max_bytes: int, *,
@@ -213,7 +214,7 @@ class CacheFile:
         ends = np.cumsum(self._sizes)
         self._starts, self._kept, self.num_bytes = ends - self._sizes, ends <= max_bytes, int(ends[-1])
         self._tag = zlib.crc32(key.encode())
-        # A link is not followed, and a named pipe does not block.
+        # Links are not followed, and a named pipe does not block.
         self._file = os.open(folder.path / f"{key}.rows", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC |
                              (os.O_CREAT if creates else 0), 0o600)
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
@@ -223,13 +224,13 @@ class CacheFile:
         self._ahead: dict[tuple[int, ...], Future[tuple[Tensor, Tensor]]] = {}
 
     def close(self) -> None:
-        """Close the file, when nothing is being read."""
+        """Close the file once no read is in progress."""
         self._thread.shutdown(cancel_futures=True)
         os.close(self._file)
 
     def prefetch(self, microbatches: Sequence[Sequence[int]], *, pinned: bool) -> None:
-        """Start to read these microbatches in a thread, in this order; those of an earlier call that are not among them
-        are dropped. Memory is bounded by them and by `_AHEAD_BYTES`."""
+        """Start to read these microbatches in a thread, in this order; microbatches of an earlier call that are not
+        among them are dropped. Memory is bounded by their size and by `_AHEAD_BYTES`."""
         free_bytes, before, self._ahead = _AHEAD_BYTES, self._ahead, {}
         for samples in map(tuple, microbatches):
             free_bytes -= int(self._sizes[list(samples)].sum())
@@ -242,10 +243,10 @@ class CacheFile:
 
     def read(self, samples: Sequence[int], *, pinned: bool = False) -> tuple[Tensor, Tensor]:
         """The entries of `samples` that exist: ([n] int64, their places among `samples`; [n, bytes] uint8, their
-        rows, with zeros behind shorter ones). What was read ahead is not read again, unless an entry was missing then.
+        rows, with zeros after shorter ones). Rows that were read ahead are not read again, unless an entry was missing.
         A read error, a damaged row or a short file is a miss."""
         future = self._ahead.pop(tuple(samples), None)
-        # A microbatch that the thread has not begun is not waited for.
+        # Does not wait for a microbatch that the thread has not begun.
         if future is not None and not future.cancel() and future.exception() is None:
             found = future.result()
             if len(found[0]) == len(samples):
@@ -258,7 +259,7 @@ class CacheFile:
                             pin_memory=pinned and bool(samples))
         rows, found = slots.numpy(), list[int]()
         for place, (sample, size) in enumerate(zip(samples, sizes, strict=True)):
-            row = rows[len(found), :size]  # the place of the next entry: one that is not valid is written over
+            row = rows[len(found), :size]  # the slot of the next entry: an invalid entry is overwritten
             with suppress(OSError):
                 if os.preadv(self._file, [row.data], int(self._starts[sample])) == size and \
                         row[:CHECKSUM_BYTES].tobytes() == self._checksum(sample, row):
@@ -268,8 +269,8 @@ class CacheFile:
         return torch.tensor(found, dtype=torch.int64), slots[:len(found)]
 
     def write(self, sample: int, row: npt.NDArray[np.uint8]) -> int:
-        """Write one entry, and return its bytes: 0 if the sample's row lies behind the limit. OSError if the disk does
-        not take it; the row is then a miss. row: as `encode` gives it; bytes behind the sample's own are not
+        """Write one entry; returns its number of bytes, 0 if the sample's row is beyond the limit. OSError if the disk
+        cannot store it; the row is then a miss. row: as returned by `encode`; bytes after the sample's own are not
         written."""
         if not self._kept[sample]:
             return 0
@@ -280,6 +281,6 @@ class CacheFile:
         return done
 
     def _checksum(self, sample: int, row: npt.NDArray[np.uint8]) -> bytes:
-        """Never that of a hole, which is 0."""
+        """The checksum of a row; never 0, which is that of a hole in the file."""
         tag = zlib.crc32(sample.to_bytes(8, "little"), self._tag)
         return (zlib.crc32(row[CHECKSUM_BYTES:].data, tag) or 1).to_bytes(CHECKSUM_BYTES, "little")

@@ -3,9 +3,9 @@
 For a sample that is not cached yet, with n reads of it still to come (this one included):
 
     without the cache    n compute
-    with it              compute + write + (n - 1) read
+    with the cache       compute + write + (n - 1) read
 
-so the cache pays if (n - 1) (compute - read) > write.
+so the cache saves time if (n - 1) (compute - read) > write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether the cache is used, and why. saved_seconds: over the rest of the run, on the samples of one rank; negative
+    """Whether the cache is used, and why. saved_seconds: in the rest of the run, on the samples of one rank; negative
     if the cache would cost time."""
 
     pays: bool
@@ -33,13 +33,13 @@ class Decision:
 
 
 def decide(times: Times, *, frozen_layers: int, remaining_reads: int, num_samples: int) -> Decision:
-    """Whether the cache is used from now on.
+    """Decide whether the cache is used from now on.
 
     Args:
         remaining_reads: (epochs left) x (samples), as this rank will read them.
         num_samples: distinct samples among them.
     """
-    fresh = min(num_samples, remaining_reads)  # asked for once before their entry is there
+    fresh = min(num_samples, remaining_reads)  # computed once before their entry exists
     saved = (remaining_reads - fresh) * (times.compute - times.read) - fresh * times.write
     each = (f"a sample's {frozen_layers} frozen layers take {_ms(times.compute)}, reading their output "
             f"{_ms(times.read)} and writing it {_ms(times.write)}")

@@ -20,8 +20,8 @@ class Change:
     """A change from one mesh and number of frozen layers to others.
 
     mesh: sizes by axis. boundaries: None cuts by cost. microbatch_size, global_size: samples. reason: why, in a few
-    words. schedule: settings of the pipeline in place of the run's own, whose schedule does not fit the memory there
-    (`plan/limits`). wish: the ID of the resize request that it fulfils; logs have it under this name.
+    words. schedule: pipeline settings that replace the run's own if their schedule does not fit the memory on the new
+    mesh (`plan/limits`). wish: the ID of the resize request that the change fulfils; its name in logs.
     """
 
     mesh: Mapping[str, int]
@@ -35,7 +35,7 @@ class Change:
     wish: str | None = None
 
     def apply_to(self, run: ResolvedRun) -> ResolvedRun:
-        """`run`, as it was started, as it is after the change."""
+        """The settings of `run` after the change. run: as it was started."""
         mesh, pipeline = resized(run.mesh, **self.mesh), run.pipeline
         if mesh.pipeline_size != run.mesh.pipeline_size:
             pipeline = replace(pipeline, deferred=None, defer_last=None)
@@ -44,8 +44,8 @@ class Change:
 
     def first_fitting(self, run: ResolvedRun, problem: Callable[[ResolvedRun], RanvierError | None]
                       ) -> tuple[Change, RanvierError | None]:
-        """The change with the first schedule of `run` that has no `problem` there. Where each has one, with the run's
-        own, and its problem."""
+        """The change with the first schedule of `run` that has no `problem` on the new mesh, and None. If each has one:
+        the change with the run's own schedule, and its problem."""
         own = replace(self, schedule=None)
         fitted = own.apply_to(run)
         found, why = first_that_fits(fitted, problem, lambda run, why: why is None)
@@ -53,7 +53,7 @@ class Change:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Change:
-        """The inverse of `asdict`, also after a passage through JSON."""
+        """The inverse of `asdict`; `document` may have passed through JSON."""
         return _FORM.validate_python(document)
 
 
@@ -62,11 +62,11 @@ _FORM = TypeAdapter(Change)
 
 @dataclass(frozen=True, kw_only=True)
 class MeshRequest:
-    """A request for another mesh, of a user or of ranks that want to join; as text, the sizes that it names.
+    """A request for another mesh, by a user or by ranks that want to join; its text is the sizes that it names.
 
-    sizes: by axis, where they are named; None where they must be named and are not. wish: its ID; None without one.
-    ranks: how many wait to join, if any do. has_joined: they are members of the run, and only their mesh is still to
-    come. reason: of the change that fulfils it. problem: why it could not be read.
+    sizes: by axis, for the named axes; None for required axes that are not named. wish: its ID; None without one.
+    ranks: how many wait to join, if any. has_joined: they are members of the run, and only their mesh is still pending.
+    reason: of the change that fulfils the request. problem: why the request could not be read.
     """
 
     sizes: Mapping[str, int | None]

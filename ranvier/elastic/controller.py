@@ -2,12 +2,12 @@
 
     state, facts -> state, change or None
 
-A run gives it facts that its ranks have measured (`ranvier.train.elasticity`), a plan those that a cluster's constants
-predict (`ranvier.planner.elastic_plan`). So both take the same decisions from the same facts:
+A run passes facts that its ranks have measured (`ranvier.train.elasticity`), a plan passes facts predicted from a
+cluster's constants (`ranvier.planner.elastic_plan`). So both make the same decisions from the same facts:
 
     steps        asks_after: is the policy to be evaluated?      tried_microbatch_size: of the next step
-    decisions    decide: freeze by the policy, then change to the mesh that pays, or to the one that is requested
-                 entered: what a change has cost                 restored: back to a checkpoint's mesh and layers
+    decisions    decide: freeze by the policy, then change to the mesh that pays, or to the requested one
+                 after_change: what a change has cost            restore: back to a checkpoint's mesh and layers
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from ranvier.mesh import Mesh, mesh_text
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionFacts:
-    """Facts that decide beside the state: measured by a run, predicted by a plan."""
+    """Facts for a decision, in addition to the state: measured by a run, predicted by a plan."""
 
     step: int
     """Optimizer steps done."""
     samples: int
-    """Consumed by these steps."""
+    """Samples consumed by these steps."""
     remaining_steps: int
     """Remaining steps of the present global batch."""
     num_ranks: int
-    """Number of ranks of the run now, idle ones included."""
+    """Present number of ranks of the run, including idle ones."""
     present: PresentMesh
     frozen: FrozenLayers
     blocks: Callable[[], BlockFacts]
     """Times and sizes of the blocks."""
     problem: Callable[[ResolvedRun, FrozenLayers], RanvierError | None]
-    """Why the run cannot continue in this form with these frozen layers; None where it can."""
+    """Why the run cannot continue with these settings and frozen layers; None if it can."""
     stage_memory: Callable[[FrozenLayers], StageMemory | None]
     """Memory into which cuts must fit."""
     caches: Callable[[int], bool]
-    """Whether outputs of so many frozen layers would be cached, as far as that is known."""
+    """Whether the outputs of this many frozen layers would be cached, as far as known."""
     stages: tuple[int, ...] = ()
-    """The field of `ranvier.elastic.freezing.Facts`; likewise below."""
+    """As in `ranvier.elastic.freezing.Facts`, like the next two."""
     stage_seconds: tuple[float, ...] = ()
     activation_change: tuple[float, ...] | None = None
     similarities: Similarities | None = None
@@ -72,7 +72,7 @@ class DecisionFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """change: None where the run continues as it is. notes: what the run reports of it."""
+    """The result of a decision. change: None if the run continues unchanged. notes: for the run to report."""
 
     state: ElasticState
     change: Change | None
@@ -81,8 +81,8 @@ class Decision:
 
 def tried_microbatch_size(state: ElasticState, mesh: Mesh, share: int, frozen: int, step: int
                           ) -> tuple[ElasticState, int, Note | None]:
-    """Samples of a microbatch of `step`, where numbers of them are profiled: of the one that is being tried, or was
-    the fastest. share: samples of a replica."""
+    """Samples of a microbatch of `step`, while the run profiles numbers of microbatches: for the number that is being
+    tried, or that was the fastest. share: samples of a replica."""
     pipe, data, note = mesh.pipeline_size, mesh.num_replicas, None
     counts, best = microbatch_counts(pipe, share), fastest_count(state, mesh, share, frozen)
     if state.trial is None:
@@ -112,15 +112,15 @@ def fastest_count(state: ElasticState, mesh: Mesh, share: int, frozen: int) -> i
 
 
 class Controller:
-    """The settings of one run, with its freeze policy. Methods change nothing but a policy that `Remembers`.
+    """The settings of one run, with its freeze policy. Methods change nothing except a policy that `Remembers`.
 
     Args:
         run: as it was started.
-        policy: decides which layers freeze. is_own: it was given instead of the one that `run.elastic.freeze` names.
+        policy: decides which layers freeze. is_own: whether it replaces the policy that `run.elastic.freeze` names.
         epoch_samples: samples of an epoch.
-        eval_samples: held-out samples, where the policy compares layers' outputs for them.
-        untrained: how many layers from the first on have nothing to train, which are frozen from the start.
-        still_frozen: of so many frozen layers, how many cannot train again, whatever the policy answers.
+        eval_samples: number of held-out samples, if the policy compares layers' outputs for them.
+        untrained: number of layers, from the first on, without trainable parameters; they are frozen from the start.
+        still_frozen: returns how many of this many frozen layers cannot train again, whatever the policy answers.
     """
 
     def __init__(self, run: ResolvedRun, policy: FreezePolicy, *, epoch_samples: int, is_own: bool = False,
@@ -149,22 +149,22 @@ class Controller:
             elastic.freeze
 
     def profile(self, state: ElasticState) -> MicrobatchProfile | None:
-        """Measured numbers of microbatches, where the run goes by them."""
+        """Measured times by number of microbatches, if the run uses them."""
         return state.profile if self.run.elastic.profile_microbatches else None
 
     def lowest(self, state: ElasticState, frozen: int) -> int:
-        """Number of the first `frozen` layers, which are frozen, stay so whatever the policy answers."""
+        """How many of the first `frozen` layers stay frozen whatever the policy answers."""
         return max(min(self._untrained, frozen), self._still_frozen(frozen), min(state.kept, frozen))
 
     # ------------------------------------------------------------------ steps
 
     def initial(self) -> ElasticState:
-        """Before the first step."""
+        """The state before the first step."""
         return ElasticState(policy=_policy_state(self.policy))
 
     def begin(self, state: ElasticState, step: int, frozen: FrozenLayers, num_layers: int) -> ElasticState:
-        """The run starts or resumes after `step`: depths given by hand for earlier steps hold at once, and layers in
-        which nothing trains are frozen."""
+        """The state when the run starts or resumes after `step`: manual depths for earlier steps apply immediately, and
+        layers in which nothing trains are frozen."""
         state = replace(state, compares=self._untrained > frozen.prefix)
         if self._by_hand:
             state = self.asks_after(state, step, 0, 0, frozen)
@@ -173,14 +173,14 @@ class Controller:
 
     def asks_after(self, state: ElasticState, step: int, before: int, after: int, frozen: FrozenLayers) -> ElasticState:
         """`state.due`: whether the policy is evaluated after `step`, which takes the data from sample `before` to
-        `after`. Once it is due, it is so after each step until one has gradients to be judged by."""
+        `after`. Once due, it stays due after each step until a step has gradients to evaluate."""
         due = self.freezes and (state.due or self._schedule.is_due(
             step, before, after, frozen.prefix, self.lowest(state, frozen.prefix)))
         return replace(state, due=due)
 
     def steps_until_asked(self, state: ElasticState, step: int, samples: int, size: int, frozen: int) -> int | None:
-        """Steps of `size` samples after `step` and `samples` until there is something to decide; None: never again. The
-        numbers of a step are known while the next one is under way."""
+        """Steps of `size` samples after `step` and `samples` until there is something to decide; None: never again. A
+        step's numbers are known during the next step."""
         found = [] if not state.unmeasured else [RECENT_STEPS + 1 - len(state.recent)]
         due = self._schedule.steps_until_due(step, samples, size, frozen, self.lowest(state, frozen))
         return min(found if due is None else [*found, due], default=None)
@@ -202,7 +202,7 @@ class Controller:
                 wanted = facts.frozen
         wanted = frozen_layers(wanted.layers | frozenset(range(self._untrained)))
         moves, chosen = wanted != facts.frozen, None
-        if request is not None:  # 2. a mesh: the one that is requested, or the best of those that pay
+        if request is not None:  # 2. the mesh: the requested one, or the best of those that pay
             found = self._requested_change(facts, request, wanted)
             if isinstance(found, Change):
                 return Decision(state=state, change=found, notes=notes)
@@ -220,7 +220,7 @@ class Controller:
         if not moves:
             return Decision(state=state, change=None, notes=notes)
         change, problem = self._change_on_same_mesh(state, facts, wanted,
-                                                    reason)  # 3. other frozen layers where the run is
+                                                    reason)  # 3. other frozen layers on the present mesh
         thawed = facts.frozen.layers - wanted.layers
         if problem is None or not thawed:
             return Decision(state=state, change=change, notes=notes)
@@ -230,9 +230,9 @@ class Controller:
 
     def after_change(self, state: ElasticState, change: Change, *, step: int, old: Mesh, new: Mesh, moved_bytes: int,
                      seconds: float, remaining_steps: int) -> ElasticState:
-        """The change has been made, in so many seconds. remaining_steps: of the global batch before it."""
+        """The state after a change that took `seconds`. remaining_steps: with the global batch before the change."""
         ledger = state.ledger
-        if not ledger.entries or ledger.entries[-1].measured_cost is not None:  # nobody has judged it
+        if not ledger.entries or ledger.entries[-1].measured_cost is not None:  # the change was not judged
             ledger = ledger.with_entry(Entry(
                 step=step, old=mesh_text(old), new=mesh_text(new), moved_bytes=moved_bytes,
                 seconds_before=state.seconds, remaining_steps=remaining_steps))
@@ -240,36 +240,36 @@ class Controller:
                         recent=(), trial=None, kept=0, schedule=change.schedule)
         if change.wish is not None:  # the user has chosen, and that holds until more layers freeze
             state = replace(state, refused=frozenset())
-        if {*old.changed_axes(new)} & {*old.stage_axes}:  # its times are those of other shares of a layer
+        if {*old.changed_axes(new)} & {*old.stage_axes}:  # its times were measured with other shares of a layer
             state = replace(state, profile=MicrobatchProfile(), reported=frozenset())
         return state
 
     def restore(self, saved: Mapping[str, Any], *, num_ranks: int, num_layers: int, step_samples: int,
                 boundaries: tuple[int, ...] | None, problem: Callable[[ResolvedRun, FrozenLayers], str | None]
                 ) -> Decision:
-        """The state of a checkpoint that has `saved`, and the change with which the resumed run returns to its frozen
-        layers and, if it is started on the mesh on which it was started before, to its last mesh. A run that has more
-        ranks now, since some had been lost, or settings that do not allow that mesh, stays on its first one.
+        """The state from the `saved` part of a checkpoint, and the change with which the resumed run returns to its
+        frozen layers and, if it is started on the same mesh as before, to its last mesh. A run that has more ranks now,
+        since some had been lost, or settings that do not allow the last mesh, stays on its first mesh.
 
-        step_samples: of the global batch that it continues with. boundaries: its cut now. problem: why there can be no
-        such run, with these frozen layers.
+        step_samples: of the global batch with which it continues. boundaries: its present cut. problem: returns why a
+        run with these frozen layers is impossible.
         """
         mesh, frozen = self.run.mesh, FrozenLayers(int(saved["frozen"]), tuple(saved.get("frozen_above", ())))
         if max(frozen.layers, default=-1) >= num_layers:
-            raise RanvierError(f"has {len(frozen)} frozen layers, and the model {num_layers}",
+            raise RanvierError(f"has {len(frozen)} frozen layers, but the model has {num_layers}",
                                code="checkpoint-frozen-layers", where="checkpoint",
                                remedy="Resume with the model that it was written with.")
-        # times are measured again: another machine may be at work
+        # times are measured again: the machine may be another one
         state = replace(ElasticState.read(saved), recent=(), trial=None, reported=frozenset())
         _load_policy(self.policy, state)
         # checkpoints from before rows and columns could change have only replicas and stages
         same = all(saved.get(f"first_{axis}", size) == size for axis, size in mesh.sizes.items())
         size = int(saved["global_size"])
-        if saved["first_size"] != self.run.batch.global_size:  # another one is asked for now
+        if saved["first_size"] != self.run.batch.global_size:  # the run now has another global batch
             size = self.rules.step_samples(prod(int(saved[axis]) for axis in mesh.replica_axes) if same else
                                            mesh.num_replicas)
         was = resized(mesh, **{axis: int(saved.get(axis, size)) for axis, size in mesh.sizes.items()}) if same else mesh
-        had = int(saved.get("num_ranks", num_ranks))  # older checkpoints have none
+        had = int(saved.get("num_ranks", num_ranks))  # older checkpoints lack it
         if was.size > num_ranks or had < num_ranks:  # ranks that had joined are gone, or lost ones are back
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
         notes: tuple[Note, ...] = ()
@@ -277,7 +277,7 @@ class Controller:
                 was, NONE_FROZEN, frozen, None, "", size=size, schedule=state.schedule).apply_to(self.run), frozen)):
             notes = (Note(event="dropped", text=f"{mesh_text(was)}, the mesh before the run was interrupted: {why}"),)
             same, was, size = False, mesh, self.rules.step_samples(mesh.num_replicas)
-        if not same or was == mesh:  # whose memory the start has looked at
+        if not same or was == mesh:  # the start has already checked its memory
             state = replace(state, schedule=None)
         if not frozen and was == mesh and size == self.run.batch.global_size == step_samples:
             return Decision(state=state, change=None, notes=notes)
@@ -285,7 +285,7 @@ class Controller:
         if same:
             reason, boundaries = "as before the run was interrupted", saved["boundaries"] and tuple(saved["boundaries"])
             if len(boundaries or ()) != replace(self.run, mesh=was).placement.num_stages - 1:
-                boundaries = None  # ranks have other numbers of stages now
+                boundaries = None  # the number of stages has changed
         return Decision(state=state, notes=notes, change=self.change_to(
             was, NONE_FROZEN, frozen, boundaries, reason, size=size, schedule=state.schedule))
 
@@ -293,7 +293,7 @@ class Controller:
                   boundaries: tuple[int, ...] | None, reason: str, *, size: int | None = None,
                   schedule: Mapping[str, Any] | None = None) -> Change:
         """The change from `old_frozen` to `frozen` layers, on `mesh`. boundaries: None cuts by cost. size: samples of a
-        step; None takes as many as its replicas are to have."""
+        step; None takes the number for its replicas."""
         size = self.rules.step_samples(mesh.num_replicas) if size is None else size
         return Change(mesh=mesh.sizes, frozen=frozen, old_frozen=old_frozen, boundaries=boundaries, global_size=size,
                       microbatch_size=microbatch_size(self.run.batch.microbatch_size, global_size=size, mesh=mesh),
@@ -301,13 +301,13 @@ class Controller:
 
     def _change_to_mesh(self, candidate: MeshCandidate, facts: DecisionFacts, wanted: FrozenLayers, reason: str = ""
                         ) -> tuple[Change, RanvierError | None]:
-        """The change to a mesh and cut, with a schedule that fits; and why it cannot be."""
+        """The change to a mesh and cut, with a schedule that fits; or with the error if none fits."""
         return self.change_to(candidate.mesh, facts.frozen, wanted, candidate.boundaries or None,
                               reason).first_fitting(self.run, lambda run: facts.problem(run, wanted))
 
     def _change_on_same_mesh(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, reason: str
                              ) -> tuple[Change, RanvierError | None]:
-        """The change to other frozen layers on the present mesh and cut; and the error if that may not fit."""
+        """The change to other frozen layers on the present mesh and cut; and the error if it may not fit."""
         here = self.change_to(facts.present.mesh, facts.frozen, wanted, facts.present.boundaries or None, reason,
                               schedule=state.schedule)
         fitted, problem = here.first_fitting(self.run, lambda run: facts.problem(run, wanted))
@@ -329,7 +329,7 @@ class Controller:
 
     def _select(self, state: ElasticState, facts: DecisionFacts, wanted: FrozenLayers, *,
                 among: set[tuple[int, int]] | None) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
-        """The mesh and cut that pay with these frozen layers. among: as of `mesh_candidates`."""
+        """The mesh and cut that pay with these frozen layers. among: see `mesh_candidates`."""
         present, depth, step = facts.present, wanted.prefix, facts.step
         blocks, cached = facts.blocks(), 0
         if facts.caches(depth):
@@ -352,7 +352,7 @@ class Controller:
     # ------------------------------------------------------------------ requests
 
     def _requested_change(self, facts: DecisionFacts, request: MeshRequest, wanted: FrozenLayers) -> Change | Note:
-        """The change to the mesh that a user requests, of the ranks that the run has; or why it is refused."""
+        """The change to the mesh that a user requests, on the run's ranks; or a note about why it is refused."""
         mesh = facts.present.mesh
         asked: dict[str, Any] = {axis: request.sizes.get(axis, size if axis in mesh.stage_axes else None)
                                  for axis, size in mesh.sizes.items()}
@@ -368,7 +368,7 @@ class Controller:
                     fields=request.fields())
 
     def _refusal(self, facts: DecisionFacts, asked: Mapping[str, Any]) -> str | None:
-        """Why a run cannot go to a mesh of the sizes `asked` (axis -> size), by these numbers alone."""
+        """Why a run cannot change to a mesh of the sizes `asked` (axis -> size), judging by these numbers alone."""
         sizes = [size for size in asked.values() if isinstance(size, int) and not isinstance(size, bool) and size >= 1]
         if len(sizes) < len(asked):
             return ("is not a mesh: give --data and --pipe, and --row and --col if they change, as whole numbers of at "

@@ -1,14 +1,14 @@
-"""Freeze policies behind one small interface, and the conditions that their answers must satisfy.
+"""Freeze policies with one small interface, and the conditions that their answers must satisfy.
 
 PipeTransformer (He et al., 2021, section 3.1) freezes a growing prefix of a model's layers while it is fine-tuned. At
 evaluation T, with L layers of which L_f are frozen, and layers numbered from 0:
 
     L_f(T) = min(L_f + alpha (L - L_f), argmin over l in L_f .. L - 1 of norm_l)       layers 0 .. L_f(T) - 1 are frozen
 
-A policy may also answer with fewer layers than are frozen: the others train again. Or with a set of layers: of those
-above the first that trains, the weights alone are frozen, and gradients pass through them. `decide` holds every policy,
-a user's own too, to layers that there are, and adds the first `Facts.lowest`. Layers are transformer layers; freezing
-layer 0 freezes what comes before it (the embedding), and the head is never frozen.
+A policy may also answer with fewer layers than are frozen: the others train again. Or with a set of layers: of frozen
+layers above the first that trains, only the weights are frozen, and gradients pass through them. `decide` checks that
+the answer of any policy, also a user's own, names existing layers, and adds the first `Facts.lowest`. Layers are
+transformer layers; freezing layer 0 also freezes the blocks before it (the embedding), and the head is never frozen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranvier.elastic.inputs import depth_by_hand
 from ranvier.errors import ConfigError
 
 _SPURIOUS = 1e-9
-"""Most by which a product of floats may exceed the integer for which it stands."""
+"""Most by which a floating-point product may exceed the integer that it represents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +32,19 @@ class Facts:
     step: int
     """Optimizer steps done."""
     evaluation: int
-    """T: evaluations of the policy in this run with this one, so the first is 1."""
+    """T: evaluations of the policy in this run, including this one, so the first is 1."""
     frozen: int
-    """Layers that are frozen now: those numbered below it."""
+    """Number of frozen layers: those numbered below it."""
     num_layers: int
-    """Transformer layers, without embedding and head."""
+    """Number of transformer layers, without embedding and head."""
     gradient_norms: tuple[float, ...]
     """L2 norm of each layer's gradient, averaged over the replicas; 0.0 for frozen layers."""
     lowest: int = 0
-    """Layers that stay frozen, whatever the policy answers: nothing trains in them, or a weight of theirs was tied to
-    one of the head until it froze."""
+    """Number of layers that stay frozen, whatever the policy answers: nothing trains in them, or one of their weights
+    was tied to a weight of the head until it froze."""
     loss: float = nan
-    """Training loss, averaged over the valid targets of the steps since the last evaluation of the policy. NaN where
-    there was none."""
+    """Training loss, averaged over the valid targets of the steps since the last evaluation of the policy. NaN if there
+    were none."""
     learning_rate: float = nan
     """Learning rate of the last step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -53,13 +53,12 @@ class Facts:
     frozen_above: tuple[int, ...] = ()
     """Layers above the first one that trains whose weights are frozen."""
     stages: tuple[int, ...] = ()
-    """The rank along the pipeline that has each layer: with one stage on each, its stage."""
+    """Pipeline rank of each layer; with one stage per rank, its stage."""
     stage_seconds: tuple[float, ...] = ()
-    """Seconds that each rank along the pipeline computed in a step, on average since the last transition; 0.0 where
-    nothing was measured."""
+    """Seconds that each pipeline rank computed in a step, on average since the last transition; 0.0 if not measured."""
     activation_change: tuple[float, ...] | None = None
-    """Change of the outputs of each layer on the same held-out samples since the last evaluation of the policy
-    (`ranvier.elastic.similarity`); NaN where there was none before. None unless the policy has `needs_activations`."""
+    """Change of each layer's outputs on the same held-out samples since the last evaluation of the policy
+    (`ranvier.elastic.similarity`); NaN at the first evaluation. None unless the policy has `needs_activations`."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.lowest <= self.frozen <= self.num_layers == len(self.gradient_norms) and self.evaluation >= 1
@@ -77,7 +76,7 @@ class FrozenLayers:
 
     @property
     def layers(self) -> frozenset[int]:
-        """All of them."""
+        """All frozen layers."""
         return frozenset(range(self.prefix)) | frozenset(self.above)
 
 
@@ -85,7 +84,7 @@ NONE_FROZEN = FrozenLayers(0)
 
 
 def layers_text(layers: Collection[int]) -> str:
-    """Layers in words: "layer 3", "layers 0-2 and 5"."""
+    """Description of layers: "layer 3", "layers 0-2 and 5"."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and runs[-1][-1] == layer - 1:
@@ -98,15 +97,15 @@ def layers_text(layers: Collection[int]) -> str:
 
 
 def frozen_layers(layers: Collection[int]) -> FrozenLayers:
-    """These layers, as a prefix and those above it."""
+    """These layers as a prefix and the layers above it."""
     prefix = next(layer for layer in range(len(layers) + 1) if layer not in layers)
     return FrozenLayers(prefix, tuple(sorted(layer for layer in layers if layer > prefix)))
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A policy with a state, which checkpoints keep: it has these two methods beside `frozen_layers`. The state is
-    JSON-serialisable."""
+    """A policy with a state, which checkpoints save: it has these two methods in addition to `frozen_layers`. The state
+    is JSON-serialisable."""
 
     def state_dict(self) -> dict[str, object]:
         """State of the policy for a checkpoint."""
@@ -116,19 +115,20 @@ class Remembers(Protocol):
 
 
 class FreezePolicy(Protocol):
-    """Decides how many layers are frozen. It is called on one rank, which broadcasts the answer. A policy whose
-    attribute `needs_activations` is True is also given `Facts.activation_change`, which costs a forward of a few
-    samples at each evaluation."""
+    """Decides which layers are frozen. It is called on one rank, which broadcasts the answer. A policy whose attribute
+    `needs_activations` is True also gets `Facts.activation_change`, which costs a forward of a few samples at each
+    evaluation."""
 
     def frozen_layers(self, facts: Facts) -> int | Collection[int]:
-        """The number of layers that are frozen from now on, from the first on, 0 to `facts.num_layers`: `facts.frozen`
-        changes nothing, more freezes layers, and with fewer layers train again. Or the numbers of these layers, from 0,
-        which need not be the first ones; after such an answer a number has layers above that many train again."""
+        """The number of first layers that are frozen from now on, 0 to `facts.num_layers`: `facts.frozen` changes
+        nothing, a greater number freezes layers, and a smaller one lets layers train again. Or a collection of layer
+        numbers, from 0, not necessarily the first ones; if a later answer is a number, all layers from that number on
+        train again."""
 
 
 @dataclass(frozen=True)
 class NoFreezing:
-    """No further layers freeze; those that are frozen stay so, and those in which nothing trains are."""
+    """Freezes no further layers; frozen layers, and those in which nothing trains, stay frozen."""
 
     def frozen_layers(self, facts: Facts) -> int:
         """See `FreezePolicy`."""
@@ -139,13 +139,13 @@ class NoFreezing:
 class GradientNorm:
     """The paper's rule, at most `alpha` of the active layers at a time.
 
-    The argmin is the layer whose gradient is smallest, the first of them in a tie, and that layer itself stays active:
-    those below it are frozen. So nothing is frozen while the lowest active layer has the smallest gradient, and the
-    last layer is never frozen. The paper's formula says so when layers are numbered from 0. Numbered from 1 it would
-    range over the last frozen layer too, whose norm is 0, and never freeze anything.
+    The argmin is the layer with the smallest gradient, the first one in a tie. That layer stays active, and the layers
+    below it are frozen. So nothing is frozen while the lowest active layer has the smallest gradient, and the last
+    layer is never frozen. The paper's formula means this if layers are numbered from 0. With numbers from 1 it would
+    include the last frozen layer, whose norm is 0, and never freeze anything.
 
-    The first term is rounded up, so that it is at least one layer while there are active ones (rounded down the rule
-    would stop for good at 1 / alpha layers). A norm that is not finite counts as infinitely large.
+    The first term is rounded up, so that it is at least one layer while there are active layers (rounded down, the rule
+    would stop permanently at 1 / alpha layers). A norm that is not finite counts as infinitely large.
     """
 
     alpha: float
@@ -164,8 +164,8 @@ class GradientNorm:
 class Cap:
     """The cap of the paper's rule alone, whatever the gradients are: ceil(L (1 - (1 - alpha)^T)).
 
-    Once T is large enough that is L: then only the head trains. (The paper's released code freezes by the cap alone,
-    once an epoch.)
+    Once T is large enough this is L, and only the head trains. (The paper's released code freezes by the cap alone,
+    once per epoch.)
     """
 
     alpha: float
@@ -178,7 +178,7 @@ class Cap:
 
 @dataclass(frozen=True)
 class Manual:
-    """Depths at given steps: `depths` has (step, layers) in the order of steps, each from that step on."""
+    """Depths at given steps: `depths` has (step, layers) in the order of steps, each valid from that step on."""
 
     depths: tuple[tuple[int, int], ...]
 

@@ -1,13 +1,13 @@
-"""Whether a transition pays: predicted gain against measured cost, and what became of it.
+"""Whether a transition pays: its predicted gain against its expected cost, and the measured outcome.
 
-A transition costs seconds once (tensors travel, groups and engines are built) and gains some on each step that is left.
-PipeTransformer (He et al., 2021) changes the pipeline whenever its memory criterion allows; here only when the gain is
-larger than the cost. Neither number is a model's alone: a prediction is the measured time of a step, scaled by what the
-model says of the two meshes, so that what it leaves out on both cancels; a cost is what earlier transitions cost, by
-the bytes that they moved, whatever they were made for.
+A transition costs seconds once (tensors are sent, groups and engines are built) and saves some on each remaining step.
+PipeTransformer (He et al., 2021) changes the pipeline whenever its memory criterion allows; Ranvier only if the gain is
+larger than the cost. Neither number comes from a model alone: the predicted time of a step is the measured time, scaled
+by the ratio of the model's predictions for the two meshes, so that what the model omits on both cancels; the cost is
+that of earlier transitions of any kind, by the bytes that they moved.
 
-Seconds per step are of steps with equally many samples. Where the global batch grows with the replicas, scale them, and
-count what remains in the steps of before.
+Seconds per step are of steps with the same number of samples. If the global batch grows with the replicas, scale them,
+and count the remaining steps with the previous global batch.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ranvier.cost.transition import transition_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One transition: what was expected of it (None where nobody judged it: layers froze and the mesh stayed, the
-    article's rule, a user's request), and what was measured (None as long as nothing was)."""
+    """One transition: its expected values (None if it was not judged: layers froze and the mesh stayed, the paper's
+    rule, a user's request), and its measured values (None until measured)."""
 
     step: int
-    """Optimizer steps done before it."""
+    """Optimizer steps done before the transition."""
     old: str
-    """The mesh that it came from, in words, and the one that it went to."""
+    """The mesh before the transition, in words, and the mesh after it."""
     new: str
     moved_bytes: int
-    """Bytes that ranks send each other: predicted, and replaced by measured ones after the transition."""
+    """Bytes that ranks send each other: predicted, and after the transition measured."""
     seconds_before: float | None = None
-    """Per step, measured."""
+    """Measured seconds per step."""
     seconds_after: float | None = None
-    """Per step, predicted."""
+    """Predicted seconds per step."""
     remaining_steps: int
     expected_cost: float | None = None
     """Seconds."""
     measured_cost: float | None = None
     """Seconds."""
     measured_after: float | None = None
-    """Seconds per step."""
+    """Measured seconds per step after the transition."""
 
     def __str__(self) -> str:
         parts = []
@@ -56,7 +56,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a transition pays, why in one line, and the entry that it would be."""
+    """Whether a transition pays, why, in one line, and its ledger entry."""
 
     pays: bool
     text: str
@@ -70,17 +70,17 @@ class Ledger:
     entries: tuple[Entry, ...] = ()
 
     def expected_cost(self, moved_bytes: int) -> float:
-        """Seconds of a transition that moves so many bytes: the prior's, times the median of what measured ones took
-        in relation to it."""
+        """Seconds of a transition that moves this many bytes: those of the prior, times the median ratio of measured
+        transitions to the prior."""
         return transition_seconds(moved_bytes, [(entry.measured_cost, entry.moved_bytes) for entry in self.entries
                                                 if entry.measured_cost is not None])
 
     def decide(self, *, step: int, old: str, new: str, seconds_before: float, model_before: float, model_after: float,
                remaining_steps: int, moved_bytes: int) -> Decision:
-        """Whether to go from mesh `old` to `new` (in words) after `step` steps.
+        """Decide whether to change from mesh `old` to `new` (in words) after `step` steps.
 
-        seconds_before: a step's, as measured; model_before, model_after: what the model predicts for both meshes. Where
-        one of them is not a positive finite number there is nothing to go by, and the answer is no.
+        seconds_before: measured seconds of a step; model_before, model_after: the model's predictions for both meshes.
+        If one of the three is not a positive finite number, the transition cannot be judged, and the answer is no.
         """
         cost = self.expected_cost(moved_bytes)
         known = all(isfinite(seconds) and seconds > 0 for seconds in (seconds_before, model_before, model_after))
@@ -103,8 +103,8 @@ class Ledger:
 
     def with_measured(self, *, cost: float | None = None, after: float | None = None,
                       moved_bytes: int | None = None) -> Ledger:
-        """The ledger with what was measured of its last transition: its cost in seconds, seconds per step after it,
-        what it moved. What is not finite is left out."""
+        """The ledger with measurements of its last transition: its cost in seconds, seconds per step after it, bytes
+        moved. Values that are not finite are ignored."""
         *earlier, last = self.entries
         if cost is not None and isfinite(cost):
             last = replace(last, measured_cost=cost)

@@ -1,5 +1,5 @@
-"""The meshes that a run may change to when layers freeze, each with its cut and predicted seconds; and the one that it
-takes. Pure."""
+"""The meshes to which a run may change when layers freeze, each with its cut and predicted seconds; and the selection
+of one of them. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranvier.schedule.policies import policy_named
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCandidate:
-    """A mesh that the run could change to, and its cut."""
+    """A mesh to which the run could change, and its cut."""
 
     mesh: Mesh
     boundaries: tuple[int, ...]
@@ -29,12 +29,12 @@ class MeshCandidate:
     samples: int
     """Samples of a step."""
     seconds: float | None
-    """Predicted, of a step; None where it cannot be, or is not known."""
+    """Predicted seconds of a step; None if the mesh is impossible or its time is not known."""
     fits: bool
     reason: str
-    """The bottleneck that decides its time, or why it is impossible."""
+    """The bottleneck that determines its time, or why the mesh is impossible."""
     too_large: bool = False
-    """Whether it cannot be because no cut fits the ranks' devices."""
+    """Whether it is impossible because no cut fits the ranks' devices."""
 
     @property
     def seconds_per_sample(self) -> float:
@@ -44,32 +44,31 @@ class MeshCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Memory into which cuts must fit, where each rank has a device of its own."""
+    """Memory into which cuts must fit, if each rank has its own device."""
 
     limit_bytes: int | None
     """Most bytes that a rank may need."""
     needed: Callable[[ResolvedRun], StageBytes | None]
-    """Bytes that a rank of a stage of this run needs; None where it is not judged stage by stage, or the run cannot
-    be."""
+    """Returns the bytes that a rank of each stage of a run needs; None if memory is not judged stage by stage, or the
+    run is impossible."""
 
 
 def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts: BlockFacts, *, num_ranks: int,
                     cached: int, profile: MicrobatchProfile | None = None, memory: StageMemory | None = None,
                     among: Collection[tuple[int, int]] | None = None) -> list[MeshCandidate]:
-    """The meshes that the run may change to with `depth` frozen layers, the best first, the present one among them.
+    """The meshes to which the run may change with `depth` frozen layers, best first, including the present mesh.
 
     Args:
-        num_ranks: the ranks that the run has now, idle ones too: some may have been lost, and others may have joined.
+        num_ranks: present number of ranks, including idle ones: some may have been lost, and others may have joined.
         cached: frozen blocks whose outputs the first stage will read (`ElasticRules.cached_blocks`).
-        profile: measured numbers of microbatches, where the run goes by them.
-        among: (replicas, ranks of a pipeline) of the meshes that are looked at, beside the present one; None looks at
-            all.
+        profile: measured times by number of microbatches, if the run uses them. among: (replicas, ranks of a pipeline)
+        of the meshes to consider, in addition to the present mesh; None considers all.
     """
     frozen, first, here = present.frozen_blocks(depth), rules.run.mesh, present.mesh
     here.require_known_axes("the choice of a mesh")
     if rules.run.elastic.cut == "reference":
         return [_reference(rules, present, frozen, facts, num_ranks)]
-    ranks = num_ranks // here.stage_size  # with as many ranks in each stage as now
+    ranks = num_ranks // here.stage_size  # each stage keeps its number of ranks
     if rules.run.elastic.auto_dp:
         shapes = [(ranks // length, length) for length in divisors(ranks)]
     else:
@@ -84,7 +83,7 @@ def mesh_candidates(rules: ElasticRules, present: PresentMesh, depth: int, facts
 
 
 def shape_of(mesh: Mesh) -> tuple[int, int]:
-    """Replicas and ranks of a pipeline: what candidates differ in."""
+    """(replicas, ranks of a pipeline) of a mesh, in which candidates differ."""
     return mesh.num_replicas, mesh.pipeline_size
 
 
@@ -98,8 +97,8 @@ def with_present_seconds(facts: BlockFacts, rules: ElasticRules, present: Presen
 
 def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh: Mesh, samples: int, cached: int,
                    profile: MicrobatchProfile | None = None, memory: StageMemory | None = None) -> MeshCandidate:
-    """`mesh`, cut exactly, with the run's schedule and microbatches of the size that its steps would have. frozen,
-    cached: blocks."""
+    """`mesh` with its exact cut, for the run's schedule and the size of microbatches on this mesh. frozen, cached:
+    numbers of blocks."""
     run, data, pipe = rules.run, mesh.num_replicas, mesh.pipeline_size
     share, size, in_flight = -(-samples // data), run.batch.microbatch_size, run.pipeline.in_flight
     count = -(-share // min(share, size))
@@ -109,9 +108,9 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
         count, size = best, size_of(share, best, mesh.microbatch_parts)
     holders, placement = data if run.optim.shard else 1, stage_placement(pipe, run.pipeline)
     if placement.per_rank > 1:
-        memory = None  # a rank's stages share it, so whole meshes are judged, by the transition's selector
+        memory = None  # a rank's stages share it, so `select` judges the memory of the entire mesh
     needed = None
-    if memory is not None:  # with the schedule that needs least
+    if memory is not None:  # with the schedule that needs the least memory
         there = on_mesh(replace(run, batch=replace(run.batch, global_size=samples)), mesh)
         needed = memory.needed(schedules(replace(there, batch=replace(there.batch, microbatch_size=size),
                                                  pipeline=replace(there.pipeline, boundaries=None)))[-1])
@@ -127,7 +126,7 @@ def mesh_candidate(rules: ElasticRules, facts: BlockFacts, frozen: int, *, mesh:
 
 def candidate_moved_bytes(rules: ElasticRules, present: PresentMesh, candidate: MeshCandidate, facts: BlockFacts,
                           depth: int) -> int:
-    """About what a transition to `candidate` with `depth` frozen layers sends from rank to rank."""
+    """Approximate bytes that ranks send each other in a transition to `candidate` with `depth` frozen layers."""
     return moved_bytes(old=present.mesh, old_boundaries=present.boundaries, new=candidate.mesh,
                        new_boundaries=candidate.boundaries, parameter_bytes=facts.parameter_bytes,
                        state_bytes=facts.state_bytes, frozen_blocks=present.frozen_blocks(depth),
@@ -150,7 +149,8 @@ def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: Bl
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 
-# Selects the mesh that a run changes to: the first candidate that fits and pays. Rejected ones are checked again.
+# Selects the mesh to which a run changes: the first candidate that fits and pays. Rejected candidates are checked
+# again.
 #
 # Memory, measured times and the cost of transitions change from epoch to epoch. So a mesh that did not fit or did
 # not pay may be taken later with the same frozen layers; until then its refusal is reported once.
@@ -158,7 +158,7 @@ def _reference(rules: ElasticRules, present: PresentMesh, frozen: int, facts: Bl
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """Something that the run reports, as an event of this name."""
+    """Something for the run to report, as an event of this name."""
 
     event: str
     text: str
@@ -169,11 +169,11 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
            facts: BlockFacts, *, depth: int, step: int, remaining_steps: int,
            problem_of: Callable[[MeshCandidate], str | None]
            ) -> tuple[ElasticState, MeshCandidate | None, tuple[Note, ...]]:
-    """Select the mesh and cut that the run changes to after `step`; None where both stay as they are.
+    """Select the mesh and cut to which the run changes after `step`; None if both stay.
 
     Args:
-        candidates: the best first, with the present mesh, whose cut may be another. Where no more layers freeze,
-            only another mesh is taken.
+        candidates: best first, including the present mesh, perhaps with another cut. If no more layers freeze, only
+            another mesh is selected.
         depth: frozen layers from now on.
         problem_of: why the run cannot continue on a candidate, or None.
     """
@@ -198,7 +198,7 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         problem = None if same else problem_of(candidate)
         if problem is not None:
             text = _drop_reason(candidate, depth, problem)
-            if candidate is current:  # its present cut is what it has, and slower meshes need not be judged
+            if candidate is current:  # it keeps its present cut, and slower meshes need not be judged
                 notes.append(Note(event="dropped", text=text))
                 break
             refuse(candidate, "dropped", text)
@@ -206,7 +206,7 @@ def select(rules: ElasticRules, state: ElasticState, present: PresentMesh, candi
         if candidate is current or rules.run.elastic.cut == "reference" or current is None or current.seconds is None:
             chosen = candidate
             break
-        # of a step here with the layers that are about to freeze: as measured without them, scaled as the model is
+        # seconds of a step on this mesh once the layers are frozen: the measured time, scaled by the model's ratio
         now = current.seconds if state.seconds is None else \
             state.seconds * (current.seconds / facts.seconds if facts.seconds else 1.0)
         decision = ledger.decide(

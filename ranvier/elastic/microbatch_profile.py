@@ -1,7 +1,7 @@
-"""Search for the number of microbatches of a replica's share over measured steps, once per (pipe, data).
+"""Search for the fastest number of microbatches of a replica's share, by measured steps, once per (pipe, data).
 
-PipeTransformer (He et al., 2021, section 3.2) tries K to 6 K microbatches on K stages. So does this; what was measured
-is plain data and goes into checkpoints.
+PipeTransformer (He et al., 2021, section 3.2) tries K to 6 K microbatches on K stages, and so does this search. The
+measurements are plain data, which checkpoints save.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from math import isfinite
 
 MOST_PER_STAGE = 6
 TRIAL_STEPS = 3
-"""Measured steps of each number of microbatches that is tried; the first of them warms up."""
+"""Measured steps of each number of microbatches; the first step warms up."""
 
 
 def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
     """Numbers of microbatches worth trying, rising, for a replica's `share` of samples: one near each multiple of
     `stages` up to 6 `stages`.
 
-    The engine cuts a share into microbatches of one size and what is left over, so a count stands for a size. Only
-    those count whose last microbatch lacks no more than an eighth of the share, unless there are none. A share with
-    fewer samples than stages is cut into single samples.
+    The engine cuts a share into microbatches of one size and a remainder, so a count determines a size. Counts whose
+    last microbatch lacks more than an eighth of the share are excluded, unless there are no others. A share with fewer
+    samples than stages is cut into single samples.
     """
     assert stages >= 1 and share >= 1
     if share <= stages:
@@ -36,14 +36,14 @@ def microbatch_counts(stages: int, share: int) -> tuple[int, ...]:
 
 
 def size_of(share: int, count: int, rows: int) -> int:
-    """Samples in a microbatch where a `share` is cut into `count`, such that `rows` can share each."""
+    """Samples in a microbatch if a `share` is cut into `count`, rounded up so that `rows` can split it."""
     size = -(-share // count)
     return -(-size // rows) * rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Seconds of a step as measured, the least where there were several measurements."""
+    """Measured seconds of a step, the least of several measurements."""
 
     pipe: int
     data: int
@@ -54,10 +54,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class MicrobatchProfile:
-    """Measurements so far. Each method is a function of it: the state changes by taking the new one.
+    """Measurements so far; immutable: a new measurement gives a new profile.
 
-    A search tries every candidate once at one (pipe, data, frozen). It is made once per (pipe, data): at later depths
-    the count that was best holds, as in the paper. A depth that changes in the middle of a search starts it again,
+    A search tries every candidate once at one (pipe, data, frozen). It is done once per (pipe, data): at later depths
+    the best count stays, as in the paper. If the depth changes in the middle of a search, the search starts again,
     because a step with more frozen layers is faster whatever its microbatches.
     """
 
@@ -71,7 +71,7 @@ class MicrobatchProfile:
         return next(count for count in candidates if count not in tried)
 
     def best(self, pipe: int, data: int, frozen: int, candidates: Sequence[int]) -> int:
-        """The fastest count of the finished search, else of what was tried at this depth, else the first candidate."""
+        """The fastest count of the finished search, else of those tried at this depth, else the first candidate."""
         found = self.best_count(pipe, data, candidates)
         if found is not None:
             return found
@@ -80,7 +80,7 @@ class MicrobatchProfile:
                    default=candidates[0])
 
     def best_count(self, pipe: int, data: int, candidates: Sequence[int]) -> int | None:
-        """The fastest count of the finished search; None as long as none is finished."""
+        """The fastest count of the finished search; None until a search is finished."""
         searched = self._searched_depth(pipe, data, candidates)
         if searched is None:
             return None
@@ -89,7 +89,7 @@ class MicrobatchProfile:
 
     def with_measurement(self, pipe: int, data: int, frozen: int, microbatches: int,
                          seconds: float) -> MicrobatchProfile:
-        """The profile with one more measurement. One that is not a finite number of seconds is left out."""
+        """The profile with one more measurement; a measurement that is not finite is ignored."""
         if not isfinite(seconds):
             return self
         new = Trial(pipe=pipe, data=data, frozen=frozen, microbatches=microbatches, seconds=seconds)

@@ -21,7 +21,7 @@ POLICY_METHODS = ("frozen_layers()",)
 
 def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy | None = None,
                   eval_samples: int = 0) -> Controller:
-    """The controller of a run, as it was started. policy: decides instead of the one that the run names. eval_samples:
+    """The controller of a run, as it was started. policy: replaces the one that the run names. eval_samples: number of
     held-out samples, for a policy that compares the layers' outputs. ConfigError for an object that is not a policy."""
     if policy is not None and (missing := missing_attribute(policy, POLICY_METHODS)) is not None:
         raise ConfigError(f"has no {missing}", code="freezing-object-incomplete", where="train(freezing=...)",
@@ -36,8 +36,8 @@ def controller_of(run: ResolvedRun, epoch_samples: int, *, policy: FreezePolicy 
 
 
 def policy_of(elastic: Elastic) -> FreezePolicy:
-    """A new policy, which `elastic.freeze` names. ConfigError for manual entries that cannot be read, and for a user's
-    object that is not a policy."""
+    """A new policy of the kind that `elastic.freeze` names. ConfigError for manual entries that cannot be read, and for
+    a user's object that is not a policy."""
     match elastic.freeze:
         case "none" | "untrained":
             return NoFreezing()

@@ -1,8 +1,8 @@
 """State of an elastic run between decisions, and its form in checkpoints. Pure.
 
-    policy evaluations    how many there were, whether one is due, and what the next one is given
+    policy evaluations    how many there were, whether one is due, and the inputs of the next one
     transitions           the ledger, refused meshes, measured numbers of microbatches
-    measured times        of the newest steps and of the trial under way
+    measured times        of the newest steps and of the trial in progress
 
 Rank 0 decides (`ranvier.elastic.controller`), and the state goes to all ranks with the decision.
 """
@@ -21,7 +21,7 @@ from ranvier.elastic.ledger import Ledger
 from ranvier.elastic.microbatch_profile import TRIAL_STEPS, MicrobatchProfile
 
 RECENT_STEPS = 8
-"""Steps whose median says how long one takes now."""
+"""Number of newest steps whose median is the present time of a step."""
 
 Similarities = list[list[list[list[float]]]]
 """Similarity matrix of each layer and each row of the mesh: [samples, samples] (`ranvier.elastic.similarity`)."""
@@ -29,7 +29,7 @@ Similarities = list[list[list[list[float]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """The numbers of one step that a freeze policy may ask for."""
+    """The numbers of one step that a freeze policy may need."""
 
     loss: float = nan
     targets: float = 0.0
@@ -46,7 +46,7 @@ class PolicyInputs:
     loss: float = 0.0
     """Sum over the valid targets of these steps."""
     targets: float = 0.0
-    """Their weight."""
+    """Weight of these targets."""
     learning_rate: float = nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the newest evaluation on held-out data."""
@@ -63,16 +63,16 @@ class PolicyInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTrial:
-    """A number of microbatches that is being tried for a few steps, of which the first warms up."""
+    """A number of microbatches that is being tried for a few steps, the first of which warms up."""
 
     pipe: int
     data: int
     frozen: int
     count: int
     steps: tuple[int, ...] = ()
-    """Steps that have been started with it."""
+    """Steps started with this number."""
     seconds: tuple[float, ...] = ()
-    """Seconds of the steps that have been measured."""
+    """Seconds of the measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +84,16 @@ class ElasticState:
     due: bool = False
     """Whether the policy is to be evaluated: the step after which it was due may have had no gradients."""
     norms: tuple[float, ...] | None = None
-    """Norms of the layers' gradients in the last step, where the policy is evaluated after it."""
+    """Norms of the layers' gradients in the last step, if the policy is evaluated after it."""
     inputs: PolicyInputs = field(default_factory=PolicyInputs)
     policy: Mapping[str, Any] | None = None
-    """The policy's own state, where it has one."""
+    """The policy's own state, if it has one."""
     kept: int = 0
-    """Layers that stay frozen on this mesh, for want of memory to train them."""
+    """Number of layers that stay frozen on this mesh for lack of memory to train them."""
     schedule: Mapping[str, Any] | None = None
     """Schedule of the `Change` to the present mesh."""
     compares: bool = False
-    """Whether meshes are to be compared without an evaluation of the policy."""
+    """Whether meshes should be compared without an evaluation of the policy."""
     unmeasured: bool = False
     """Whether the present mesh was chosen before a step was measured."""
     recent: tuple[float, ...] = ()
@@ -118,11 +118,11 @@ class ElasticState:
         return median(self.recent) if self.recent else None
 
     def with_gradients(self, norms: Sequence[float]) -> ElasticState:
-        """The policy is evaluated after the last step, whose gradients have these norms by layer."""
+        """The state with an evaluation due, after a step whose gradients have these norms by layer."""
         return replace(self, norms=tuple(norm if isfinite(norm) else inf for norm in norms))
 
     def with_step(self, step: int, seconds: float, figures: StepFigures) -> ElasticState:
-        """The numbers of one more step are known."""
+        """The state with the numbers of one more step."""
         recent = (*self.recent, seconds)[-RECENT_STEPS:]
         state = replace(self, inputs=self.inputs.with_step(figures), recent=recent,
                         compares=self.compares or (self.unmeasured and len(recent) == RECENT_STEPS))
@@ -136,7 +136,7 @@ class ElasticState:
             trial.pipe, trial.data, trial.frozen, trial.count, min(trial.seconds[1:])))
 
     def with_measured(self) -> ElasticState:
-        """With what the last transition has come to, in seconds of a step."""
+        """The state with the measured seconds of a step after the last transition."""
         entries = self.ledger.entries
         if self.recent and entries and entries[-1].measured_after is None:
             return replace(self, ledger=self.ledger.with_measured(after=self.seconds))
@@ -149,8 +149,8 @@ class ElasticState:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> ElasticState:
-        """The inverse of `document`. Older checkpoints lack some entries, have the inputs as "progress", and None for
-        what is not finite. pydantic's ValidationError for impossible values."""
+        """The inverse of `document`. Older checkpoints lack some entries, name the inputs "progress", and have None for
+        values that are not finite. pydantic's ValidationError for impossible values."""
         norms, inputs = document.get("norms"), document.get("inputs", document.get("progress")) or {}
         found = _FORM.validate_python({
             **{field.name: document[field.name] for field in fields(cls) if field.name in document},
@@ -163,7 +163,8 @@ _FORM = TypeAdapter(ElasticState)
 
 
 def _as_json(value: Any) -> Any:
-    """JSON has neither tuples nor sets, and no NaN or infinity: these are text, which numbers are read from as well."""
+    """`value` with lists for tuples and sets, and strings for NaN and infinity, which JSON lacks; reading accepts
+    both."""
     if isinstance(value, Mapping):
         return {name: _as_json(item) for name, item in value.items()}
     if isinstance(value, (tuple, list, frozenset)):

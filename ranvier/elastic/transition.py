@@ -1,13 +1,13 @@
-"""State that goes straight from rank to rank, from an engine on one layout to an engine on another.
+"""Transfer of state directly between ranks, from an engine on one layout to an engine on another.
 
     held = take(engine)              a copy in host memory; the old engine may be closed then
     ...                              the new engine is built, on other ranks perhaps
     moved = hand_over(held, new_engine, backend)
 
-All ranks take part, those of neither layout too. Each announces what it has and what it needs, as boxes of
-whole tensors; from that all of them work out the same list of moves, and carry it out in rounds of bounded size. Until
-all have acknowledged, the copies are the complete old layout; a rank that fails before that ends the run, which resumes
-from its last checkpoint.
+All ranks take part, including those of neither layout. Each announces the state that it has and the state that it
+needs, as boxes of full tensors; from these all ranks compute the same list of moves, and execute it in rounds of
+bounded size. Until all ranks have acknowledged, the copies are the complete old layout; a rank that fails before that
+ends the run, which resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from ranvier.pipeline.engine import Engine
 
 MESSAGE_BYTES = 16 << 20
-"""Larger boxes travel in several messages."""
+"""Larger boxes are sent in several messages."""
 ROUND_BYTES = 64 << 20
-"""Bytes that a rank sends before it waits for their completion."""
+"""Bytes that a rank sends before it waits for these sends to complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class Held:
 
 
 def take(engine: Engine, host_buffers: Held | None = None) -> Held:
-    """Copy the state of this rank to host memory. CheckpointError for state that cannot travel.
+    """Copy the state of this rank to host memory. CheckpointError for state that cannot be sent.
 
-    host_buffers: an earlier copy, of no use any more, whose memory is taken where it fits.
+    host_buffers: an earlier copy that is no longer needed, whose memory is reused where shapes and dtypes match.
     """
     pieces, buffers = [], [] if host_buffers is None else [piece.tensor for piece in host_buffers.pieces]
     for number, piece in enumerate(state.pieces_held(engine)):
@@ -79,13 +79,13 @@ def take(engine: Engine, host_buffers: Held | None = None) -> Held:
 
 
 def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, timeout_seconds: float) -> int:
-    """Restore `engine` from what the ranks held. Collective over all ranks of `backend`: `held` is None on those that
-    had no part in the old layout, `engine` on those that have none in the new one; rank 0 has one in both.
+    """Restore `engine` from the state that the ranks hold. Collective over all ranks of `backend`: `held` is None on
+    ranks without a part in the old layout, `engine` on ranks without a part in the new one; rank 0 has a part in both.
 
-    Returns the bytes that went from one rank to another, the same on every rank. MessageTimeout when a rank is silent
-    for `timeout_seconds`.
+    Returns the bytes sent between ranks, the same on every rank. MessageTimeout if a rank is silent for
+    `timeout_seconds`.
     """
-    whole = backend.subset(backend.size)  # of its own, so that nothing of it is left afterwards
+    whole = backend.subset(backend.size)  # a separate backend, so that nothing of it is left afterwards
     assert whole is not None, "a subset of all ranks has every rank"
     ranks = whole.group("transition", [range(whole.size)])
     source = _Ranks(ranks.gather_objects(_announcement(held)), {} if held is None else {
@@ -93,16 +93,16 @@ def hand_over(held: Held | None, engine: Engine | None, backend: Backend, *, tim
     extra_states = {}
     if engine is not None:
         state.check_fits(engine, source)
-        state.fill(engine, source, freezes=False)  # what trains is for the new engine to say
+        state.fill(engine, source, freezes=False)  # the new engine determines what trains
         extra_states = state.extra_states(engine, source)
     needs = ranks.gather_objects([(key, box) for key, reads in source.wanted.items() for box, _ in reads])
     travelling = list(source.plan_moves(needs))
-    transport = whole.transport("transition", on_host=True)  # as `take` has copied it
+    transport = whole.transport("transition", on_host=True)  # since `take` copies to the host
     _carry_out(travelling, source, transport, whole.rank, timeout_seconds)
     if engine is not None:
         set_extra_states(engine, extra_states)
         state.restore_counters(engine, source.manifest)
-    ranks.barrier()  # all have acknowledged
+    ranks.barrier()  # all ranks have acknowledged
     whole.close()
     return sum(source.size_bytes(move) for move in travelling if move.source != move.destination)
 
@@ -118,7 +118,8 @@ def _announcement(held: Held | None) -> dict[str, object]:
 
 
 class _Ranks:
-    """A `state.StateSource`: what other ranks have. Reads are noted; `copy` does them when the elements are here."""
+    """A `state.StateSource` of the other ranks' state. Reads are recorded; `copy` performs them once the elements have
+    arrived."""
 
     folder = "of the ranks' own memory"
 
@@ -146,7 +147,7 @@ class _Ranks:
                                  optimizer_groups=merge_groups(group for document in announced
                                                                for group in document["optimizer_groups"]))
         self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
-        """Key of a tensor -> box and target of every read."""
+        """Key of a tensor -> (box, target) of every read."""
 
     # --- as a source
 
@@ -159,7 +160,7 @@ class _Ranks:
                                   ) from None
 
     def read(self, kind: str, name: str) -> Tensor:
-        """A number: they have come with the heads."""
+        """The value of a tensor without dims, which came with the announcements."""
         return torch.tensor(self._values[kind, name], dtype=getattr(torch, self.tensor(kind, name).dtype))
 
     def read_into(self, kind: str, name: str, box: Box, target: Tensor) -> None:
@@ -187,7 +188,7 @@ class _Ranks:
         return ITEM_BYTES[self.manifest.tensors[kind][name].dtype]
 
     def cut(self, move: Move) -> Tensor:
-        """The elements of a move that begins here."""
+        """The elements of a move from this rank."""
         for rank, box in self._have[move.parameter]:
             if rank == move.source and _is_within(move.box, box):
                 elements: Tensor = dense(self._own[self._pieces[move.parameter, rank, box]][index_of(move.box, box)])
@@ -195,14 +196,14 @@ class _Ranks:
         raise AssertionError(f"nothing here holds {move}")
 
     def copy(self, move: Move, elements: Tensor) -> None:
-        """The elements of a move that ends here go to whoever has asked for them."""
+        """Copy the elements of a move to this rank into the targets of the reads that need them."""
         for box, target in self.wanted[move.parameter]:
             if _is_within(move.box, box):
                 target[index_of(move.box, box)].copy_(elements)
 
 
 def _key(kind: str, name: str) -> str:
-    """One name for a tensor of some kind."""
+    """The key of a tensor: its kind and name."""
     return json.dumps([kind, name])
 
 
@@ -222,7 +223,7 @@ def _split_move(move: Move, item_bytes: int) -> Iterator[Move]:
 
 
 def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank: int, timeout_seconds: float) -> None:
-    """Send what begins here and take what ends here, in rounds, so that no rank has more than one of them under way."""
+    """Execute the moves from and to this rank, in rounds, so that no rank has more than one round in progress."""
     outgoing = sorted({move.destination for move in moves if move.source == rank} - {rank})
     incoming = sorted({move.source for move in moves if move.destination == rank} - {rank})
     transport.connect(incoming, outgoing, 1 << 16)
@@ -251,7 +252,7 @@ def _carry_out(moves: Sequence[Move], source: _Ranks, transport: Transport, rank
 
 
 def _checked_tensor(message: Message) -> Tensor:
-    """The tensor of a message, checked to be as it was sent: a bit changed on its way would stay in the weights."""
+    """The tensor of a message, after comparing its checksum: a bit flipped in transit would stay in the weights."""
     elements = message.tensors[""]
     if int(message.tensors["checksum"]) != int(checksum(elements)):
         raise invalid_message("transition", message.source, "its elements have been changed on their way")
@@ -259,7 +260,7 @@ def _checked_tensor(message: Message) -> Tensor:
 
 
 def _rounds(moves: Sequence[Move], source: _Ranks) -> Iterator[list[tuple[int, Move]]]:
-    """The moves with their numbers, in runs in which no rank sends more than ROUND_BYTES."""
+    """The numbered moves, in rounds in which no rank sends more than ROUND_BYTES."""
     part: list[tuple[int, Move]] = []
     sent: dict[int, int] = {}
     for number, move in enumerate(moves):
@@ -288,7 +289,7 @@ def _next(transport: Transport, moves: Sequence[Move], missing: set[int], timeou
 
 # --- copies of a neighbour's states -----------------------------------------------------------------------------------
 
-# A rank's share of the optimizer's states, copied to the next replica: with sharded states nobody else has it.
+# A rank's share of the optimizer's states, copied to the next replica: with sharded states no other rank has it.
 #
 # Each message is the length of its head (8 bytes), the head (JSON: kind, name, shape, box and number format of each
 # piece, and which parameters have missed updates) and the elements of all pieces, one after the other.
@@ -298,8 +299,8 @@ _LENGTH_BYTES = 8
 
 
 def with_states_of_neighbour(held: Held, group: Group) -> Held:
-    """Send what of `held` is not a parameter or buffer to the next member of `group`, the first after the last; `held`
-    with that of the member before. Collective. `held` itself in a group of one."""
+    """Send the optimizer's states in `held` to the next member of `group`, cyclically; returns `held` with those of the
+    previous member. Collective. Returns `held` itself in a group of one."""
     size, index = len(group.ranks), group.index
     if size == 1:
         return held
@@ -321,7 +322,7 @@ def _pack(pieces: Sequence[Piece], missed_updates: Mapping[str, int]) -> Tensor:
 
 
 def _unpack(message: Tensor) -> tuple[list[Piece], dict[str, int]]:
-    """The pieces, each with memory of its own, which is aligned; and which parameters have missed updates."""
+    """The pieces, each with its own, aligned memory; and which parameters have missed updates."""
     length = int(message[:_LENGTH_BYTES].clone().view(torch.int64))
     start, pieces = _LENGTH_BYTES + length, []
     missed_updates, described = json.loads(message[_LENGTH_BYTES:start].numpy().tobytes())
