@@ -1,1 +1,1 @@
-"""Start of ranks under any launcher, and their end with a clear message after a fault."""
+"""Starts ranks under any launcher, and ends them with a clear message after a fault."""

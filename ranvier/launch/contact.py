@@ -2,8 +2,8 @@
 
     {"version": ..., "address": ..., "port": ..., "secret": ...}
 
-Rank 0 writes it once the run can take ranks, and removes it when the run ends. After a run that was killed it stays,
-and names a port on which nobody listens, or another program.
+Rank 0 writes the file once the run can accept ranks, and removes it when the run ends. After a run was killed the file
+stays, and names a port on which nothing, or another program, listens.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _CONNECT_SECONDS = 10.0
 
 
 def write_contact(run_dir: Path, point: JoinPoint) -> None:
-    """Leave it in the run's folder. OSError if that fails."""
+    """Write `join.json` into the run's folder. OSError if that fails."""
     write_atomically(run_dir / NAME, json.dumps({"version": __version__, **asdict(point)}), private=True)
 
 
 def remove_contact(run_dir: Path) -> None:
-    """The run takes no ranks any more."""
+    """Remove `join.json`: the run accepts no more ranks."""
     with suppress(OSError):
         (run_dir / NAME).unlink()
 
 
 def check_under_way(run_dir: Path) -> None:
-    """RanvierError for a folder that is none of a run, and for a run that has ended."""
+    """RanvierError for a folder that is not a run's, and for a run that has ended."""
     if not (run_dir / "run.toml").is_file():
         raise RanvierError("is not a run's folder: it has no run.toml", code="not-a-run-folder", where="RUN",
                            value=str(run_dir),
@@ -54,12 +54,12 @@ def check_under_way(run_dir: Path) -> None:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether nothing of a run is under way: it is finished, or was stopped or killed, as far as its lease tells."""
+    """Whether a run is no longer in progress: it is finished, or according to its lease was stopped or killed."""
     return (run_dir / "summary.json").exists() or is_abandoned(run_dir)
 
 
 def read_contact(run_dir: Path) -> JoinPoint:
-    """That of a run under way. RanvierError for a folder without one, and for a run of another version."""
+    """The join point of a running run. RanvierError for a folder without one, and for a run of another version."""
     check_under_way(run_dir)
     try:
         found: Any = parse_json(read_bytes(run_dir / NAME, _MOST_BYTES, own=True))
@@ -70,7 +70,7 @@ def read_contact(run_dir: Path) -> JoinPoint:
     except FileNotFoundError:
         raise RanvierError(f"takes no ranks: it has no {NAME}", code="run-takes-no-ranks", where=f"run {run_dir}",
                            remedy="Start it with `--launch.join-address`, with torch as the transport and under plain "
-                                  "python; one that starts takes ranks from its first step on.") from None
+                                  "python; it accepts ranks from its first step on.") from None
     except OSError as error:
         raise RanvierError(f"cannot be read: {error.strerror or error}", code="contact-unreadable",
                            where=str(run_dir / NAME), remedy="Join as the user whose run it is.") from error
@@ -84,8 +84,8 @@ def read_contact(run_dir: Path) -> JoinPoint:
 
 
 def connect(contact: JoinPoint) -> TCPStore:
-    """A connection to the store, whose blocking calls have the same limit as those of the run's own supervisor.
-    LaunchError where nobody listens, or it is not a store."""
+    """A connection to the run's store; blocking calls have the same time limit as those of the run's own supervisor.
+    LaunchError if nothing listens, or if it is not a store."""
     where = f"store of the run at {contact.address}:{contact.port}"
     try:
         socket.create_connection((contact.address, contact.port), timeout=_CONNECT_SECONDS).close()

@@ -1,11 +1,11 @@
 """The device of each rank, on which all ranks agree over the store before they connect.
 
     each rank    publishes what it sees: its CUDA devices by UUID, and the versions of torch and NCCL
-    all ranks    read what every rank has published, and come to the same choice or to the same error
+    all ranks    read what every rank has published, and make the same choice or raise the same error
 
-No rank can choose for itself. Slurm's `--gpus-per-task=1` shows each task one device, so that four tasks with a device
-each look like four tasks that share one: only the UUIDs tell. A node with a broken driver would compute on its CPU
-while the others wait for it in NCCL.
+No rank can choose alone. Slurm's `--gpus-per-task=1` shows each task one device, so four tasks with one device each
+look like four tasks that share one: only the UUIDs tell them apart. A node with a broken driver would compute on its
+CPU while the others wait for it in NCCL.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DEVICES_KEY = "ranvier/devices/"
 class RankDevices:
     """Devices that one rank sees.
 
-    machine: what ranks on one machine have in common. devices: UUIDs of the CUDA devices that the rank may use, by
-    number. setting: its `launch.device`. transport: its `comm.transport`. nccl: version of NCCL; "" without CUDA.
+    machine: identifier of the rank's machine. devices: UUIDs of the CUDA devices that the rank may use, by number.
+    setting: its `launch.device`. transport: its `comm.transport`. nccl: version of NCCL; "" without CUDA.
     """
 
     rank: int
@@ -50,14 +50,14 @@ class RankDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChoice:
-    """The number of each rank's CUDA device, in rank order; None for the CPU. The reason is for a person."""
+    """The number of each rank's CUDA device, in rank order; None for the CPU. reason: for the user."""
 
     devices: tuple[int | None, ...]
     reason: str
 
 
 def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str, transport: str) -> RankDevices:
-    """Devices that this process sees. With the setting cpu no device is touched, which would take memory on it."""
+    """Devices that this process sees. With the setting cpu no device is touched, since that would use its memory."""
     count = torch.cuda.device_count() if setting != "cpu" and torch.cuda.is_available() else 0
     devices = tuple(str(getattr(torch.cuda.get_device_properties(number), "uuid", number)) for number in range(count))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else ""
@@ -66,7 +66,7 @@ def visible_devices(*, rank: int, local_rank: int, local_size: int, setting: str
 
 
 def exchange(devices: RankDevices, size: int, store: SharedStore) -> list[RankDevices]:
-    """Devices that all ranks see, in rank order. LaunchError if a rank has not published it within the store's time
+    """Devices that each rank sees, in rank order. LaunchError if a rank has not published them within the store's time
     limit."""
     store.set(f"{DEVICES_KEY}{devices.rank}", json.dumps(asdict(devices)))
     keys = [f"{DEVICES_KEY}{rank}" for rank in range(size)]
@@ -77,7 +77,7 @@ def exchange(devices: RankDevices, size: int, store: SharedStore) -> list[RankDe
         try:
             ranks.append(_read(store, rank))
         except (RuntimeError, ValueError) as error:
-            raise LaunchError("did not say in time which devices it has", code="devices-not-reported",
+            raise LaunchError("did not report its devices in time", code="devices-not-reported",
                               where=f"rank {rank}", value=str(error).partition("\n")[0],
                               remedy="Check why that rank has not started, or raise `--comm.timeout-seconds`."
                               ) from error
@@ -90,10 +90,10 @@ def _read(store: SharedStore, rank: int) -> RankDevices:
 
 
 def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
-    """The device of each rank. Every rank computes it from the same ranks, so all come to the same result.
+    """The device of each rank. Every rank computes the choice from the same data, so all get the same result.
 
-    ConfigError if ranks have different settings, if CUDA is set and a rank has no device of its own, or if some
-    machines have devices and others have not; LaunchError if versions differ.
+    ConfigError if ranks have different settings, if CUDA is set and a rank has no device of its own, or if only some
+    machines have devices; LaunchError if versions differ.
     """
     _check_equal(ranks, "launch.device", lambda seen: seen.setting)
     _check_equal(ranks, "comm.transport", lambda seen: seen.transport)
@@ -124,8 +124,8 @@ def choose_devices(ranks: Sequence[RankDevices]) -> DeviceChoice:
 
 
 def claim_device(devices: RankDevices, store: SharedStore) -> int | None:
-    """The number of a CUDA device for a rank that joins a run: one that neither a rank with which the run was started
-    has, nor another one that joins has claimed. None if there is none."""
+    """The number of a CUDA device for a rank that joins a run: a device that no initial rank of the run has, and that
+    no other joining rank has claimed. None if there is no such device."""
     published = takewhile(lambda number: store.check([f"{DEVICES_KEY}{number}"]), count())
     neighbours = [rank for rank in (_read(store, number) for number in published) if rank.machine == devices.machine]
     taken = {rank.devices[number] for rank, number in zip(neighbours, choose_devices(neighbours).devices, strict=True)
@@ -139,9 +139,9 @@ def claim_device(devices: RankDevices, store: SharedStore) -> int | None:
 
 
 def _own_devices(ranks: Sequence[RankDevices]) -> dict[int, int] | None:
-    """rank -> number of a device that no other of these ranks of one machine has; None if there is no such choice.
+    """rank -> number of its own device, for ranks of one machine; None if there are not enough devices.
 
-    The device with a rank's local number comes first, so that ranks which see all devices take them in order.
+    The device with a rank's local number is tried first, so that ranks that see all devices take them in order.
     """
     taken: dict[str, RankDevices] = {}
 
@@ -179,7 +179,7 @@ def _mismatch(without: Sequence[Sequence[RankDevices]], found: Mapping[int, int]
     return ConfigError(f"differs between ranks: {_too_few(ranks)} on the machine of ranks {numbers}, while ranks "
                        f"{others} have a device each", code="devices-differ-by-machine", where="launch.device",
                        value=setting,
-                       remedy="Look at the driver there (nvidia-smi), leave that machine out, or set `--launch.device "
+                       remedy="Check the driver there (nvidia-smi), leave that machine out, or set `--launch.device "
                               "cpu` for all.")
 
 
@@ -203,6 +203,6 @@ def _different(ranks: Sequence[RankDevices], value: Callable[[RankDevices], str]
 
 
 def machine_name() -> str:
-    """Identifier of a machine, which its ranks share: the boot of its kernel, and a host name (a container's own)."""
+    """Identifier of a machine, shared by its ranks: its kernel's boot ID and the host name (in a container its own)."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.exists() else ''} {platform.node()}"

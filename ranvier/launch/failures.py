@@ -1,8 +1,8 @@
-"""Reports the failure of a rank once, by the rank that failed first and with its coordinates, and ends all ranks.
+"""Reports a failure once, with the coordinates of the rank that failed first, and ends all ranks.
 
 A failing rank brings the others down, and each of them then fails too, with errors that only say that a peer is gone.
 Failing ranks therefore compete for one key of the shared store, and only the first one prints its error. A rank that
-was killed prints nothing: then the first of the others does.
+was killed prints nothing, so the first of the other ranks to fail prints its error.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def report_failure(world: World, error: BaseException, *, names_culprit: bool = False) -> int:
-    """Print that this rank failed with `error`, if it is the first to fail. Returns the exit code; ends nothing.
+    """Print that this rank failed with `error`, if it is the first to fail. Returns the exit code; does not exit.
 
-    names_culprit: the error names the rank that is at fault, so that ranks without heartbeat are not searched for.
+    names_culprit: the error names the rank at fault, so the search for ranks without heartbeat is skipped.
     """
     code, is_user_error = exit_code(error), isinstance(error, RanvierError)
     if isinstance(error, KeyboardInterrupt) or not code:
@@ -78,7 +78,8 @@ def report_failure(world: World, error: BaseException, *, names_culprit: bool = 
     # The search for silent ranks takes seconds, so a lost peer or its supervisor reports its own error first. Ranks
     # that failed like this one still have a heartbeat, so only the culprits are silent.
     searches = isinstance(error, TransportError) and world.size > 1 and not names_culprit
-    # A launcher that saw the lost rank end sends SIGTERM to the others meanwhile; our supervisor reports by itself.
+    # Meanwhile a launcher that saw the lost rank end sends SIGTERM to the others; our supervisor reports the end
+    # itself.
     with StopRequest(STOP_SIGNALS if world.launcher != "local" else ()):
         silence = _describe_silence(world) if searches else ""
     name = f"rank {world.rank} ({_describe_now(world, world.rank)})"
@@ -93,7 +94,7 @@ def report_failure(world: World, error: BaseException, *, names_culprit: bool = 
             error, MessageTimeout) and silence is not None and "\n" not in str(error) else ""
         print_stderr(f"ranvier: error: {error}" + ("" if world.size == 1 else f" [{name}]")
                      + (actions and f"\n{actions}") + (_STORE_IS_SILENT if silence is None else silence))
-    elif first is None and isinstance(error, TransportError):  # the store's host may have been killed, and tell nothing
+    elif first is None and isinstance(error, TransportError):  # the store's host may have been killed silently
         print_stderr(f"ranvier: {store_is_gone(world, error)}")
     elif first:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -114,8 +115,8 @@ def as_user_error(error: BaseException, thread: threading.Thread | None) -> Base
 
 
 def flush_or_discard() -> None:
-    """Flush standard output and error before the process ends; what cannot be written is discarded, since Python would
-    exit with 120 otherwise."""
+    """Flush standard output and error before the process ends. Output that cannot be written is discarded, since Python
+    would exit with 120 otherwise."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -129,7 +130,7 @@ def flush_or_discard() -> None:
 def abort_all_ranks(world: World, code: int) -> NoReturn:
     """End this process with exit code `code`, and all ranks as far as the backend can."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a log on a full disk must not keep the other ranks waiting
+        with suppress(OSError):  # a log on a full disk must not delay the end of the other ranks
             stream.flush()
     if world.backend.name == "mpi":
         time.sleep(_MPIEXEC_RELAY_SECONDS)
@@ -144,12 +145,12 @@ def abort_all_ranks(world: World, code: int) -> NoReturn:
 
 
 def install_error_handlers(world: World, launch: Launch, *, timeout_seconds: float) -> None:
-    """Have an uncaught error on any thread of this rank reported, and end all ranks.
+    """Install handlers so that an uncaught error on any thread of this rank is reported and ends all ranks.
 
-    So do a rank of this machine that a signal has stopped for `launch.stopped_seconds`, and an action of this rank that
-    hangs, by `launch.hang_seconds` (`HangDetector`). The normal end of the program waits for all ranks and then closes
-    the backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code does not wait,
-    but ends the other ranks.
+    The same happens if a signal has stopped a rank of this machine for `launch.stopped_seconds`, or if an action of
+    this rank hangs, by `launch.hang_seconds` (`HangDetector`). The normal end of the program waits for all ranks and
+    then closes the backend; it fails if a rank sends no heartbeat for `timeout_seconds`. sys.exit with an error code
+    does not wait, but ends the other ranks.
     """
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:  # a program may have its own object in sys.stderr
         with suppress(OSError, ValueError):  # standard error may be closed
@@ -223,9 +224,9 @@ def _finish(world: World, codes: list[int], heartbeat: Heartbeat | None) -> None
 
 
 def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
-    """Wait until the program of every rank has ended; some still write reports long after the others have ended.
+    """Wait until the program of every rank has ended; some ranks still write reports long after the others have ended.
 
-    MessageTimeout if one sends no heartbeat in time, LaunchError if one is in a call that needs this rank.
+    MessageTimeout if a rank sends no heartbeat in time, LaunchError if a rank is in a call that needs this one.
     """
     try:
         world.store.set(f"{FINISHED}/{world.rank}", "")
@@ -237,7 +238,7 @@ def _await_all_ranks(world: World, heartbeat: Heartbeat) -> None:
                 world.store.set(FINISHED, "")
             time.sleep(0.02)
             if time.monotonic() - checked >= CHECK_SECONDS:
-                # Two checks in a row: between publishing its last call and its end, a rank may look as if it waited.
+                # Two checks in a row: between publishing its last call and its end, a rank may appear to be waiting.
                 before, needed_by = needed_by, find_waiting_rank(world.store, world.rank, range(world.size))
                 needed_by = heartbeat.find_waiting_rank() if needed_by is None else needed_by
                 if needed_by is not None and needed_by == before:
@@ -260,23 +261,24 @@ def _ended_early(world: World, other: int) -> LaunchError:
 
 
 def kill_local_stopped_ranks(launcher: str) -> None:
-    """Kill ranks of this machine that a signal has stopped: their launcher would wait for them forever. Ranks of our
-    own supervisor are left to it."""
+    """Kill ranks of this machine that a signal has stopped: their launcher would wait for them forever. Our own
+    supervisor handles its ranks itself."""
     if launcher != "local":
         for process in find_launcher_processes(launcher)[-1:]:
             kill_stopped_ranks(process, launcher_variable(launcher))
 
 
 def install_start_error_handlers(local_rank: int | None) -> None:
-    """Until `install_error_handlers`: print an uncaught RanvierError in one line per machine, and exit with 2.
+    """Until `install_error_handlers` is called, print an uncaught RanvierError in one line per machine, and exit with
+    2.
 
-    local_rank: this rank's; None before ranks are started.
+    local_rank: of this rank; None before ranks are started.
     """
     def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, RanvierError):
             sys.__excepthook__(kind, error, trace)
             return
-        if not local_rank:  # before ranks are connected, all of them meet the same errors
+        if not local_rank:  # before ranks are connected, all of them get the same errors
             print_stderr(f"ranvier: error: {error}")
         raise SystemExit(2)
 
@@ -284,15 +286,15 @@ def install_start_error_handlers(local_rank: int | None) -> None:
 
 
 def _is_first(world: World, error: BaseException, code: int, is_user_error: bool) -> bool:
-    """Whether this rank is the first to fail, or the first of those that a killed rank brings down, which tells nothing
-    itself. The record of the first to fail stays in the store.
+    """Whether this rank is the first to fail, or the first of those brought down by a killed rank, which cannot report
+    itself. The record of the first failed rank stays in the store.
 
     Raises an error of the store if the process that hosts it has exited.
     """
     record = json.dumps({"rank": world.rank, "code": code, "reported": is_user_error,
                          "num_lost": int(isinstance(error, Hang)),
                          "retryable": isinstance(error, TransportError) or not is_user_error})
-    store = clone_shared_store(world.store)  # a connection of its own: another thread may be waiting on the shared one
+    store = clone_shared_store(world.store)  # a separate connection: another thread may be waiting on the shared one
     found = store.compare_set(FAILED, "", record).decode()
     return found == record or (json.loads(found).get("killed", False) and may_report_killed(store, world.rank))
 
@@ -312,7 +314,7 @@ def _describe_silence(world: World) -> str | None:
 
 
 def _describe_now(world: World, rank: int) -> str:
-    """A rank's coordinates on the mesh that the run has now."""
+    """A rank's coordinates on the run's present mesh."""
     return describe_rank(world.mesh or Mesh.of_replicas(world.size), rank)
 
 
@@ -322,12 +324,12 @@ def describe_rank(mesh: Mesh, rank: int) -> str:
 
 
 def publish_mesh(store: SharedStore, mesh: Mesh) -> None:
-    """Tell the supervisor, which names ranks by their coordinates, that the run now uses `mesh`."""
+    """Publish that the run now uses `mesh`, for the supervisor, which names ranks by their coordinates."""
     store.set(MESH, json.dumps(mesh.sizes))
 
 
 def read_mesh(store: SharedStore, mesh: Mesh) -> Mesh:
-    """The mesh that was published last, in a run that was started with `mesh`."""
+    """The last published mesh of a run that was started with `mesh`."""
     if not store.check([MESH]):
         return mesh
     return mesh.resized(**json.loads(store.get(MESH)))

@@ -1,14 +1,15 @@
 """Ends a rank whose launcher or shared store is gone, or that a failure left behind; publishes its heartbeat.
 
-A launcher that is killed outright ends none of its ranks. They would run on, or wait for each other forever, while
-their devices count as free and the next start writes into the same folder. So each rank watches what it depends on:
+A launcher that is killed with SIGKILL ends none of its ranks. They would continue, or wait for each other forever,
+while their devices count as free and the next start writes into the same folder. So each rank watches what it depends
+on:
 
     its launcher      the processes above it, up to the one that the launcher runs on this machine: our own supervisor,
                       torchrun's agent, mpiexec's proxy or Slurm's step daemon, and shells in between
     the shared store  hosted by that launcher or by rank 0: a broken connection shows that its host has exited
 
-A rank ends within seconds of either, with one line and exit code 1. A store that is only slow, or behind a disconnected
-network, ends nothing here: then messages do not arrive either, and the report of their time limit names silent ranks.
+If either is gone, a rank ends within seconds, with one line and exit code 1. A store that is only slow, or on a
+disconnected network, does not end a rank: then messages do not arrive either, and their timeout names silent ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from ranvier.system.processes import Process, ancestors_with
 from ranvier.world import World
 
 LeftBehind = Callable[[Callable[[Callable[[int], str]], str | None]], None]
-"""Takes what makes the report, from a function that describes a rank."""
+"""Receives a function that makes the report, given a function that describes a rank."""
 _INTERVAL_SECONDS = 0.5
 _MAX_NEIGHBOUR_SEARCHES = 60
 _STORE_HOST_SECONDS = 2.0
-"""Time for the process that hosted the store to report its own error, and for its launcher to end this rank."""
+"""Seconds for the process that hosted the store to report its own error, and for its launcher to end this rank."""
 
 
 def launcher_variable(launcher: str) -> str:
@@ -54,17 +55,17 @@ def launcher_variable(launcher: str) -> str:
 
 
 def find_launcher_processes(launcher: str) -> list[Process]:
-    """The ancestors of this process, up to the launcher's process on this machine, which is the last; none for ranks
+    """The ancestors of this process up to the launcher's process on this machine, which is the last; empty for ranks
     that were started by hand."""
     name = launcher_variable(launcher)
     return ancestors_with(name) if name in os.environ else []
 
 
 def exit_with_launcher(started: Started) -> None:
-    """Have this process end when one of its launcher's processes on this machine does."""
+    """Make this process end when one of its launcher's processes on this machine ends."""
     watched = find_launcher_processes(started.launcher)
     # The kernel also ends a rank that is stopped, which a thread cannot do. Its signal is tied to the thread that
-    # started us, not to the process: use it only if that has a single thread, or is our supervisor's main thread.
+    # started us, not to the process: use it only if the parent has one thread, or that is our supervisor's main thread.
     if sys.platform == "linux" and watched and (
             watched[0].num_threads == 1 or (started.launcher == "local" and not started.mpi)):
         parent_death.signal_on_parent_death(watched[0].pid, signal.SIGKILL)
@@ -87,18 +88,18 @@ class Heartbeat:
 
     Args:
         world: of this rank.
-        stopped_seconds: `on_stopped(rank, process)` is called, on a thread of its own, for the first rank of this
-            machine that a signal has stopped for so long; 0 never. Our own supervisor looks for its ranks itself.
-        timeout_seconds: see `longest_silence`, whose caller compares with it.
-        on_overdue: called, on the same thread, with the description of a wait that is over its time limit.
-        on_left_behind: called, on the same thread, when another rank has failed and this one is still there.
+        stopped_seconds: `on_stopped(rank, process)` is called, on a separate thread, for the first rank of this machine
+        that a signal has stopped for this long; 0 never. Our own supervisor checks its ranks itself.
+        timeout_seconds: limit with which callers compare `longest_silence`.
+        on_overdue: called, on the same thread, with the description of a wait that exceeds its time limit.
+        on_left_behind: called, on the same thread, when another rank has failed and this rank still runs.
     """
 
     def __init__(self, world: World, *, stopped_seconds: float, timeout_seconds: float,
                  on_stopped: Callable[[int, Process], None], on_overdue: Callable[[str], None],
                  on_left_behind: LeftBehind = lambda report: None) -> None:
         self._on_overdue, self._on_left_behind = on_overdue, on_left_behind
-        # A connection of its own, since a blocking call on the shared one would hold up the heartbeat.
+        # A separate connection, since a blocking call on the shared one would delay the heartbeat.
         self._world, self._store = world, clone_shared_store(world.store)
         self._stopped, self._on_stopped = stopped_ranks.StoppedRankDetector(stopped_seconds), on_stopped
         self.timeout_seconds = timeout_seconds
@@ -111,16 +112,16 @@ class Heartbeat:
         self._neighbours: dict[int, Process] = {}
         self._failures = FailureWatch(world.rank, world.size, self._store, world.lost)
         stopped_ranks.publish_pid(self._store, world.rank)
-        # The watch has a thread of its own: a store whose host is stopped holds up whoever asks it.
+        # The watch has its own thread: a store whose host is stopped blocks its callers.
         self._threads = [threading.Thread(target=self._repeat, args=(check,), name="ranvier-heartbeat", daemon=True)
                          for check in (self._beat, self._watch)]
         for thread in self._threads:
             thread.start()
 
     def longest_silence(self) -> tuple[int, float]:
-        """The rank whose last heartbeat is oldest, and its age in seconds; to be called every CHECK_SECONDS.
+        """The rank whose last heartbeat is oldest, and its age in seconds. Must be called every CHECK_SECONDS.
 
-        Calls are counted, so that time in which this rank itself was stopped does not count.
+        The age is counted in calls, so that time in which this rank itself was stopped does not count.
         """
         for rank in range(self._world.size):
             key = f"{HEARTBEAT_KEY}{rank}"
@@ -131,8 +132,8 @@ class Heartbeat:
         return rank, self._heard[rank][1] * CHECK_SECONDS
 
     def find_waiting_rank(self) -> int | None:
-        """A rank that `longest_silence` has found to have begun more calls of all ranks than this one, outside of
-        batches; None if there is none."""
+        """A rank that, as of `longest_silence`, has begun more collective calls outside batches than this rank; None if
+        there is none."""
         calls = {rank: int(beat.partition(" ")[2] or 0) for rank, (beat, _) in self._heard.items()}
         return next((rank for rank, count in calls.items() if count > self._world.num_calls), None)
 
@@ -144,7 +145,7 @@ class Heartbeat:
                 thread.join(_STORE_HOST_SECONDS)
 
     def _repeat(self, check: Callable[[], None]) -> None:
-        """`check` once a second; without the store this rank leaves."""
+        """Call `check` once a second; without the store this rank exits."""
         try:
             while not self._ending.wait(CHECK_SECONDS):
                 check()
@@ -180,7 +181,7 @@ class Heartbeat:
 
 
 def store_is_gone(world: World, error: BaseException) -> str:
-    """The sentence for a rank that ends because its store does not answer. error: what it met."""
+    """The message of a rank that ends because its store does not answer. error: the store's error."""
     known = LAUNCHERS.get(world.launcher)
     host = (known and known.store_host) or "rank 0"
     return f"rank {world.rank} ends: the store that {host} hosts is gone ({str(error).partition(chr(10))[0]})"
@@ -192,16 +193,16 @@ def exit_now(text: str) -> NoReturn:
         with suppress(OSError, ValueError):
             os.write(2, f"ranvier: {text}\n".encode())
 
-    wait((in_background(write, "ranvier-exit"),), 1.0)  # a full pipe that nobody reads would block forever
+    wait((in_background(write, "ranvier-exit"),), 1.0)  # a full pipe without a reader would block forever
     os._exit(1)
 
 
 # --- the start of MPI -------------------------------------------------------------------------------------------------
 
-# Ends a rank that waits in MPI's start for ranks that never come.
+# Ends a rank that waits in MPI's start for ranks that never start.
 #
-# MPI_Init waits for all ranks without a time limit, and mpi4py calls it with the GIL held: no thread of the rank can
-# check the time meanwhile. A forked process does.
+# MPI_Init waits for all ranks without a time limit, and mpi4py calls it with the GIL held, so no thread of the rank can
+# check the time meanwhile. A forked process checks it.
 
 
 _RELAY_SECONDS = 0.3  # mpiexec discards output that it has not read yet when a rank ends
@@ -217,7 +218,7 @@ def mpi_start_watch(started: Started, timeout_seconds: float, stopped_seconds: f
         yield
         return
     launcher = next(reversed(find_launcher_processes(started.launcher)), None)
-    detector = StoppedRankDetector(0 if started.launcher == "local" else stopped_seconds)  # its supervisor detects them
+    detector = StoppedRankDetector(0 if started.launcher == "local" else stopped_seconds)  # else our supervisor does it
     done, end_of_body = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: other threads; the child uses none of theirs
@@ -238,7 +239,7 @@ def mpi_start_watch(started: Started, timeout_seconds: float, stopped_seconds: f
 
 def _watch(done: int, rank: Process, launcher: Process | None, started: Started, detector: StoppedRankDetector,
            timeout_seconds: float) -> None:
-    """Returns when `done` is closed at its other end; otherwise kills `rank`."""
+    """Return once `done` is closed at its other end; kill `rank` on a timeout or a stopped rank."""
     deadline = time.monotonic() + timeout_seconds
     variable = launcher_variable(started.launcher)
     while not select.select([done], [], [], CHECK_SECONDS)[0]:
@@ -264,23 +265,23 @@ def _error(stopped: Mapping[int, Process], late: bool, timeout_seconds: float) -
         return None
     return LaunchError("has not started on all ranks", code="mpi-start-late", where="MPI",
                        value=f"more than {timeout_seconds:g} s",
-                       remedy="Check that the launcher started every rank and whether the machines reach each other, "
+                       remedy="Check that the launcher started every rank and that the machines can reach each other, "
                               "or raise `--comm.timeout-seconds`.")
 
 
 # --- failures of others -----------------------------------------------------------------------------------------------
 
-# Ends ranks that stay behind after a failure elsewhere, within ten seconds and with a report of who waits for whom.
+# Ends ranks that are left behind by a failure elsewhere, within ten seconds, with a report of who waits for whom.
 #
 # A rank in a collective on a CUDA device waits in the driver: no error of a peer reaches it, and torchrun's agent gives
-# it 30 seconds, or on another machine none notices at all. So the thread of the heartbeat looks, once a second, at
+# it 30 seconds; on another machine nothing notices at all. So the heartbeat's thread checks, once a second,
 #
 #     the record of the first failure in the shared store, which each failing rank writes
-#     the processes of the other ranks on this machine: one that was killed outright writes nothing
-#     the connections of Gloo, which break at once when a peer's process ends, also on another machine
+#     the processes of the other ranks on this machine: a rank that was killed with SIGKILL writes nothing
+#     the connections of Gloo, which break immediately when a peer's process ends, also on another machine
 #
-# A rank that is still there LEAVE_CHECKS seconds after one of these leaves: by then its own error, or its launcher,
-# would have ended it. The first one that leaves prints what every rank was doing.
+# A rank that still runs exits LEAVE_CHECKS seconds after one of these signs: by then its own error, or its launcher,
+# would have ended it. The first such rank prints what every rank was doing.
 
 
 FAILED = "ranvier/failed"
@@ -289,18 +290,19 @@ FINISHED = "ranvier/finished"
 """Store key that is set once all ranks have finished; FINISHED/RANK once one has."""
 _REPORTED = "ranvier/left-behind"
 LEAVE_CHECKS = 5
-"""Checks, once a second, after which a rank leaves that a failure has left behind."""
+"""Number of checks, once a second, after which a rank that a failure has left behind exits."""
 _GONE_CHECKS = 2
-"""A process that ends writes its record before, but this rank may read the store in between."""
+"""Number of checks before a missing process counts as killed: a process writes its record before it ends, but this rank
+may read the store in between."""
 
 
 class FailureWatch:
-    """Watches, on one rank, for failures of others. `check` is to be called once a second.
+    """Watches, on one rank, for failures of others. `check` must be called once a second.
 
     Args:
         rank, size: of this rank; both may change.
         store: a connection that no other thread uses.
-        lost: what this rank's connections tell of a lost peer; None while all are there.
+        lost: returns the description of a lost peer from this rank's connections; None while all are connected.
     """
 
     def __init__(self, rank: int, size: int, store: SharedStore, lost: Callable[[], str | None]) -> None:
@@ -310,12 +312,12 @@ class FailureWatch:
         self._cause: str | None = None
 
     def check(self, neighbours: Mapping[int, Process]) -> str | None:
-        """Why this rank must leave now; None to stay. neighbours: processes of other ranks on this machine."""
+        """Why this rank must exit now; None to stay. neighbours: processes of other ranks on this machine."""
         for rank, process in neighbours.items():
             if process.is_running or self._store.check([f"{FINISHED}/{rank}"]):
                 continue
             self._gone[rank] = self._gone.get(rank, 0) + 1
-            if self._gone[rank] == _GONE_CHECKS:  # killed: others, on other machines too, learn of it from the record
+            if self._gone[rank] == _GONE_CHECKS:  # killed: ranks on other machines, too, learn of it from the record
                 self._store.compare_set(FAILED, "", json.dumps(
                     {"rank": rank, "code": 1, "reported": False, "num_lost": 1, "retryable": True, "killed": True}))
         if self._cause is None:
@@ -332,18 +334,18 @@ class FailureWatch:
         return None if record["rank"] == self.rank else f"rank {record['rank']} has failed"
 
     def report(self, cause: str, describe: Callable[[int], str]) -> str | None:
-        """Report of what all ranks are doing, for the first rank that asks; None for the others.
+        """Report of what all ranks are doing, for the first caller; None on later ranks.
 
         describe: coordinates of a rank, in words.
         """
         if call_with_timeout(lambda: may_report_killed(self._store, self.rank)) is False:
             return None
         actions = call_with_timeout(lambda: read_actions(self._store, range(self.size))) or {}
-        return "\n".join([f"{cause}, and rank {self.rank} leaves, which waits for it. Ranks were in:", *(
+        return "\n".join([f"{cause}, and rank {self.rank}, which waits for it, leaves. Ranks were in:", *(
             f"  rank {rank} ({describe(rank)}): {actions[rank][1] if rank in actions else 'not heard from'}"
             for rank in range(self.size))])
 
 
 def may_report_killed(store: SharedStore, rank: int) -> bool:
-    """Whether `rank` is the first that asks: it reports the loss of a rank that could not report it itself."""
+    """Whether `rank` is the first to ask, and so reports the loss of a rank that could not report it itself."""
     return store.compare_set(_REPORTED, "", str(rank)).decode() == str(rank)

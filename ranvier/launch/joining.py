@@ -1,5 +1,5 @@
-"""Protocol by which ranks join a running run: messages between them, rank 0 and the run's other ranks in the run's
-store.
+"""Protocol by which ranks join a running run: messages in the run's store between newcomers, rank 0 and the run's other
+ranks.
 
     newcomers                      rank 0                              all ranks of the run
     say that they are ready
@@ -10,7 +10,7 @@ store.
     read the verdict               gives the verdict                   all went well: the new backend is the run's
 
 Until the verdict the run's own backend is untouched, and every wait has a limit: newcomers that die or do not answer
-are refused, and the run goes on as if they had never come. From the verdict on they are ranks like the others.
+are refused, and the run continues without them. From the verdict on they are ranks like the others.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CONNECT_SECONDS = 20.0
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Call to newcomers to become ranks `first` to `size` - 1. wish: ID of their request. local_size: that of the run's
-    ranks. timeout_seconds: the run's limit, of which each wait here takes a third at most, since ranks that are through
+    ranks. timeout_seconds: the run's limit; each wait here takes at most a third of it, since ranks that have finished
     wait for the others. members: the names of the ranks before `first` (ranvier.launch.lost_ranks). num_lost_ranks:
-    those that the run has survived."""
+    lost ranks that the run has survived."""
 
     wish: str
     first: int
@@ -49,7 +49,7 @@ class Call:
 
     @property
     def all_members(self) -> tuple[str, ...]:
-        """The names of all ranks, once the newcomers are."""
+        """The names of all ranks, including the newcomers."""
         return (*self.members, *(member_name(self.wish, number) for number in range(self.size - self.first)))
 
     @property
@@ -69,7 +69,7 @@ def member_name(wish: str, number: int) -> str:
 
 
 def call_newcomers(world: World, call: Call) -> str | None:
-    """On rank 0: call them; None once all have answered, otherwise why they are refused."""
+    """On rank 0: call the newcomers; returns None once all have answered, otherwise why they are refused."""
     world.store.set(f"{_KEYS}{call.wish}/call", json.dumps(asdict(call)))
     answers = _answers(world.store, call, "here", call.answer_seconds)
     missing = call.size - call.first - len(answers)
@@ -77,7 +77,7 @@ def call_newcomers(world: World, call: Call) -> str | None:
 
 
 def grow(world: World, everyone: Group, call: Call) -> str | None:
-    """Connect this rank of the run to the newcomers; None if they are ranks of `world` now, otherwise why they are not,
+    """Connect this rank of the run to the newcomers; returns None if they are ranks of `world` now, otherwise why not,
     the same on every rank. Collective over the ranks of the run, which are those of `everyone`."""
     before = world.backend if isinstance(world.backend, TorchBackend) else None
     made, problem = _connect(world, world.rank, call, call.connect_seconds, before)
@@ -98,14 +98,14 @@ def grow(world: World, everyone: Group, call: Call) -> str | None:
 
 
 def give_verdict(store: SharedStore, wish: str, problem: str | None) -> None:
-    """On rank 0: the newcomers are ranks of the run, or are refused for `problem`."""
+    """On rank 0: publish that the newcomers are ranks of the run, or are refused for `problem`."""
     store.set(f"{_KEYS}{wish}/verdict", json.dumps(problem))
 
 
 def rank_of_newcomer(store: SharedStore, wish: str, number: int) -> int | None:
-    """Rank of the `number`-th newcomer of a request in the run, present or future; None if the run has not called it,
-    refuses it, or says nothing. For its supervisor, after its death, of which the run must hear: the verdict may still
-    come, and be that it is taken."""
+    """Rank in the run of the `number`-th newcomer of a request, present or future; None if the run has not called it,
+    refuses it, or does not answer. For the supervisor of a newcomer that has died, which must report the death to the
+    run: the verdict may still come, and accept the newcomer."""
     if not store.check([f"{_KEYS}{wish}/call"]):
         return None
     call = Call(**json.loads(store.get(f"{_KEYS}{wish}/call")))
@@ -126,33 +126,33 @@ def _connect(world: World, rank: int, call: Call, seconds: float, before: TorchB
 
 
 def _answers(store: SharedStore, call: Call, what: str, seconds: float) -> dict[int, str]:
-    """Answers of newcomers under `what`, by their number among them, once all have answered or the time is over."""
+    """Answers of newcomers under `what`, by the number of the newcomer, once all have answered or the time is over."""
     keys = {number: f"{_KEYS}{call.wish}/{what}/{number}" for number in range(call.size - call.first)}
     await_keys(store, list(keys.values()), seconds)
     return {number: store.get(key).decode() for number, key in keys.items() if store.check([key])}
 
 
 class Newcomer:
-    """One of `count` processes that want to join a run together, the `number`-th of them.
+    """The `number`-th of `count` processes that want to join a run together.
 
-    world: without ranks of the run so far. wish: ID of their request.
+    world: its world before it joins, without ranks of the run. wish: ID of their request.
     """
 
     def __init__(self, world: World, wish: str, number: int, count: int) -> None:
         self._world, self._wish, self._number, self._count = world, wish, number, count
 
     def await_others(self, seconds: float) -> None:
-        """Return once all of them are ready. LaunchError if they are not in time."""
+        """Return once all newcomers are ready. LaunchError if they are not ready in time."""
         self._report("ready")
         for number in range(self._count):
             self._await(f"ready/{number}", seconds, f"joining rank {number} is not ready")
 
     def join(self, seconds: float) -> World:
-        """The world with this rank in it. LaunchError if the run has not called within `seconds`, or refuses."""
+        """The world of the run, with this rank. LaunchError if the run has not called within `seconds`, or refuses."""
         called: Mapping[str, object] = json.loads(self._await("call", seconds, "the run has not taken the request"))
         if self._is_refused():
             self._await_verdict(0.0)
-        call = Call(**called)  # type: ignore[arg-type]  # rank 0 has written it
+        call = Call(**called)  # type: ignore[arg-type]  # written by rank 0
         self._report("here")
         made, problem = _connect(self._world, call.first + self._number, call,
                                  call.answer_seconds + call.connect_seconds, None)
@@ -178,14 +178,14 @@ class Newcomer:
         self._world.store.set(f"{_KEYS}{self._wish}/{what}/{self._number}", text)
 
     def _await(self, what: str, seconds: float, late: str) -> str:
-        """The value of a key of this request. A verdict that comes first ends the wait for everything else."""
+        """The value of a key of this request. A verdict that comes first ends the wait for any other key."""
         key, store = f"{_KEYS}{self._wish}/{what}", self._world.store
         try:
             if not await_keys(store, [key], seconds, stops=lambda: what != "verdict" and self._is_refused()):
                 if what != "verdict" and self._is_refused():
                     self._await_verdict(0.0)
                 raise LaunchError(late, code="join-late", where="join", value=f"{seconds:g} s",
-                                  remedy="Is the run under way? Wait longer with `--wait`, for runs with long steps.")
+                                  remedy="Check that it is running; if its steps are long, wait longer with `--wait`.")
             return store.get(key).decode()
         except RuntimeError as error:
             raise LaunchError("has ended or is restarting", code="join-run-gone", where="the run",

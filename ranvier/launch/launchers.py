@@ -1,12 +1,12 @@
 """Detects the launcher that started this process from its environment variables.
 
     local     our own supervisor (ranvier.launch.supervision), by variables that only it sets
-    torchrun  TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE; or the last two alone, if WORLD_SIZE is more than 1: whoever
-              starts ranks by hand, as torch's env:// rendezvous has it
+    torchrun  TORCHELASTIC_RUN_ID, RANK, WORLD_SIZE; or the last two alone, if WORLD_SIZE is more than 1, for ranks
+              that are started by hand as for torch's env:// rendezvous
     mpiexec   PMI_RANK, PMI_SIZE (MPICH) or OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE (Open MPI)
     srun      SLURM_STEP_ID, SLURM_PROCID: an sbatch script or a salloc shell has only the latter
 
-Launchers nest, and then several sets of variables are present. They are accepted if they agree (srun with an MPI
+If launchers are nested, several sets of variables are present. They are accepted if they agree (srun with an MPI
 plugin; RANK and WORLD_SIZE that a job script exports), or if one is known to run the other (one torchrun per task of
 srun). Anything else is an error that names both: a wrong guess would start a run of the wrong size. Pure: the
 environment is an argument.
@@ -31,7 +31,7 @@ Setting = Literal["auto"] | Launcher
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """One rank, as its launcher describes it.
+    """One rank, as described by its launcher.
 
     launcher, rank, size: who started it, its number, and the number of ranks.
     local_rank, local_size: among the ranks of its machine; None if the launcher does not set them (MPI then does).
@@ -58,7 +58,7 @@ class Started:
 
     @property
     def impossible(self) -> str:
-        """What cannot be so; empty for a rank that can be."""
+        """The part of the description that is impossible; empty for a possible rank."""
         if self.rank >= self.size:
             return f"rank {self.rank} of {self.size}"
         if self.local_rank is not None and self.local_size is not None and self.local_rank >= self.local_size:
@@ -68,13 +68,13 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherForm:
-    """What there is to know of a launcher.
+    """Facts about a launcher.
 
-    read: the rank that environment variables describe; None where it has not started this process.
-    variables: that its ranks have, and shells in between, but not the launcher itself.
-    sign: the variables that show it, in words. process: its process on a rank's machine, in words.
-    store_host: the process that hosts the shared store, in words; None where rank 0 does.
-    command: starts as many ranks as the number behind it says, torchrun on each node.
+    read: the rank that environment variables describe; None if the launcher has not started this process.
+    variables: variables that its ranks have, and shells in between, but not the launcher itself.
+    sign: the variables that identify it, in words. process: its process on a rank's machine, in words.
+    store_host: the process that hosts the shared store, in words; None if rank 0 hosts it.
+    command: starts the number of ranks that follows it, torchrun on each node.
     """
 
     read: Callable[[Mapping[str, str]], Started | None]
@@ -118,7 +118,7 @@ def _detect(environ: Mapping[str, str], setting: Setting) -> Started | None:
         return started
     mpiexec, srun = _mpiexec(environ), _srun(environ)
     known, exported = srun or mpiexec, (environ.get("RANK"), environ.get("WORLD_SIZE"))
-    # A job script may export them for each task, or once for all of them, which says nothing of this one.
+    # A job script may export them for each task, or once for all tasks, which says nothing about this task.
     repeats = known and _AGENT not in environ and (
         "LOCAL_RANK" not in environ or exported == (str(known.rank), str(known.size)))
     torchrun = None if repeats else _torchrun(environ)
@@ -224,7 +224,7 @@ def _srun(environ: Mapping[str, str]) -> Started | None:
                    mpi="PMIX_RANK" in environ)
 
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # Slurm's batch, interactive and extern steps have numbers from here on
 LAUNCHERS: Mapping[str, LauncherForm] = {
     "local": LauncherForm(read=_local, variables=("RANVIER_LOCAL_SIZE",), process="the command that started it",
                           store_host="the command that started the ranks"),
@@ -264,7 +264,8 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: int |
 
 
 def first_host(nodes: str) -> str:
-    """The first host in a Slurm node list: node01 of "node[01-03,7],login". ConfigError if the text is no such list."""
+    """The first host in a Slurm node list: node01 of "node[01-03,7],login". ConfigError if the text is not such a
+    list."""
     ranges = r"\d+(?:-\d+)?"
     entry = rf"(?:[\w.\-]|\[{ranges}(?:,{ranges})*\])+"
     found = re.fullmatch(rf"({entry})(?:,{entry})*", nodes, re.ASCII)

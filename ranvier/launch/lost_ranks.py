@@ -1,5 +1,5 @@
-"""Protocol by which a run continues without lost ranks: messages between supervisors, rank 0 and the other survivors in
-the run's store.
+"""Protocol by which a run continues without lost ranks: messages in the run's store between supervisors, rank 0 and the
+other survivors.
 
     supervisors             rank 0                                    survivors
     write who was killed
@@ -9,10 +9,10 @@ the run's store.
                                                                       read the verdict
                             connect to each other under their new numbers, in the old order
 
-Members have names that stay, whatever number they have: that of the process among those started together, and for ranks
-that have joined the ID of their request and their number in it. Every wait here has a limit. If another lost rank is
-reported meanwhile, the agreement starts again. If the verdict is that the run cannot continue, or none comes, the run
-ends with the first error.
+Members keep their names when their ranks change: a name is the number of the process among those started together, or
+for ranks that have joined the ID of their request and their number in it. Every wait here has a limit. If another lost
+rank is reported meanwhile, the agreement starts again. If the verdict is that the run cannot continue, or no verdict
+comes, the run ends with the first error.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _LOST = "ranvier/lost-ranks/lost/"
 _CLOSED = json.dumps(None)
 _WATCH_SECONDS = 0.1
 _NOTICE_SECONDS = 3.0
-"""A supervisor reports a lost rank within a few hundredths of a second; an error without a report has another cause."""
+"""A supervisor reports a lost rank within hundredths of a second; an error without a report has another cause."""
 _SETTLE_SECONDS = 0.1
 """Ranks that are killed together are reported one after the other."""
 _CONNECT_SECONDS = 10.0
 
 Decide = Callable[[Sequence[Any]], dict[str, object] | str]
-"""Makes the decision from what each survivor has, as JSON can hold it; text says why there is none."""
+"""Makes the decision, JSON-serialisable, from what each survivor has; a string says why the run cannot continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LostRank:
-    """member: the name of a rank that is gone. how: as in "was killed by SIGKILL"."""
+    """A lost rank. member: its name. how: its end, as in "was killed by SIGKILL"."""
 
     member: str
     how: str
@@ -55,8 +55,8 @@ class LostRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Agreement with which survivors continue. number: lost ranks so far. lost: by their ranks before. members: the
-    survivors, by their new ranks. decision: rank 0's, as JSON can hold it."""
+    """Agreement with which survivors continue. number: number of lost ranks so far. lost: lost ranks, by their old
+    ranks. members: the survivors' names, by their new ranks. decision: of rank 0, JSON-serialisable."""
 
     number: int
     lost: Mapping[int, LostRank]
@@ -68,8 +68,8 @@ class Agreement:
 
 
 def report_lost_rank(store: SharedStore, lost: LostRank) -> bool:
-    """Report a lost rank to the run. False if the run does not continue without it: its ranks have no copies yet, it
-    has ended, or it is not set to."""
+    """Report a lost rank to the run. False if the run does not continue without it: its ranks have no copies yet, the
+    run has ended, or its settings do not allow it."""
     if not store.check([_SURVIVES]):
         return False
     own, number = json.dumps([lost.member, lost.how]), 0
@@ -114,7 +114,7 @@ class LostRanks:
             self._world.store.set(_SURVIVES, "")
 
     def end(self) -> None:
-        """On rank 0: a lost rank ends the run from now on. TransportError where one has just been reported."""
+        """On rank 0: let a lost rank end the run from now on. TransportError if a lost rank has just been reported."""
         if self._world.store.compare_set(f"{_LOST}{self._known}", "", _CLOSED).decode() != _CLOSED:
             raise TransportError("was lost", code="rank-lost", where="a rank", remedy="Check which rank has stopped.")
 
@@ -128,7 +128,7 @@ class LostRanks:
         """After `error`: agree with the other survivors on how to continue. Raises `error` if no rank is lost, or the
         run cannot continue.
 
-        has: what this rank has, as JSON can hold it. decide: asked on rank 0.
+        has: description of this rank's state, JSON-serialisable. decide: called on rank 0.
         """
         store = self._world.store
         await_keys(store, [f"{_LOST}{self._world.num_lost_ranks}"], _NOTICE_SECONDS,
@@ -146,8 +146,8 @@ class LostRanks:
         raise error
 
     def connect(self, agreement: Agreement) -> None:
-        """Connect the survivors: the world has no others then, and this rank has its new number. TransportError where
-        one does not answer."""
+        """Connect the survivors, which become the world's only ranks, with new numbers. TransportError if a survivor
+        does not answer."""
         world, members = self._world, agreement.members
         assert world.torch_store is not None, "the run survives lost ranks"
         before = world.backend if isinstance(world.backend, TorchBackend) else None
@@ -216,7 +216,7 @@ class LostRanks:
                 more = len(self._read(self._store, self._known))
                 if more:
                     self._break(self._known + more)
-        except Exception:  # the store is gone: the heartbeat says so, and ends this rank
+        except Exception:  # the store is gone: the heartbeat reports it, and ends this rank
             return
 
     def _break(self, number: int) -> None:

@@ -1,5 +1,5 @@
-"""MPI on this machine: whether it can be used, the command that starts its ranks, and mpiexec's output without the page
-of text that MPICH prints about a killed rank. Never initialises MPI.
+"""MPI on this machine: whether it can be used, the command that starts its ranks, and a filter that removes from
+mpiexec's output the page of text that MPICH prints about a killed rank. Never initialises MPI.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ranvier.system import child
 from ranvier.system.machine import affinity
 
 Flavour = Literal["mpich", "open-mpi", "unknown"]
-"""Implementation of MPI; those derived from MPICH, such as Intel's, count as it."""
+"""Implementation of MPI; those derived from MPICH, such as Intel's, count as MPICH."""
 
 _VERSION_PROGRAM = ("import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
                     "print(MPI.Get_library_version())")
 
 
 def find_mpiexec() -> str | None:
-    """Path of the mpiexec beside the running interpreter, whose library mpi4py loads; else of the first on PATH."""
+    """Path of the mpiexec next to the running interpreter, whose library mpi4py loads; else of the first on PATH."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
 
 def flavour(version: str) -> Flavour:
-    """The implementation that prints `version`, as the output of `mpiexec --version` or of the library itself."""
+    """The implementation that `version` names: the output of `mpiexec --version` or of the library itself."""
     lowered = version.lower()
     if any(name in lowered for name in ("open mpi", "openrte", "prrte", "prterun")):
         return "open-mpi"
@@ -75,8 +75,8 @@ def mpi_available() -> str | None:
 def mpiexec_command(num_ranks: int, command: Sequence[str]) -> list[str]:
     """The command line that starts `num_ranks` ranks of `command` on this machine.
 
-    MPICH's mpiexec runs as root and with any number of ranks; Open MPI's needs options for both. LaunchError if there
-    is no mpiexec.
+    MPICH's mpiexec can run as root and with any number of ranks; Open MPI's needs options for both. LaunchError if
+    there is no mpiexec.
     """
     mpiexec = find_mpiexec()
     if mpiexec is None:
@@ -98,7 +98,7 @@ _BANNER_STARTS = (b"=   BAD TERMINATION", b"=   PID ", b"=   EXIT CODE", b"=   C
 
 
 class MpiexecOutput:
-    """Passes mpiexec's output through without its banner, and parses from that which process a signal killed."""
+    """Passes mpiexec's output through without its banner, from which it parses which process a signal killed."""
 
     def __init__(self) -> None:
         self.pid: int | None = None

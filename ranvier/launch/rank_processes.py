@@ -1,4 +1,4 @@
-"""Run a function on several ranks that are processes of their own, over torch.distributed or MPI.
+"""Run a function on several ranks, each in its own process, over torch.distributed or MPI.
 
     run_processes("package.module:function", 4, "mpi")        # function(world, *args) returns something JSON can hold
 
@@ -37,9 +37,9 @@ from ranvier.world import World
 
 
 class RanksFailed(RuntimeError):
-    """Ranks that failed, did not end in time, or left no result; the text shows what is known of each.
+    """Ranks that failed, did not end in time, or left no result; the text shows the output of each.
 
-    hung: whether none had failed, and they did not end in time.
+    hung: whether no rank had failed, but they did not end in time.
     """
 
     def __init__(self, text: str, *, hung: bool = False) -> None:
@@ -53,16 +53,16 @@ _GRACE_SECONDS = 10.0
 def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mpi+torch"], *,
                   args: Sequence[object] = (), timeout_seconds: float = 60.0, may_fail: Collection[int] = (),
                   device: str = "cpu") -> list[Any]:
-    """`function(world, *args)` on `size` ranks that are processes of their own; their results in rank order.
+    """Run `function(world, *args)` on `size` ranks, each in its own process; returns their results in rank order.
 
     Args:
         target: "module:function"; the module is found as this process would find it.
         transport: mpi+torch has messages over MPI and collectives over torch.distributed.
-        args: what JSON can hold; so must be what the function returns.
-        may_fail: ranks that may end without a result (which is None then), for tests of lost peers.
+        args: JSON-serialisable, like the function's result.
+        may_fail: ranks that may end without a result (None is returned for them), for tests of lost peers.
 
-    RanksFailed with the output of the ranks that failed, of all ranks when they do not end in `timeout_seconds`. None
-    of the processes is left when this returns or raises.
+    RanksFailed with the output of the ranks that failed, or of all ranks if they do not end within `timeout_seconds`.
+    No process is left when this returns or raises.
     """
     with tempfile.TemporaryDirectory(prefix="ranvier-ranks-") as name:
         folder = Path(name)
@@ -97,7 +97,7 @@ def run_processes(target: str, size: int, transport: Literal["torch", "mpi", "mp
 
 def _wait_for(children: list[Popen[bytes]], folder: Path, deadline: float, may_fail: Collection[int]
               ) -> bool:
-    """Whether all ended in time. Once a rank that may not fail has done so, the others have a short grace."""
+    """Whether all ended in time. Once a rank has failed that may not fail, the others get a short grace period."""
     failed = False
     while any(process.poll() is None for process in children):
         if time.monotonic() > deadline:
@@ -109,7 +109,7 @@ def _wait_for(children: list[Popen[bytes]], folder: Path, deadline: float, may_f
 
 
 def _end(children: list[Popen[bytes]], folder: Path) -> None:
-    """Kill what is left: launchers first, which end their ranks, then all that have the folder in their command."""
+    """Kill remaining processes: launchers first, which end their ranks, then all with the folder in their command."""
     for started in children:
         if started.poll() is None:
             started.terminate()
@@ -130,7 +130,8 @@ def _text(path: Path) -> str:
 
 
 def run_one_rank(where: str) -> None:
-    """The life of one process of `run_processes`; `where` is its folder, and ":rank" where the launcher gives none."""
+    """The program of one process of `run_processes`; `where` is the folder, with ":rank" if no launcher sets the
+    rank."""
     name, _, rank_text = where.partition(":")
     folder, job = Path(name), json.loads((Path(name) / "job.json").read_text())
     torch.set_num_threads(1)
@@ -164,7 +165,7 @@ def run_one_rank(where: str) -> None:
 
 
 def _device(kind: str, rank: int) -> torch.device:
-    """The rank's own device; ranks share where there are fewer devices."""
+    """The rank's own device; ranks share devices if there are not enough."""
     if kind == "cpu":
         return torch.device("cpu")
     torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""Runs a function on local ranks from a notebook or a prompt, where there is no command to run again.
+"""Runs a function on local ranks from a notebook or a prompt, which have no command to run again.
 
     def train(world):
         engine = ranvier.Engine(blocks, world, loss=loss, optimizer=optimizer)
@@ -7,8 +7,8 @@
 
     losses = ranvier.run(train, data=2, pipe=2)
 
-The function travels by cloudpickle, with all that it uses of the notebook, to `run_as_rank` in another process, a
-program that starts the ranks as any program does. This process shows its output, and waits.
+The function is sent by cloudpickle, with all that it uses of the notebook, to `run_as_rank` in another process, a
+program that starts the ranks as any program does. This process shows the other's output, and waits.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
     notebook's interrupt) ends the ranks.
 
     Args:
-        function: may be defined in a cell, and use what other cells define. Each rank has copies of that and of `args`;
-            what it changes there stays there, so return what is wanted. It begins with the default dtype of torch and
-            the state of its generator that are set here (`torch.set_default_dtype`, `torch.manual_seed`).
+        function: may be defined in a cell, and use names from other cells. Each rank has copies of these objects and of
+            `args`; changes to the copies are lost, so return results. It begins with the default dtype and the
+            generator state of torch that are set here (`torch.set_default_dtype`, `torch.manual_seed`).
         mesh, data, pipe, row, col, transport, threads, device, timeout_seconds: as for `ranvier.start`.
 
-    LaunchError, with the rank and its error, if a rank fails; ConfigError for a mesh that cannot be.
+    LaunchError, with the rank and its error, if a rank fails; ConfigError for an impossible mesh.
     """
     check_arguments(run, locals(), but=("mesh", "data", "pipe", "row", "col"))
     mesh = mesh_of(mesh, "ranvier.run", data=data, pipe=pipe, row=row, col=col)
@@ -76,7 +76,7 @@ def run(function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, data
 
 
 def cloudpickle_module() -> ModuleType:
-    """The package; LaunchError where it is not installed."""
+    """The package cloudpickle; LaunchError if it is not installed."""
     try:
         import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError as error:
@@ -88,7 +88,7 @@ def cloudpickle_module() -> ModuleType:
 
 
 def _torchs_state() -> tuple[torch.dtype, int, torch.Tensor]:
-    """What a program sets for all that follows: the default dtype, and the generator's seed and state."""
+    """Global state of torch: the default dtype, and the generator's seed and state."""
     return torch.get_default_dtype(), torch.initial_seed(), torch.get_rng_state()
 
 
@@ -117,7 +117,7 @@ def _run_program(folder: Path) -> int:
 
 
 def _show(process: Popen[bytes]) -> None:
-    """Write the process's output to this one's, which in a notebook is the cell's, until it ends."""
+    """Write the process's output to this process's output, in a notebook the cell's, until it ends."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while chunk := os.read(process.stdout.fileno(), 1 << 16):
@@ -138,8 +138,8 @@ def _failure(folder: Path, code: int) -> LaunchError:
 
 
 def run_as_rank(name: str) -> None:
-    """The program of `run`: its process starts the ranks, and is each of them, which runs the function and leaves
-    N.result or N.error. name: the folder with the pickled job."""
+    """The program of `run`: it starts the ranks, and each rank runs it again, calls the function and writes N.result or
+    N.error. name: the folder with the pickled job."""
     folder = Path(name)
     where = "ranvier.run"
     try:
@@ -158,7 +158,7 @@ def run_as_rank(name: str) -> None:
         except Exception as error:  # whatever an object's own pickling raises
             raise LaunchError(f"returned a value that cannot be sent back: {type(error).__name__}: {error}",
                               code="result-not-picklable", where="ranvier.run", value=type(found).__name__,
-                              remedy="Return numbers, tensors or texts.") from error
+                              remedy="Return numbers, tensors or strings.") from error
         temporary = folder / f"{world.rank}.unfinished"
         temporary.write_bytes(result)
         temporary.rename(folder / f"{world.rank}.result")

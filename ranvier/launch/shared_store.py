@@ -2,11 +2,11 @@
 
     local            the supervisor hosts it on the loopback address; ranks get the secret in their environment
     torchrun         torchrun's agent hosts it, on all interfaces, and keeps it when it starts the ranks again: each
-                     start has keys of its own
+                     start has its own keys
     mpiexec, srun    rank 0 hosts it on the address that the others reach; address and secret travel through MPI
     ... with MASTER_ADDR, or srun without MPI: rank 0, on that name's address; see below for the secret
 
-Where the launcher has no channel for a secret, it is taken from the environment variable RANVIER_SECRET, which a job
+If the launcher has no channel for a secret, it is taken from the environment variable RANVIER_SECRET, which a job
 script may export; without that, values are not signed (docs/security.md).
 """
 
@@ -40,7 +40,7 @@ def new_secret() -> str:
 
 
 def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedStore]:
-    """Host or connect to the store: that for torch's own use, and the signed one for Ranvier's.
+    """Host or connect to the store; returns the store for torch's own use, and the signed one for Ranvier's.
 
     LaunchError if rank 0's address is unknown or cannot be reached within `timeout_seconds`.
     """
@@ -69,11 +69,11 @@ def open_store(started: Started, timeout_seconds: float) -> tuple[Store, SharedS
 
 
 def agree_on_start(rank: int, size: int, store: SharedStore, timeout_seconds: float) -> str:
-    """A word that all ranks of this start get, and those of no other start that used the same store.
+    """A token that all ranks of this start get, and no rank of another start that used the same store.
 
-    torchrun's count of restarts is no such word: it stays the same when a machine joins, and the agent of a machine
+    torchrun's count of restarts is not such a token: it stays the same when a machine joins, and the agent of a machine
     that joins later counts from 0. Each rank therefore writes a random question, and rank 0 answers under that
-    question until all ranks have confirmed. It also answers questions of earlier starts, which nobody confirms.
+    question until all ranks have confirmed. It also answers questions of earlier starts, which no rank confirms.
 
     LaunchError if a rank is missing for `timeout_seconds`.
     """
@@ -114,8 +114,8 @@ def _missing(rank: int, value: object) -> LaunchError:
 
 
 def _launcher_is_gone(started: Started, host: str, port: int) -> LaunchError:
-    """The error where nothing listens, although the launcher has hosted the store before it started the ranks. A
-    launcher that is killed before a rank has looked at its parent is noticed here alone."""
+    """The error if nothing listens, although the launcher hosted the store before it started the ranks. A launcher that
+    is killed before a rank has checked its parent is noticed only here."""
     if started.rank != started.local_rank and _is_loopback(host):
         return LaunchError("means this machine itself here, but rank 0 is on another one",
                            code="master-address-is-local", where="MASTER_ADDR", value=host, remedy=_TORCHRUN_REMEDY)
@@ -126,16 +126,16 @@ def _launcher_is_gone(started: Started, host: str, port: int) -> LaunchError:
 def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:  # unknown: TCPStore says so
+    except OSError:  # unknown name: TCPStore reports it
         return False
     return all(ip_address(str(address[0])).is_loopback for *_, address in found)
 
 
 def _host_store(host: str, port: int, started: Started, timeout: timedelta) -> TCPStore:
-    """Rank 0's store, on the address of `host`.
+    """Host rank 0's store on the address of `host`.
 
-    On all interfaces if that address is useless: the loopback's although ranks are on other machines, or not one of
-    this machine's (a forwarded address).
+    It listens on all interfaces if that address is useless: the loopback address although ranks are on other machines,
+    or an address that is not this machine's (a forwarded address).
     """
     addresses = [str(found[4][0]) for found in sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))]
     alone = started.local_size == started.size
@@ -172,7 +172,7 @@ def _open_through_mpi(started: Started, timeout: timedelta) -> tuple[Store, Shar
     if hosts is not None:  # on rank 0, the root of the gather
         other = next((host for host in hosts if host != hosts[0]), None)
         address = stores.LOOPBACK if other is None else address_towards(other)
-        # If the route to the other machine is unknown: on all interfaces, under this machine's name.
+        # If the route to the other machine is unknown, listen on all interfaces, under this machine's name.
         host = address or socket.getfqdn()
         store = (stores.create_store if address else stores.create_store_everywhere)(host, 0, timeout)
         contact = (host, store.port, new_secret())

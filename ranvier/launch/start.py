@@ -2,7 +2,7 @@
 
 Under plain python the process becomes the supervisor of local ranks: it runs its own command again as each of them
 (ranvier.launch.supervision), and ends with their exit code. Under a launcher it is a rank already. Either way `start`
-returns on ranks only, with their `World`.
+returns only on ranks, with their `World`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ranvier.system.terminal import open_closed_streams
 from ranvier.world import JoinPoint, World
 
 Restart = Callable[[int], tuple[Mesh, Sequence[str]] | None]
-"""Takes the number of ranks left after a fault; returns the mesh and the command of the next start, None for none."""
+"""Receives the number of ranks left after a fault; returns the mesh and command of the next start, None to give up."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -69,22 +69,22 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
           survive_losses: bool = False) -> World:
     """Start the ranks of `mesh` (or of data x pipe x row x col); returns this rank, connected to all others.
 
-    Under plain python with more than one rank this does not return: the command is run again as each rank, and the
-    process exits with their code.
+    Under plain python with more than one rank this does not return in the calling process: the command is run again as
+    each rank, and the process exits with their exit code.
 
     Args:
         mesh: the mesh; None for one of the axes `data`, `pipe`, `row` and `col`.
         transport: torch (Gloo, NCCL) or mpi; auto takes the faster one that works here.
-        collectives: the library of the collectives where the transport is mpi; auto takes NCCL between CUDA devices.
+        collectives: the library of the collectives if the transport is mpi; auto takes NCCL between CUDA devices.
         launcher: what started this process; auto detects it.
         threads: compute threads of each rank; auto divides the cores among local ranks.
         device: auto takes CUDA if each local rank has a device.
         timeout_seconds: limit of the wait for collectives, and for the other ranks at start.
         rerun: the command that starts a rank, under plain python; None for the command line of this process.
-        stopped_seconds: a rank that a signal (SIGSTOP) has stopped for so long ends the run; 0 never.
+        stopped_seconds: a rank that a signal (SIGSTOP) has stopped for this long ends the run; 0 never.
         hang_seconds: an action that runs for longer ends the run; 0 never; auto as in `ranvier.comm.hang`.
-        join_address: address of this machine on which ranks may join later (`World.joins`); None lets none join.
-        survive_losses: the ranks may go on without one that is killed (ranvier.launch.lost_ranks).
+        join_address: address of this machine at which ranks may join later (`World.joins`); None lets none join.
+        survive_losses: the ranks may continue without a rank that is killed (ranvier.launch.lost_ranks).
 
     ConfigError if the launcher has started another number of ranks, or a setting cannot work here; LaunchError if ranks
     cannot be started or reached.
@@ -103,7 +103,7 @@ def start(mesh: Mesh | None = None, *, data: int = 1, pipe: int = 1, row: int = 
 
 
 def _end_on_errors() -> bool:
-    """Have an error end this process with one line, but not at a prompt. Whether there is one."""
+    """Make an error end this process with one line, except at a prompt; returns whether there is a prompt."""
     interactive = hasattr(sys, "ps1")
     if not interactive:
         failure.install_start_error_handlers(None)
@@ -114,13 +114,13 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
                 explain_kill: Callable[[], str] | None = None, saves_on_stop: bool = False,
                 restart: Restart | None = None, stream: TextIO | None = None,
                 explain_stop: Callable[[], str] | None = None) -> World:
-    """`start` with the settings of a run, whose flags its errors name.
+    """`start` with the settings of a run; errors name its flags.
 
     Args:
-        rerun: as of `start`.
+        rerun: as for `start`.
         explain_kill: text to print when the kernel has killed a rank.
-        saves_on_stop: ranks handle `ranvier.launch.stop.STOP_SIGNALS` themselves, so the supervisor forwards these and
-            waits, instead of ending the ranks.
+        saves_on_stop: ranks handle `ranvier.launch.stop.STOP_SIGNALS` themselves, so the supervisor forwards these
+            signals and waits instead of ending the ranks.
         restart: how to start again after a failure that a new start may avoid; None for never.
         stream: where rank 0 prints what `auto` stands for; standard output by default.
         explain_stop: text to print when a second signal has ended ranks that save.
@@ -149,7 +149,7 @@ def start_ranks(mesh: Mesh, comm: Comm, launch: Launch, *, rerun: Sequence[str] 
         world = _connect_rank(mesh, started, comm, launch, stream)
         world.launched = launched
     except RanvierError:
-        # When this process ends, which has printed the error by then: torchrun's agent ends it as soon as another one
+        # Only when this process ends, after it has printed the error: torchrun's agent ends it as soon as another rank
         # is gone.
         atexit.register(failure.kill_local_stopped_ranks, started.launcher)
         raise
@@ -166,7 +166,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
     for out in (sys.stdout, sys.stderr):
         if hasattr(out, "reconfigure"):
             out.reconfigure(line_buffering=True)
-    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
+    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them at its first use, which is below
     with mpi_start_watch(started, seconds, launch.stopped_seconds):
         started, local_rank, local_size = _with_local_rank(started)
         stores = None if started.size == 1 and address is None else open_store(started, seconds)
@@ -179,7 +179,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
                           code="survive-losses-on-device", where="launch.survive-losses", value=str(place),
                           remedy="Set `--launch.device cpu`, or use `--max-restarts` instead.")
     if place.type == "cuda":
-        torch.cuda.set_device(place)  # what names no device, in libraries too, must not take device 0
+        torch.cuda.set_device(place)  # code that names no device, also in libraries, must not use device 0
     library = choose_collectives(comm.collectives, transport.value, device.value)
     if address is not None:
         use_interface_towards(address)
@@ -204,7 +204,7 @@ def _connect_rank(mesh: Mesh, started: Started, comm: Comm, launch: Launch, stre
 
 def _agree_on_device(started: Started, setting: str, transport: str, stores: tuple[Store, SharedStore] | None
                      ) -> tuple[torch.device, Choice, tuple[int, ...]]:
-    """This rank's device, on which all ranks agree over the store, and the ranks of its machine; see
+    """This rank's device, which all ranks choose together over the store, the reason, and the ranks of its machine; see
     `ranvier.launch.devices`."""
     assert started.local_rank is not None and started.local_size is not None, "they are known by now"
     seen = visible_devices(rank=started.rank, local_rank=started.local_rank, local_size=started.local_size,
@@ -218,7 +218,7 @@ def _agree_on_device(started: Started, setting: str, transport: str, stores: tup
 
 
 def local_devices(setting: str) -> int:
-    """The number of ranks that this machine has devices for: its CUDA devices if `setting` allows them, else its cores.
+    """The number of ranks for which this machine has devices: CUDA devices if `setting` allows them, else cores.
 
     setting: auto, cpu or cuda.
     """
@@ -227,9 +227,9 @@ def local_devices(setting: str) -> int:
 
 
 def choose_device(setting: str, local_size: int) -> Choice:
-    """cpu or cuda, for `setting` and `local_size` ranks on this machine, as one process sees it before ranks start.
+    """cpu or cuda, for `setting` and `local_size` ranks on this machine, as seen by one process before ranks start.
 
-    What ranks compute on is decided by all of them together (`ranvier.launch.devices`).
+    The ranks choose their devices together (`ranvier.launch.devices`).
 
     ConfigError if CUDA is requested and there are fewer devices than local ranks.
     """
@@ -256,9 +256,9 @@ def choose_transport(setting: str, started: Started | None, device: str) -> Choi
         return Choice(value="mpi" if started.mpi else "torch", reason=started.reason)
     if setting == "torch":
         return Choice(value="torch", reason="as set")
-    # The launcher if it does not start MPI, so that each rank's MPI would see only itself.
+    # The launcher, if it does not start MPI: each rank's MPI would see only itself.
     without_mpi = started.launcher if started is not None and not started.mpi and started.size > 1 else None
-    # Ranks of an mpiexec use MPI; whether it is the one that mpi4py loads is checked when they connect.
+    # Ranks of an mpiexec use MPI; whether mpi4py loads the same MPI is checked when they connect.
     problem = mpi_available() if started is None else None if find_spec("mpi4py") else "mpi4py is not installed"
     if setting == "mpi":
         if without_mpi:
@@ -281,9 +281,9 @@ def choose_transport(setting: str, started: Started | None, device: str) -> Choi
 
 
 def choose_collectives(setting: str, transport: str, device: str) -> Choice:
-    """torch or mpi, for `setting`, the transport that is used and a device type.
+    """torch or mpi, for `setting`, the chosen transport and a device type.
 
-    ConfigError if MPI is requested and messages do not travel over it.
+    ConfigError if MPI is requested and messages do not use it.
     """
     for problem in collectives_problems(transport, setting):
         raise problem
@@ -297,7 +297,7 @@ def choose_collectives(setting: str, transport: str, device: str) -> Choice:
 
 
 def rerun_command() -> list[str]:
-    """The command line of this process, to be run again. LaunchError if there is none (notebook or prompt)."""
+    """The command line of this process, to run it again. LaunchError if there is none (notebook or prompt)."""
     command = list(sys.orig_argv)
     main = sys.modules.get("__main__")
     scripted = getattr(main, "__file__", None) is not None or "-c" in command
@@ -313,7 +313,8 @@ def rerun_command() -> list[str]:
 
 
 def _is_own_program(main: ModuleType | None) -> bool:
-    """Whether the program is the command `ranvier`, and not a user's, whose folder is searched for modules."""
+    """Whether the program is the command `ranvier` rather than a user's program, whose folder is searched for
+    modules."""
     spec = getattr(main, "__spec__", None)
     name: str = Path(getattr(main, "__file__", None) or "").stem if spec is None else spec.name.partition(".")[0]
     return name == "ranvier"
@@ -343,7 +344,7 @@ def _run_local_ranks(mesh: Mesh, transport: str, launch: Launch, rerun: Sequence
 def rank_variables(num_ranks: int, threads: int | Literal["auto"], survive_losses: bool) -> dict[str, str]:
     """Environment variables of each of `num_ranks` ranks on this machine: threads of libraries, and CUDA's.
 
-    survive_losses: torch does not warn of connections that are broken on purpose then, each with a stack of C++ calls.
+    survive_losses: silences torch's warnings, each with a C++ stack, about connections that are broken on purpose.
     """
     count = str(threads_per_rank(num_ranks) if threads == "auto" else threads)
     quiet = {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "ERROR")} if survive_losses else {}
@@ -351,7 +352,7 @@ def rank_variables(num_ranks: int, threads: int | Literal["auto"], survive_losse
 
 
 def _check_membership(setting: str, value: str, started: Started | None, transport: str) -> None:
-    """Whether ranks may come and go, as `setting` asks."""
+    """ConfigError if ranks cannot join or be lost, as `setting` requests."""
     if transport == "mpi":
         raise ConfigError("needs transport torch: MPI's ranks are those that were started",
                           code="membership-needs-torch", where=setting, value=value, remedy="Leave the transport auto.")
@@ -428,10 +429,10 @@ def _connect_torch(started: Started, device: torch.device, timeout_seconds: floa
 
 
 def _choose_interface(started: Started, store: Store) -> None:
-    """Make Gloo use the interface on the route to rank 0's machine; there, that on the route to another machine.
+    """Make Gloo use the interface on the route to rank 0's machine; on that machine, the one on the route to another.
 
-    By default it uses the address of the host's own name, which is often a loopback address (/etc/hosts) that no other
-    machine can reach. On rank 0's machine its name may mean such an address, too.
+    By default Gloo uses the address of the host's own name, which is often a loopback address (/etc/hosts) that no
+    other machine can reach. On rank 0's machine, its name may resolve to such an address, too.
     """
     if started.local_size == started.size or started.master is None:
         return

@@ -2,7 +2,7 @@
 
 The signal handler only sets a flag. The training loop reduces the flags of all ranks with each step's metrics
 (ranvier.train.metrics), so that all ranks stop after the same step, whichever of them received a signal; it then saves
-a checkpoint and ends. A second Ctrl-C is a KeyboardInterrupt: who presses it again waits for nothing.
+a checkpoint and ends. A second Ctrl-C raises KeyboardInterrupt immediately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ terminal that closes sends SIGHUP."""
 
 
 FINISHED_RUN = "ranvier/finished-run"
-"""Store key that is set once the program's last run has done its last step: a request to stop has come too late."""
+"""Store key that is set once the program's last run has done its last step: later requests to stop are too late."""
 
 
 def signal_name(number: int) -> str:
-    """A signal in words for whoever sent it: a user presses Ctrl-C."""
+    """A signal's name for the user: Ctrl-C for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
@@ -37,14 +37,15 @@ class StopRequest(AbstractContextManager["StopRequest"]):
 
     def __init__(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
         self.announces = False
-        """Whether a signal is answered with a line at once: the step may take minutes. Of a rank without supervisor."""
+        """Whether a signal is answered with a line immediately, since the step may take minutes; on a rank without a
+        supervisor."""
         self.reason = ""
         """The first request, such as "SIGTERM"; "" if there was none."""
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self.install(signals)
 
     def install(self, signals: Sequence[int] = STOP_SIGNALS) -> None:
-        """Have these signals request a stop. On a thread that is not the main one this does nothing."""
+        """Let these signals request a stop. Does nothing on a thread other than the main one."""
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -57,7 +58,7 @@ class StopRequest(AbstractContextManager["StopRequest"]):
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C asked for it."""
+        """Whether Ctrl-C requested the stop."""
         return self.reason == signal.SIGINT.name
 
     def request(self, reason: str) -> None:
@@ -74,9 +75,9 @@ class StopRequest(AbstractContextManager["StopRequest"]):
         if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
-        if self.announces:  # not through sys.stderr, in whose write the signal may have come
+        if self.announces:  # not through sys.stderr: the signal may have arrived during a write to it
             more = "; another Ctrl-C ends it at once" if number == signal.SIGINT else ""
-            with suppress(OSError):  # it may be a pipe whose reader Ctrl-C has ended, too
+            with suppress(OSError):  # it may be a pipe whose reader Ctrl-C has also ended
                 os.write(2, f"ranvier: {signal_name(number)}: the run saves and stops after this step{more}\n".encode())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

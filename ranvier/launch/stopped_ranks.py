@@ -1,7 +1,8 @@
 """Detects ranks that a signal has stopped (SIGSTOP): they do not fail, but all others would wait for them.
 
-The kernel reports which processes are stopped, so a rank that computes for long, or holds the GIL, is not mistaken for
-one. Only processes of this machine can be checked; ranks on another machine are checked by their neighbours there.
+The kernel reports which processes are stopped, so a rank that computes for a long time, or holds the GIL, is not
+mistaken for a stopped one. Only processes of this machine can be checked; ranks on another machine are checked by their
+neighbours there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ CHECK_SECONDS = 1.0
 class StoppedRankDetector:
     """Finds ranks that have been stopped for `seconds`; 0 finds none.
 
-    Checks are counted, not seconds: if a whole job is stopped and continued, this process did not check meanwhile.
+    It counts checks rather than seconds: if an entire job is stopped and continued, this process did not check
+    meanwhile.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -30,7 +32,7 @@ class StoppedRankDetector:
         self._counts: dict[int, int] = {}
 
     def check(self, ranks: Mapping[int, Process]) -> list[int]:
-        """Numbers of the `ranks` that have been stopped for so long; to be called every CHECK_SECONDS."""
+        """Numbers of the `ranks` that have been stopped for `seconds`. Must be called every CHECK_SECONDS."""
         self._counts = {rank: self._counts.get(rank, 0) + 1 for rank, process in ranks.items() if process.is_stopped}
         return [rank for rank, count in self._counts.items() if self._enabled and count >= self._min_checks]
 
@@ -43,7 +45,7 @@ def publish_pid(store: SharedStore, rank: int) -> None:
 def read_pids(store: SharedStore, num_ranks: int) -> dict[int, int]:
     """Published process id -> rank.
 
-    An unsigned store may contain anybody's values: use this to name ranks, and never to signal processes.
+    An unsigned store may contain values of any process: use this to name ranks, and never to signal processes.
     """
     ranks: dict[int, int] = {}
     for rank in range(num_ranks):
@@ -65,10 +67,10 @@ def find_rank_processes(store: SharedStore, num_ranks: int, launcher: Process) -
 
 
 def find_rank_processes_by_variable(launcher: Process, variable: str) -> dict[int, Process]:
-    """Find rank processes, as `find_rank_processes` does, by the environment variable that has the rank: for a store
-    that does not answer.
+    """Find rank processes, like `find_rank_processes`, but by the environment variable that has the rank: for use when
+    the store does not answer.
 
-    A shell between the launcher and its rank has the variable, too, and is then taken for the rank.
+    A shell between the launcher and its rank has the variable, too, and is then mistaken for the rank.
     """
     found: dict[int, Process] = {}
     for process in descendants(launcher.pid):
@@ -81,7 +83,7 @@ def find_rank_processes_by_variable(launcher: Process, variable: str) -> dict[in
 def kill_stopped_ranks(launcher: Process, variable: str) -> None:
     """Kill the descendants of `launcher` that are stopped and have the environment variable `variable` of its ranks.
 
-    For the end of a run, which would leave them behind.
+    For the end of a run, which would otherwise leave them behind.
     """
     for process in descendants(launcher.pid):
         if process.pid != os.getpid() and process.is_stopped and process.variable(variable) is not None:

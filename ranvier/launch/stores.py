@@ -1,9 +1,9 @@
-"""The only place that makes torch's TCPStore: it hosts one, or connects to one within a limit.
+"""Construction of torch's TCPStore, only here: hosts one, or connects to one within a time limit.
 
-TCPStore's own limits do not bound its constructor: a port that accepts connections and says nothing holds it for
-minutes, on the main thread without regard to signals. So it is made on another thread, and this one waits for it. It
-is made where something listens: of a name that is not known, or a port that refuses, TCPStore says nothing but that
-time is up, with C++ stacks on the way there.
+TCPStore's own limits do not bound its constructor: a port that accepts connections but does not answer blocks it for
+minutes, on the main thread without handling signals. So it is constructed on another thread, for which this one waits,
+and only once something listens: for an unknown name or a port that refuses connections, TCPStore only reports a
+timeout, after printing C++ stacks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ranvier.system.background import in_background
 
 LOOPBACK = "127.0.0.1"
 _GRACE_SECONDS = 1.0
-"""After the store's own limit, whose error says more."""
+"""Seconds after the store's own limit, whose error says more."""
 _POLL_SECONDS = 0.2
 _REFUSED_SECONDS = 2.0
 TELL_SECONDS = 10.0
-"""Until a wait for other ranks is told."""
+"""Seconds until a wait for other ranks is reported."""
 
 
 def create_store(address: str, port: int, timeout: timedelta) -> TCPStore:
@@ -41,7 +41,7 @@ def create_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def create_store_everywhere(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """Host a store in this process that listens on all interfaces, where the one that others reach is unknown."""
+    """Host a store in this process that listens on all interfaces, if the one that others reach is unknown."""
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
@@ -54,16 +54,16 @@ def tell_missing(missing: Collection[int], size: int) -> None:
 def connect_store(host: str, port: int, timeout: timedelta, *, tells: bool = False, is_there: bool = False) -> TCPStore:
     """A connection to a store that may not be there yet. Signals are handled while it waits.
 
-    timeout: of the connection, and of the store's blocking calls. tells: print why the wait is long. is_there: it has
-    been hosted before, so that a port that refuses for `_REFUSED_SECONDS` has lost it. OSError if after so long the
-    name is unknown, nothing listens, or what listens does not answer; RuntimeError as TCPStore raises it.
+    timeout: of the connection, and of the store's blocking calls. tells: print why the wait is long. is_there: the
+    store has been hosted before, so a port that refuses connections for `_REFUSED_SECONDS` has lost it. OSError if at
+    the end the name is unknown, nothing listens, or the listener does not answer; RuntimeError as raised by TCPStore.
     """
     now = time.monotonic()
     end, tell = now + timeout.total_seconds(), now + TELL_SECONDS
     refused_end = min(end, now + _REFUSED_SECONDS) if is_there else end
     while True:
         try:
-            wait = min(max(end - time.monotonic(), _POLL_SECONDS), TELL_SECONDS)  # of an address that answers nothing
+            wait = min(max(end - time.monotonic(), _POLL_SECONDS), TELL_SECONDS)  # for an address that does not answer
             socket.create_connection((host, port), timeout=wait).close()
             break
         except OSError as error:

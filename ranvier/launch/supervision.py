@@ -1,16 +1,16 @@
 """The supervisor of local ranks: starts them, watches them, and ends all of their processes.
 
     a rank exits with an error or is killed  SIGTERM to the others, SIGKILL after a grace period; one line names it
-                                             (a run that survives lost ranks is told of it, and may continue)
+                                             (reported to a run that survives lost ranks, which may continue)
     a rank exits with 0 before the end       likewise
     a rank is stopped (SIGSTOP)              likewise, after some seconds
     Ctrl-C, SIGTERM, SIGHUP here             the same signal to all ranks, SIGKILL after a grace period
-    these and SIGUSR1, if ranks save         the same signal to all ranks, which exit themselves; a second one kills
-    this process is killed outright          the kernel ends the ranks (ranvier.system.parent_death)
+    these and SIGUSR1, if ranks save         the same signal to all ranks, which exit on their own; a second one kills
+    this process is killed with SIGKILL      the kernel ends the ranks (ranvier.system.parent_death)
 
-Each child has a process group of its own, so that Ctrl-C in a terminal reaches only this process, which forwards it
-once. With torch the children are the ranks; with MPI the only child is mpiexec, which starts and numbers the ranks. On
-Linux orphaned descendants become children of this process, and are ended, too.
+Each child has its own process group, so that Ctrl-C in a terminal reaches only this process, which forwards it once.
+With torch the children are the ranks; with MPI the only child is mpiexec, which starts and numbers the ranks. On Linux
+orphaned descendants become children of this process, and are ended, too.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _LAUNCHER_VARIABLES = re.compile(r"PMI|PMIX_|OMPI_|MPI_LOCAL|HYDI_|HYDRA_|TORCHE
 
 
 _MPIEXEC = -1
-"""Its number among ranks."""
+"""The number of mpiexec among ranks."""
 _KILL_SECONDS = 5.0
-"""Until the kernel has ended a killed process, at most."""
+"""Longest wait until the kernel has ended a killed process."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _RankEnd:
 
     @property
     def description(self) -> str:
-        """Its end, as in "was killed by SIGKILL"."""
+        """How it ended, as in "was killed by SIGKILL"."""
         if self.code >= 0:
             return f"exited with code {self.code}"
         stopped = self.code == -signal.SIGSTOP
@@ -116,7 +116,7 @@ class Outcome:
     """End of all ranks.
 
     code: the exit code for this process: 0 if all ranks succeeded, 2 if the first failure is a RanvierError, 130 or 143
-        if this process was asked to stop, otherwise 1. Ranks that saved because of Ctrl-C leave 130, of others, or
+        if this process was asked to stop, otherwise 1. Ranks that saved after Ctrl-C give 130; after another signal, or
         after the run's last step, 0.
     num_lost: number of ranks that were killed, stopped or hung; their devices are assumed to be unusable.
     retryable: whether a new start may succeed; False if the run was asked to stop or its settings were rejected.
@@ -142,15 +142,15 @@ def supervise(mesh: Mesh, transport: str, reason: str, command: Sequence[str], v
         explain_kill: text to print when the kernel has killed a rank.
         saves_on_stop: the ranks handle STOP_SIGNALS themselves (ranvier.launch.stop). A rank that has not installed its
             handler yet is killed by the signal, and the run ends.
-        stopped_seconds: a rank that a signal has stopped for so long ends the run; 0 never.
+        stopped_seconds: a rank that a signal has stopped for this long ends the run; 0 never.
         address: on which the store listens; None for the loopback address.
-        joins: the store of a run under way, which these ranks join; None for one of their own. `mesh` is then only
+        joins: the store of a running run that these ranks join; None for a run of their own. With it, `mesh` is only
             their number, and `variables` has the ID of their request (`ranvier.launch.joining.WISH`).
         explain_stop: text to print when ranks that save were ended before they had saved.
 
     LaunchError if nothing can listen on `address`, or the store of `joins` cannot be reached.
 
-    When this returns, no rank and no descendant of one is left.
+    When this returns, no rank and no descendant of a rank is left.
     """
     # On Linux: make orphaned descendants children of this process, so that `descendants` still finds them.
     if sys.platform == "linux":
@@ -198,7 +198,7 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
     if end.rank is None and output.signal is not None:
         ranks = read_pids(store, mesh.size)
         end = _RankEnd(None if output.pid is None else ranks.get(output.pid), -output.signal)
-    elif record is not None and end.code > 0:  # no signal has ended this rank: whoever wrote the record failed first
+    elif record is not None and end.code > 0:  # no signal has ended this rank: the writer of the record failed first
         end = _RankEnd(record["rank"], record["code"])
     if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))  # the signal came before this rank had installed its handler
@@ -213,8 +213,8 @@ def _report_failure(end: _RankEnd, forwarded: int | None, output: MpiexecOutput,
 
 
 def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, wish: str) -> Outcome:
-    """Print which of the ranks that have joined a run has failed, unless it has printed its error itself, and tell the
-    run, whose ranks wait for it: it may be the only one of its machine."""
+    """Print which of the ranks that joined a run has failed, unless it has printed its error itself, and report it to
+    the run, whose ranks wait for it: it may be the only rank on its machine."""
     if forwarded is not None and end.is_by(forwarded):
         return Outcome(code=_report_stop(forwarded))
     number = end.rank
@@ -233,13 +233,14 @@ def _report_newcomer(end: _RankEnd, forwarded: int | None, children: _Children, 
 
 
 class _Children:
-    """The processes that this one has started, and the store that it hosts for them, or that of the run they join."""
+    """The processes that this process has started, and the store: hosted for them, or that of the run that they
+    join."""
 
     def __init__(self, num_ranks: int, stopped: StoppedRankDetector, address: str, joins: JoinPoint | None) -> None:
         self.num_ranks, self._joins = num_ranks, joins
         self.started: list[_Child] = []
         self.lost: list[_RankEnd] = []
-        """Ranks that were killed, of which the run was told; they are started no more."""
+        """Killed ranks that were reported to the run; they are not in `started` any more."""
         if joins is None:
             self.secret, self._tcp = new_secret(), _host(address)  # it outlives every rank
             self.place = address, self._tcp.port
@@ -251,7 +252,7 @@ class _Children:
         self._ranks: dict[int, Process] = {}
 
     def ranks(self) -> dict[int, Process]:
-        """The processes of ranks, as far as they are known."""
+        """The processes of ranks, as far as known."""
         if len(self._ranks) < self.num_ranks:
             if self.started and self.started[0].rank is not None:
                 found = {child.rank: Process.find(child.process.pid) for child in self.started}
@@ -264,7 +265,7 @@ class _Children:
         return self._ranks
 
     def find_stopped(self) -> _RankEnd | None:
-        """A rank that a signal has stopped for too long, or mpiexec. Ranks of mpiexec are unknown until they have
+        """A rank, or mpiexec, that a signal has stopped for too long. Ranks of mpiexec are unknown until they have
         connected."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
             return None
@@ -290,26 +291,26 @@ class _Children:
             return True  # the run's own supervisor, which hosts the store, has exited
 
     def finished_run(self) -> bool:
-        """Whether the run has done its last step, so that a request to stop has come too late."""
+        """Whether the run has done its last step, so that a request to stop is too late."""
         return self._joins is None and self.store.check([FINISHED_RUN])
 
     def named_now(self, end: _RankEnd) -> _RankEnd:
-        """`end` under the rank that its process has had in the run since others were lost, whose number was lower."""
+        """`end` with the process's present rank in the run, which is lower after ranks with lower numbers were lost."""
         if end.rank is None:
             return end
         return replace(end, rank=end.rank - sum(other.rank < end.rank for other in self.lost if other.rank is not None))
 
     def given_up(self) -> bool:
-        """Whether the run cannot go on without a rank that is lost."""
+        """Whether the run cannot continue without a lost rank."""
         return self._joins is None and why_given_up(self.store) is not None
 
     def let_go(self, end: _RankEnd) -> None:
-        """The run goes on without a rank; what it has started is ended."""
+        """End all processes of a lost rank, without which the run continues."""
         child = next(child for child in self.started if child.rank == end.rank)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            child.process.wait(_KILL_SECONDS)  # a stopped one has not ended yet
+            child.process.wait(_KILL_SECONDS)  # a stopped rank has not ended yet
         self.started.remove(child)
         self.lost.append(end)
 
@@ -370,9 +371,10 @@ def _signals(more: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -> bool:
-    """Whether the run, which is told of it, tries to go on without a rank that a signal has killed or stopped.
+    """Report a rank that a signal has killed or stopped to the run; returns whether the run tries to continue without
+    it.
 
-    wish: ID of the request with which these ranks have joined it; None for the ranks with which it was started.
+    wish: ID of the request with which these ranks have joined the run; None for the ranks with which it was started.
     """
     if end.code >= 0 or end.rank is None or (wish is None and end.rank == 0):
         return False
@@ -395,8 +397,8 @@ def _lets_go(children: _Children, mesh: Mesh, wish: str | None, end: _RankEnd) -
 
 def _first_failure(children: _Children, received: Sequence[int], lets_go: Callable[[_RankEnd], bool],
                    already: int = 0) -> _RankEnd | None:
-    """Wait for the first failure of a child that the run does not let go of; None if all succeed, or if more than
-    `already` signals arrive."""
+    """Wait for the first failure of a child without which the run does not continue; None if all succeed, or if more
+    than `already` signals arrive."""
     while len(received) <= already:
         codes = [child.process.poll() for child in children.started]
         if any(codes):
@@ -421,9 +423,9 @@ def _first_failure(children: _Children, received: Sequence[int], lets_go: Callab
 
 
 def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
-    """Forward the received signal to all ranks, which save and exit themselves; returns it.
+    """Forward the received signal to all ranks, which save and exit on their own; returns the signal.
 
-    None if there is none, if it is not one of STOP_SIGNALS, or if not all ranks are known yet.
+    None if there is no signal, if it is not one of STOP_SIGNALS, or if not all ranks are known yet.
     """
     if not received or received[0] not in STOP_SIGNALS or not _send(received[0], children):
         return None
@@ -433,7 +435,7 @@ def _forward_stop(children: _Children, received: Sequence[int]) -> int | None:
 
 
 def _send(number: int, children: _Children) -> bool:
-    """Signal every running rank; whether all ranks are known.
+    """Signal every running rank; returns whether all ranks are known.
 
     Ranks of mpiexec are signalled directly, since implementations differ in how they forward a signal.
     """

@@ -111,7 +111,7 @@ def test_the_first_rank_that_leaves_reports_what_all_were_doing():
     text = first.report("rank 2 has failed", lambda rank: f"pipe {rank}")
     assert text is not None and second.report("rank 2 has failed", str) is None
     lines = text.splitlines()
-    assert lines[0] == "rank 2 has failed, and rank 0 leaves, which waits for it. Ranks were in:"
+    assert lines[0] == "rank 2 has failed, and rank 0, which waits for it, leaves. Ranks were in:"
     assert lines[3] == "  rank 2 (pipe 2): not heard from" and len(lines) == 4
 
 
