@@ -108,8 +108,8 @@ def global_parameters(model: Model, modules: Mapping[str, nn.Module]) -> tuple[P
                 raise ModelError("has no shape yet", code="lazy-parameter", where=what, value=type(tensor).__name__,
                                  remedy="Run the modules on a sample, model(sample), before the engine gets them.")
             if not isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
-                raise ModelError("is sparse, and but replicas and checkpoints exchange dense memory", code="sparse-buffer",
-                                 where=what, value=tensor.layout,
+                raise ModelError("is sparse, but replicas and checkpoints exchange dense memory",
+                                 code="sparse-buffer", where=what, value=tensor.layout,
                                  remedy="Register its indices and values as buffers, and build the sparse tensor "
                                         "from them in the forward.")
         for name, parameter in module.named_parameters():

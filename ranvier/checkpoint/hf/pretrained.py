@@ -237,7 +237,8 @@ def _old(name: str) -> str:
 
 
 def _folder_error(code: str, folder: Path, what: str, value: object = None,
-                  remedy: str = "Name a folder with a complete model, as save_pretrained writes it.") -> CheckpointError:
+                  remedy: str = "Name a folder with a complete model, as save_pretrained writes it."
+                  ) -> CheckpointError:
     return CheckpointError(what, code=code, where=f"model {folder}", value=value, remedy=remedy)
 
 
