@@ -47,6 +47,11 @@ class NamedSetting:
             return self.text
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 rank", "2,000 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 Names = Callable[[Sequence[str | NamedSetting]], str]
 """Makes the text for one audience from plain text and settings."""
 

@@ -22,7 +22,7 @@ from ranvier.cost.memory_table import memory_table
 from ranvier.cost.tensor_traffic import TensorMeshFacts, tensor_mesh_facts
 from ranvier.data.prepare import hub_names, load_cached
 from ranvier.data.prepare import problems as data_problems
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.errors import ConfigError, RanvierError, counted
 from ranvier.optim.learning_rate import describe
 from ranvier.plan.cut import StageTable
 from ranvier.plan.limits import MemoryChoice, first_that_fits, schedule_note
@@ -104,7 +104,7 @@ def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterat
     """Ranks may run elsewhere, so this is not a problem of the configuration."""
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
-        yield ConfigError(f"would be too small for all {run.mesh.size} ranks: they need {needed:,.0f} MiB, and "
+        yield ConfigError(f"would be too small: {counted(run.mesh.size, 'rank')} would take {needed:,.0f} MiB, and "
                           f"{free:,.0f} are free", code="machine-memory-too-small", where="memory of this machine",
                           remedy="In this order: " + "; ".join(
 remedies(run, shared=run.launch.device != "cuda")) + ".")

@@ -17,7 +17,7 @@ from typing import Literal
 from ranvier.config import parameter_groups
 from ranvier.config.resolve import ResolvedRun
 from ranvier.config.run import Elastic, Guard, Memory, Optim, TensorParallel, Train
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, counted
 from ranvier.mesh import Mesh, StagePlacement
 
 MAX_LAYERS = 10_000
@@ -65,10 +65,10 @@ def mesh_problems(run: ResolvedRun, num_ranks: int | None, num_blocks: int | Non
     except ConfigError as problem:
         yield problem
     if num_ranks is not None and mesh.size != num_ranks:
-        yield ConfigError(f"needs {mesh.size} ranks, not {num_ranks}", code="mesh-needs-ranks", where="mesh",
+        yield ConfigError(f"needs {counted(mesh.size, 'rank')}, not {num_ranks}", code="mesh-needs-ranks", where="mesh",
                           value=str(mesh),
                           remedy="Change `--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is "
-                                 f"{num_ranks}, or start {mesh.size} ranks.")
+                                 f"{num_ranks}, or start {counted(mesh.size, 'rank')}.")
     yield from tensor_problems(mesh, run.tensor)
     yield from schedule_problems(run.placement, run.pipeline.policy, run.pipeline.deferred)
     yield from divisibility_problems(run)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from ranvier.cost.transition import transition_seconds
+from ranvier.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ class Ledger:
                                   f"and {model_after:g} s were predicted", entry)
         gain = (seconds_before - after) * remaining_steps
         verb = "gain" if gain >= 0 else "lose"
-        text = (f"{where} would {verb} {abs(gain):.1f} s over {remaining_steps} "
-                f"{'step' if remaining_steps == 1 else 'steps'} and cost about {cost:.1f} s")
+        text = (f"{where} would {verb} {abs(gain):.1f} s over "
+                f"{counted(remaining_steps, 'step')} and cost about {cost:.1f} s")
         return Decision(gain > cost, text, entry)
 
     def with_entry(self, entry: Entry) -> Ledger:

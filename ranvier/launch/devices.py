@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ranvier.comm.signed_store import SharedStore, await_keys
-from ranvier.errors import ConfigError, LaunchError
+from ranvier.errors import ConfigError, LaunchError, counted
 from ranvier.launch.stores import TELL_SECONDS, tell_missing
 
 DEVICES_KEY = "ranvier/devices/"
@@ -164,7 +164,7 @@ def _too_few(ranks: Sequence[RankDevices]) -> str:
     devices = {uuid for seen in ranks for uuid in seen.devices}
     if not devices:
         return "no CUDA device found"
-    return f"{len(devices)} CUDA device{'s' if len(devices) > 1 else ''} for {len(ranks)} ranks"
+    return f"{counted(len(devices), 'CUDA device')} for {counted(len(ranks), 'rank')}"
 
 
 def _mismatch(without: Sequence[Sequence[RankDevices]], found: Mapping[int, int], setting: str) -> ConfigError:

@@ -31,7 +31,7 @@ from ranvier.comm.torch_backend import TorchBackend
 from ranvier.config.python_names import naming_arguments
 from ranvier.config.rules import collectives_problems
 from ranvier.config.run import Comm, Launch
-from ranvier.errors import ConfigError, LaunchError, RanvierError
+from ranvier.errors import ConfigError, LaunchError, RanvierError, counted
 from ranvier.launch import failures as failure
 from ranvier.launch.cuda_environment import cuda_defaults
 from ranvier.launch.devices import choose_devices, exchange, visible_devices
@@ -243,8 +243,8 @@ def choose_device(setting: str, local_size: int) -> Choice:
     if devices == 0:
         return Choice(value="cpu", reason="no CUDA device found")
     if devices < local_size:
-        return Choice(value="cpu", reason=f"{devices} CUDA devices for {local_size} ranks")
-    return Choice(value="cuda", reason=f"{devices} CUDA devices found")
+        return Choice(value="cpu", reason=f"{counted(devices, 'CUDA device')} for {counted(local_size, 'rank')}")
+    return Choice(value="cuda", reason=f"{counted(devices, 'CUDA device')} found")
 
 
 def choose_transport(setting: str, started: Started | None, device: str) -> Choice:
@@ -373,14 +373,14 @@ def _check_size(mesh: Mesh, started: Started) -> None:
     if started.size == mesh.size:
         return
     if started.launcher == "local":  # our own supervisor, which has started as many as its `start` asked for
-        raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but another ranvier.start of this program has started "
-                          f"{started.size}", code="second-start", where="mesh",
+        raise ConfigError(f"needs {counted(mesh.size, 'rank')} ({mesh}), but another ranvier.start of this program "
+                          f"has started {started.size}", code="second-start", where="mesh",
                           remedy="Start once, with as many ranks as any engine of the program needs, and give each "
                                  "engine its mesh of all of them: Engine(mesh=...).")
     nodes = started.size // (started.local_size or started.size) if started.launcher == "torchrun" else 1
     command = "" if mesh.size % nodes else (f", or start the command with {LAUNCHERS[started.launcher].command} "
                                             f"{mesh.size // nodes}{' on each node' if nodes > 1 else ''}")
-    raise ConfigError(f"needs {mesh.size} ranks ({mesh}), but {started.launcher} started {started.size}",
+    raise ConfigError(f"needs {counted(mesh.size, 'rank')} ({mesh}), but {started.launcher} started {started.size}",
                       code="launcher-started-other-number", where="mesh",
                       remedy="Change `--mesh.data` and `--mesh.pipe` so that data x pipe x row x col is "
                              f"{started.size}{command}.")

@@ -22,7 +22,7 @@ from ranvier.block import Loss, LossBlock, Model, Modules, as_model, freeze, fro
 from ranvier.comm.protocol import Group
 from ranvier.config import rules
 from ranvier.config.run import Guard, Memory, Optim, Pipeline, TensorParallel
-from ranvier.errors import ConfigError, ModelError
+from ranvier.errors import ConfigError, ModelError, counted
 from ranvier.mesh import Mesh
 from ranvier.optim.elementwise import refuse_coupled
 from ranvier.optim.guard import BadSteps
@@ -309,7 +309,7 @@ def make_plan(prepared: PreparedModel, world: World, mesh: Mesh | None, sample: 
     does."""
     mesh = mesh or world.mesh or Mesh.of_replicas(world.size)
     if mesh.size != world.size:
-        raise ConfigError(f"has {mesh.size} ranks, but {world.size} were started", code="mesh-of-other-size",
+        raise ConfigError(f"has {counted(mesh.size, 'rank')}, but {world.size} were started", code="mesh-of-other-size",
                           where="mesh", value=str(mesh),
                           remedy="Make data x pipe x row x col equal to the number of ranks.")
     if optim is not None and optim.ema and not own_optimizer:

@@ -32,7 +32,7 @@ from ranvier.config.run import Memory, Run
 from ranvier.cost.device_overhead import usable_bytes
 from ranvier.cost.hardware import Cluster
 from ranvier.cost.step import Step
-from ranvier.errors import ConfigError, RanvierError
+from ranvier.errors import ConfigError, RanvierError, counted
 from ranvier.mesh import Mesh
 from ranvier.planner import candidates
 from ranvier.planner.candidates import NO_COST, SEARCHED, Candidate, Setting
@@ -101,9 +101,9 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
                           code="ranks-above-cluster", where="ranks", value=ranks,
                           remedy=f"Take {cluster.num_devices} or less, or a larger cluster.")
     if "mesh" not in searched and isinstance(run.mesh, Mesh) and run.mesh.size != ranks:
-        raise ConfigError(f"has {run.mesh.size} ranks, not {ranks}, and may not change", code="mesh-not-searched",
-                          where="mesh", value=str(run.mesh),
-                          remedy=f"Search mesh, too, or plan for {run.mesh.size} ranks.")
+        raise ConfigError(f"has {counted(run.mesh.size, 'rank')}, not {ranks}, and may not change",
+                          code="mesh-not-searched", where="mesh", value=str(run.mesh),
+                          remedy=f"Search mesh, too, or plan for {counted(run.mesh.size, 'rank')}.")
     if "precision" not in searched:
         check_precision(run, cluster)
     base, work = candidates.on_cluster(run, cluster), work or Work()

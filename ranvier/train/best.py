@@ -11,7 +11,7 @@ from typing import Any
 
 from ranvier.config.run import Run
 from ranvier.data.task import Prepared, metric_name
-from ranvier.errors import ConfigError
+from ranvier.errors import ConfigError, counted
 
 LOSS = "eval_loss"
 
@@ -56,9 +56,8 @@ class BestEvaluation:
     def reason(self) -> str:
         """Why training stops, in words."""
         best = "" if self.value is None else f"; the best is {self.value:.6g}, after step {self.step}"
-        count = "1 evaluation" if self._since == 1 else f"{self._since} evaluations"
         least = f" by more than {self._delta:g}" if self._delta else ""
-        return f"early stopping: {self.metric} has not improved{least} in {count}{best}"
+        return f"early stopping: {self.metric} has not improved{least} in {counted(self._since, 'evaluation')}{best}"
 
     def summary(self) -> dict[str, object]:
         """The best evaluation's part of the run's summary."""

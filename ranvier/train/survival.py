@@ -22,6 +22,7 @@ from ranvier.cost.memory import KEPT_STEPS
 from ranvier.elastic.change import Change
 from ranvier.elastic.freezing import NONE_FROZEN
 from ranvier.elastic.transition import Held, take, with_states_of_neighbour
+from ranvier.errors import counted
 from ranvier.launch.lost_ranks import Agreement, LostRanks
 from ranvier.pipeline.engine import Engine
 from ranvier.train.commands import ChangeMesh, RunState
@@ -106,7 +107,7 @@ def lost_note(agreement: Agreement, command: ChangeMesh) -> NoteEvent:
     step, left = command.state.step, len(agreement.members)
     return NoteEvent(step=step, event="lost", fields={"ranks": list(agreement.lost), "left": left, "mesh": mesh},
                      text=f"{' and '.join(ranks)} {'is' if len(ranks) == 1 else 'are'} lost: the run goes on with "
-                          f"{left} {'rank' if left == 1 else 'ranks'} as {sizes} from step {step}")
+                          f"{counted(left, 'rank')} as {sizes} from step {step}")
 
 
 class Survival:
