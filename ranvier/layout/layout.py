@@ -112,7 +112,7 @@ class Layout:
         if len(edges) != self.stages.num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
             raise ConfigError(f"does not cut {self.num_blocks} blocks into {self.stages.num_stages} stages",
                               code="boundaries-do-not-cut", where="pipeline.boundaries", value=self.boundaries,
-                              remedy="Give the first block of each stage after the first, rising.")
+                              remedy="Give the first block of each stage after the first, in ascending order.")
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
             raise ModelError("two parameters have the same name", code="parameter-names-repeat", where="model",

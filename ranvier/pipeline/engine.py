@@ -392,8 +392,8 @@ class Engine:
 
     @engine_method
     def state_dict(self) -> StateDict:
-        """This rank's whole state between two steps, of tensors and plain values, as `torch.save` takes them:
-        parameters, master copies, optimizer states, buffers, counts of steps, learning rate, loss scale.
+        """This rank's full state between two steps, as tensors and plain values that `torch.save` accepts: parameters,
+        master copies, optimizer states, buffers, counts of steps, learning rate, loss scale.
 
         Every tensor has the shape that this rank holds, so the state fits only the same rank of the same layout
         (`pipeline/state_dict`); `ranvier.Checkpoints` fit any mesh. As with torch, the tensors are the live ones: copy

@@ -104,7 +104,7 @@ def restore(modes: Mapping[nn.Module, bool]) -> None:
 
 
 def some_train(blocks: Iterable[nn.Module]) -> bool:
-    """Whether a dropout, or a module with parameters of its own, is in training mode. The mode of others, such as a
-    module that only calls such modules, says little."""
+    """Whether a dropout, or a module with its own parameters, is in training mode. The mode of others, such as a module
+    that only calls such modules, says little."""
     return any(module.training for block in blocks for module in block.modules()
                if module._parameters or isinstance(module, nn.modules.dropout._DropoutNd))

@@ -121,7 +121,7 @@ def heartbeat_content(count: int, owner: Owner) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Content of a lease. FileNotFoundError if it is gone, another OSError if it cannot be read."""
+    """Content of a lease. Raises FileNotFoundError if it is gone, another OSError if it cannot be read."""
     with open_regular_file(path, links=False) as file:
         return file.read(_MOST_BYTES)
 
@@ -365,7 +365,7 @@ class Lease:
     def verify(self) -> None:
         """Check the lease files themselves; to be called before anything in the folders is renamed or removed.
 
-        OSError if they cannot be read.
+        Raises OSError if they cannot be read.
         """
         self.check()
         if self._stop.is_set():

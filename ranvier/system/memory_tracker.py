@@ -80,7 +80,8 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def category(self, category: str, *, place: MemoryPlace = "device") -> Iterator[None]:
-        """Count new storages under `category` inside, instead of "activations". ConfigError for an unknown place."""
+        """Count new storages under `category` inside, instead of "activations". Raises ConfigError for an unknown
+        place."""
         _check(place, "MemoryTracker.category(place=...)")
         before, self._new = self._new, (place, category)
         try:
@@ -97,11 +98,11 @@ class MemoryTracker(TorchDispatchMode):
         return {kind: nbytes for kind, nbytes in self._live.items() if nbytes}
 
     def peak_bytes(self, place: MemoryPlace = "device") -> int:
-        """The largest number of live bytes since the start or `reset_peak`. ConfigError for an unknown place."""
+        """The largest number of live bytes since the start or `reset_peak`. Raises ConfigError for an unknown place."""
         return sum(self.at_peak(place).values())
 
     def at_peak(self, place: MemoryPlace = "device") -> dict[str, int]:
-        """Bytes by category at the first moment of the highest total. ConfigError for an unknown place."""
+        """Bytes by category at the first moment of the highest total. Raises ConfigError for an unknown place."""
         _check(place, "MemoryTracker.at_peak(place)")
         return dict(self._peaks[place])
 
