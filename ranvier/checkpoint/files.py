@@ -77,7 +77,7 @@ def publish(temporary: Path, final: Path, manifest: manifests.Manifest, verify: 
     for file in manifest.files:
         path = temporary / file.name
         if not path.exists() or path.stat().st_size != file.size_bytes:
-            raise CheckpointError("cannot be seen from rank 0 as its writer left it", code="file-not-seen",
+            raise CheckpointError("is missing or incomplete as seen from rank 0", code="file-not-seen",
                                   where=str(path), remedy="Set `--checkpoint.dir` to a folder that all machines share.")
     for problem in manifests.contradictions(manifest):  # else it would get a name, and older ones would be removed
         raise CheckpointError(f"would be damaged: {problem}", code="checkpoint-would-be-damaged", where=str(final),

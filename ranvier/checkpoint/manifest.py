@@ -187,7 +187,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
         if not _PART.fullmatch(name):
             yield f"{name!r} is not a name of a file of pieces"
     if len(set(names)) < len(names):
-        yield "a file is there twice"
+        yield "a file is listed twice"
     places: set[tuple[int, str]] = set()
     room = sum(file.size_bytes for file in manifest.files)
     for kind, tensors in manifest.tensors.items():
@@ -207,7 +207,7 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
             yield from _wrong_pieces(where, tensor, len(names))
             for file, key, _ in tensor.pieces:
                 if (file, key) in places:
-                    yield f"{where} has a piece that is there twice: {key} in file {file}"
+                    yield f"{where} has a piece that is listed twice: {key} in file {file}"
                 places.add((file, key))
 
 

@@ -230,7 +230,7 @@ def check_fits(engine: Engine, saved: StateSource) -> None:
     tied = {parameter.name: parameter.owner for parameter in engine.layout.parameters if not parameter.is_owner}
     for name in parameters:
         if name in tied:
-            raise unfit("checkpoint-untied", f"has weights of its own for {name}, which this model ties to "
+            raise unfit("checkpoint-untied", f"has separate weights for {name}, which this model ties to "
                         f"{tied[name]}: layers were frozen when it was written",
                         "Build the engine with as many frozen layers: Engine(frozen=...).")
         if name not in wanted:

@@ -257,7 +257,7 @@ CONDITIONS: Mapping[str, Reason] = {
     "model.compile": _in_runs(
         lambda run: run.mesh.stage_size > 1 and run.tensor.scheme == "megatron" and not run.model.dropout
         and _llama_only(run) is not None, "with several rows or columns only chains of elementwise operations are "
-        "compiled, and with whole features and without dropout this model has none"),
+        "compiled, and with unsharded features and without dropout this model has none"),
     "model.attention_kernel": _on_cpu("a CPU has no choice of kernels"),
     "model.options": lambda run: (
         None if is_object_name(run.model.family) else f"the family {run.model.family} takes no options"),

@@ -254,8 +254,8 @@ class Optim:
     chunk_buckets: Positive = 4
     """Buckets in a chunk, whose gradients are reduced over `data` in one collective. DDP calls a chunk a bucket."""
     buckets_in_flight: Positive = 3
-    """Buckets on the device at once with offload stream or hybrid: one is copied in, one is updated, one is copied
-    out."""
+    """Buckets on the device at the same time with offload stream or hybrid: one is copied in, one is updated, one is
+    copied out."""
     shard: bool = False
     """Sharding of optimizer states as in ZeRO-1 (a distributed optimizer): each rank that holds the same parameters
     (data parallel replicas; for biases and norms also the rows) keeps and updates its shard of the optimizer states,

@@ -137,7 +137,8 @@ def _digest(about: object) -> str:
 
 
 _HEADERS = threading.Lock()
-"""NumPy parses headers as literals, and CPython 3.11 may miscount when several threads do so at once (SystemError)."""
+"""NumPy parses headers as literals, and CPython 3.11 may miscount when several threads do so at the same time
+(SystemError)."""
 
 
 def _open(path: Path, form: Form) -> np.ndarray:

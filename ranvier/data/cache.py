@@ -34,7 +34,7 @@ def user_cache_folder() -> Path:
 
 
 def fingerprint(*parts: object) -> str:
-    """A short text that differs where the `repr` of the parts differs, such as corpora, tokenizers and settings: 16
+    """A short text that differs if the `repr` of the parts differs, such as corpora, tokenizers and settings: 16
     hexadecimal digits."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 

@@ -250,8 +250,8 @@ class ChatTokenizer:
         start = max((first for first, _ in offsets if first <= common), default=0)
         earlier = self.render(conversation, turns=number) if number else ""
         if not after.startswith(earlier) or start <= len(earlier):
-            raise DataError("has no place for a turn of the assistant: the template writes it without its prompt for "
-                            "an answer", code="turn-without-place", where=conversation.place,
+            raise DataError("has no place for a turn of the assistant: the template writes it without its "
+                            "generation prompt", code="turn-without-place", where=conversation.place,
                             value=f"turn {number + 1}",
                             remedy="Name a `--data.chat-template` that marks what the assistant writes with "
                                    "{% generation %} and {% endgeneration %}.")

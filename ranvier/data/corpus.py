@@ -221,7 +221,7 @@ def open_corpus(name: str, cache: Path, progress: Progress, column: str | None =
         raise DataError("is neither a file nor a folder", code="corpus-not-file", where="data.corpus", value=name,
                         remedy="Give a file or folder of plain text; write the output of a pipe to a file.")
     if path.suffix.lower() in _FORMATTED and not is_rows(path, column):
-        progress(f"{name} is read as plain text, with all that makes it {path.suffix}: put text alone into a .txt "
+        progress(f"{name} is read as plain text, including its {path.suffix} syntax: put only text into a .txt "
                  "file, or into the field `text` of rows in a .jsonl or .json file")
     return replace(_files(name, path.parent, [path.name], progress, column=column), is_path=True)
 

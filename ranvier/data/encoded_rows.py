@@ -19,7 +19,7 @@ from ranvier.data.worker_processes import map_in_order
 from ranvier.errors import DataError
 
 _AT_ONCE = 100
-"""Rows that one process encodes at once."""
+"""Rows in a piece that one process encodes."""
 _WARNED_SHARE = 0.01
 """A larger share of left-out samples gives a warning."""
 _Row = TypeVar("_Row")

@@ -39,7 +39,7 @@ NO_LIMIT = 1 << 62
 HEAD_TOKENS = 1200
 """Held-out tokens from which a sample of text takes its prompt."""
 PIECE_CHARACTERS = 1_000_000
-"""Characters that one process encodes at once."""
+"""Characters in a piece that one process encodes."""
 
 
 class Sequences:
@@ -255,8 +255,8 @@ def _tell_special_tokens(documents: Iterable[tuple[corpora.Document, bool]], tok
     for document, is_held in documents:
         yield document, is_held
         if token := tokenizer.special_in(document.text):
-            progress(f"{document.name} has the text {token}: in texts special tokens are encoded as plain characters, "
-                     "other than in conversations (--data.task chat)")
+            progress(f"{document.name} has the text {token}: special tokens in texts are encoded as plain text, "
+                     "unlike in conversations (--data.task chat)")
             break
     yield from documents
 

@@ -166,7 +166,7 @@ def _exists(name: str) -> bool:
 #     talks.jsonl   talks.json   talks.jsonl.gz   talks/   "talks/part-*.parquet"   OWNER/NAME[:CONFIGURATION][:SPLIT]
 
 
-FILES = f"a file of rows ({', '.join(tables.ROW_ENDINGS)}; .gz behind it), a folder or a pattern of such files"
+FILES = f"a file of rows ({', '.join(tables.ROW_ENDINGS)}; .gz appended), a folder or a pattern of such files"
 """Description of what is accepted in addition to the names of data sets."""
 _UNREAD = re.compile(rf"({'|'.join(map(re.escape, tables.ROW_ENDINGS))})\.(7z|bz2|lz4|xz|zip|zst)$|\.arrow$")
 """Names of files that contain rows but are not read."""

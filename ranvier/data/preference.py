@@ -186,7 +186,8 @@ def _answer(tokenizer: ChatTokenizer, conversation: Conversation, scores: bool) 
     if len(samples) != 1:
         raise DataError("has an answer of several turns, which the chat template writes differently once others follow",
                         code="answer-of-several-turns", where=conversation.place, value=len(samples),
-                        remedy="Give answers of one turn, or a `--data.chat-template` that always writes a turn alike.")
+                        remedy="Give answers of one turn, or a `--data.chat-template` that always writes a turn "
+                               "the same way.")
     ids, is_target = samples[0]
     stop = len(ids)
     while scores and ids[stop - 1] == tokenizer.padding and stop > 1:
@@ -256,7 +257,7 @@ class WithReference(Subset):
         """[len(self), 2] float64; set once, before the first step."""
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """length: as `PreferencePairs.inputs` takes it."""
+        """length: as in `PreferencePairs.inputs`."""
         found = super().targets(samples, length)
         assert isinstance(found, dict)
         return found if self.reference is None else found | {"reference": torch.from_numpy(self.reference[samples])}

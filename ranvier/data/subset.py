@@ -194,11 +194,11 @@ class Joined:
         return int(self._stops[-1])
 
     def inputs(self, samples: np.ndarray, epochs: np.ndarray, length: int | None = None) -> State:
-        """length: as `VariableLengthDataset.inputs` takes it."""
+        """length: as in `VariableLengthDataset.inputs`."""
         return self._gather(samples, lambda part, own, rows: padded_inputs(part, own, epochs[rows], length))
 
     def targets(self, samples: np.ndarray, length: int | None = None) -> Targets:
-        """length: as `VariableLengthDataset.targets` takes it."""
+        """length: as in `VariableLengthDataset.targets`."""
         return self._gather(samples, lambda part, own, rows: padded_targets(part, own, length))
 
     def _gather(self, samples: np.ndarray, read: Callable[[Dataset, np.ndarray, np.ndarray], _Tensors]) -> _Tensors:

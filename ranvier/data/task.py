@@ -3,7 +3,7 @@
     settings --Task.prepare--> Prepared --Dataset--> inputs and targets of samples --> the loader, the loop, the cache
                                         --Scoring--> the scores of an evaluation
 
-The loader, the loop and the cache know nothing else of a task, whether it ships with Ranvier (`ranvier.data.lm`,
+The loader, the loop and the cache use nothing else of a task, whether it ships with Ranvier (`ranvier.data.lm`,
 `classification`, `qa`, `images`) or is a user's (`--data.task module:function`).
 """
 

@@ -115,7 +115,7 @@ class Tokenizer(TextTokenizer):
         return str(self._inner.id_to_token(number))
 
     def files_beside(self) -> Mapping[str, str]:
-        """Name -> text of the files that belong beside its tokenizer.json."""
+        """Name -> text of the files that belong next to its tokenizer.json."""
         return self._beside
 
 
@@ -138,7 +138,7 @@ def _start_of(inner: tokenizers.Tokenizer, vocab: int) -> tuple[int, ...]:
 
 
 def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """`text` cut into pieces of at least `size` characters, where cutting does not change its tokens."""
+    """Cut `text` into pieces of at least `size` characters, at places where cutting does not change its tokens."""
     start = 0
     while start < len(text):
         cut = _CUT.search(text, start + size)
@@ -211,7 +211,7 @@ def load(path: Path, remedy: str = _ANOTHER) -> Tokenizer:
     try:
         document: Any = read_json(path, _MOST_BYTES)
         if (setting := _other_prefix_space(document, path)) is not None:
-            raise _damaged_error(path, f"another add_prefix_space than tokenizer_config.json, which says {setting}",
+            raise _damaged_error(path, f"another add_prefix_space than tokenizer_config.json, which has {setting}",
                                  "Give add_prefix_space the same value in both files.")
         if not _is_plain(document):
             return _as_published(document, path)

@@ -33,7 +33,7 @@ def one_checkpoint(tmp_path_factory):
 def a_piece_twice(document):
     tensors = document["tensors"]["parameter"]
     tensors["layer1.mlp.fc1.bias"]["pieces"][0][1] = tensors["layer0.mlp.fc1.bias"]["pieces"][0][1]
-    return "of layer1.mlp.fc1.bias has a piece that is there twice: piece-"
+    return "of layer1.mlp.fc1.bias has a piece that is listed twice: piece-"
 
 
 def many_dims(document):

@@ -380,7 +380,7 @@ def test_a_program_that_has_lost_its_folder_publishes_and_removes_nothing(tmp_pa
     assert [one.error for one in before] == [None, None]
     for told in (lost, again):
         assert re.search(r"folder .* no longer belongs to this run \(generation 1\): process \d+ on .* has "
-                         "taken it over", told.error) or "cannot be seen from rank 0" in told.error
+                         "taken it over", told.error) or "as seen from rank 0" in told.error
     assert "This run ends, and writes nothing more there" in again.remedy
     assert names(tmp_path) == ["step-2"]
 
@@ -584,7 +584,7 @@ def test_parts_that_rank_0_cannot_see(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "write_part", renamed)
     told, = save_steps(tmp_path)
-    assert "cannot be seen from rank 0 as its writer left it" in told.error and names(tmp_path) == []
+    assert "is missing or incomplete as seen from rank 0" in told.error and names(tmp_path) == []
 
 
 # ---------------------------------------------------------------------- what cannot be read
@@ -735,7 +735,7 @@ def test_who_closes_early_leaves_no_thread(tmp_path, monkeypatch):
 
 def twice(document):
     document["files"] *= 2
-    return "a file is there twice"
+    return "a file is listed twice"
 
 
 def outside(document):

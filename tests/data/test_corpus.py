@@ -381,7 +381,7 @@ def test_other_formats_are_read_as_text_and_that_is_told(tmp_path):
     lines = []
     document, = opened(tmp_path / "table.csv", tmp_path, lines).documents(99)
     assert document.text == "a,b\n1,2\n"
-    assert len(lines) == 1 and "table.csv is read as plain text, with all that makes it .csv" in lines[0]
+    assert len(lines) == 1 and "table.csv is read as plain text, including its .csv syntax" in lines[0]
 
 
 @pytest.mark.parametrize(("limit", "cut"), [(3, True), (4, True), (5, True), (6, False), (7, False)])

@@ -148,7 +148,7 @@ def test_files_that_say_otherwise_of_a_first_space_and_merges_by_chance_are_refu
     document = json.loads(small.text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
-    with raises("not-byte-level-bpe", "another add_prefix_space than tokenizer_config.json, which says True"):
+    with raises("not-byte-level-bpe", "another add_prefix_space than tokenizer_config.json, which has True"):
         load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
     load(tmp_path / "tokenizer.json")

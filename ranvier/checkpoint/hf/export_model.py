@@ -287,7 +287,7 @@ def model_of(saved: Saved) -> tuple[Transformer, str, str]:
                                      f"is of a {setting} outside of Ranvier, which has no form there", name)
     for problem in families.problems(replace(found, lora=Lora())):
         raise _other_model_error("export-model-impossible", saved,
-                                 f"is of no possible model: {problem.where} {problem.what}", problem.value)
+                                 f"is of an impossible model: {problem.where} {problem.what}", problem.value)
     config = families.config_of(found)
     parameters = saved.manifest.tensors.get("parameter", {})
     shape = next((parameters[name].shape for name in hf.CLASSIFIERS if name in parameters), ())

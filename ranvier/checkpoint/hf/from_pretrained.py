@@ -166,7 +166,7 @@ def load_pretrained(engine: Engine, pretrained: Pretrained) -> list[str]:
             taken.add(name)
     left = [name for name in shapes if names[name] not in pretrained.places and not is_adapter(name)]
     if left:
-        notes.append(f"not in {pretrained.folder}, so from the seed: {', '.join(left)}")
+        notes.append(f"not in {pretrained.folder}, so initialised from the seed: {', '.join(left)}")
     unused = [name for name in pretrained.places if name not in shapes]
     if unused or pretrained.left_out:
         notes.append(f"left out of {pretrained.folder}: {', '.join([*unused, *pretrained.left_out])}")

@@ -131,7 +131,7 @@ class Pretrained(PretrainedConfig):
             found.append(f"left out: {len(self.left_out)} tensors of other heads ({', '.join(self.left_out[:3])}"
                          f"{', ...' if len(self.left_out) > 3 else ''})")
         if self.missing:
-            found.append(f"not in the files, so from the seed: {', '.join(self.missing)}")
+            found.append(f"not in the files, so initialised from the seed: {', '.join(self.missing)}")
         return found
 
     def state_dict(self) -> dict[str, Tensor]:

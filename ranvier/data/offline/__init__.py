@@ -1,2 +1,2 @@
-"""Models and datasets from published packages, for machines without a model hub. The only other module of ranvier.data
-that it imports is cache."""
+"""Models and datasets from published packages, for machines without a model hub. The only other modules of ranvier.data
+that it imports are cache and tables."""

@@ -49,7 +49,7 @@ def _snapshot(name: str, patterns: list[str], *, from_cache: bool = False) -> Pa
     try:
         folder = Path(snapshot_download(found[1], revision=found[2], allow_patterns=patterns,
                                         local_files_only=from_cache))
-    except Exception as error:  # whatever the package, the hub or the network raise
+    except Exception as error:  # any error of the package, the hub or the network
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise DataError("is not an existing folder, and could not be read from the Hugging Face hub",
                         code="hub-model-unreadable", where=f"model {name}", value=reason,

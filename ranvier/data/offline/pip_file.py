@@ -16,8 +16,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def fetch_file(project: str, filename: str, folder: Path) -> bool:
-    """Write `filename`, one of the files of `project`, into `folder`; False if there is none. Raises whatever pip
-    raises."""
+    """Write `filename`, one of the files of `project`, into `folder`; False if there is none. Raises pip's errors."""
     from pip._internal.commands.download import DownloadCommand
 
     command = DownloadCommand("download", "")
@@ -44,7 +43,7 @@ def main(project: str, filename: str) -> int:
     except ImportError as error:
         print(f"needs pip: {error}", file=sys.stderr)
         return 1
-    except Exception as error:  # whatever pip, the network or an index raise
+    except Exception as error:  # any error of pip, the network or an index
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     if not found:
