@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from itertools import chain, compress, tee
 from typing import Any, Generic, TypeVar
 from weakref import finalize, ref
 
@@ -114,17 +113,11 @@ class ViewsOfParameters:
 
 
 def _all_tensors() -> list[Tensor]:
-    """All tensors of the program.
+    """All tensors of the program. They are found by their type, to which each object refers.
 
-    All objects go through one call of C code, which at its end refers only to tensors, and calls no user code. A thread
-    that keeps running would fail if something else referred to a tuple that it is filling.
+    A list of all objects would also refer to tuples that other threads are filling, which would then fail there.
     """
-    return list(_with_types(*tee(chain.from_iterable(map(gc.get_objects, (None,))))))
-
-
-def _with_types(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[Any]:
-    """The tensors among `objects`. By identity: a class may define its own comparison, and have no hash."""
-    return compress(objects, map({id(Tensor), id(nn.Parameter)}.__contains__, map(id, map(type, same))))
+    return [tensor for tensor in gc.get_referrers(Tensor, nn.Parameter) if type(tensor) in (Tensor, nn.Parameter)]
 
 
 def _num_references(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Tensors over the memory of parameters, made before there is an engine: they have the parameters' values, as in plain
 PyTorch, or are refused."""
 
+import sys
 from functools import partial
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import nn
 
 from ranvier.config.run import Optim
 from ranvier.mesh import Mesh
-from ranvier.originals.same_memory import ViewsOfParameters
+from ranvier.originals.same_memory import ViewsOfParameters, _all_tensors
 from ranvier.pipeline.engine import Engine
 from ranvier.testing.ranks import run_ranks
 from tests.errors import raises
@@ -179,6 +180,14 @@ def test_nothing_is_looked_for_where_no_view_is(monkeypatch):
     with pytest.raises(TypeError):
         ViewsOfParameters(model.parameters())
     del held
+
+
+def test_a_search_refers_to_no_object_afterwards():
+    """Another thread may be filling a tuple, which nobody else may refer to then."""
+    young, tensor = [1], torch.zeros(2)
+    before = sys.getrefcount(young)
+    assert any(one is tensor for one in _all_tensors())
+    assert sys.getrefcount(young) == before
 
 
 def test_the_memory_of_a_numpy_array_outlives_a_tensor_that_moves():
