@@ -130,7 +130,8 @@ class TiedGradients:
 
 def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], microbatches: StoredMicrobatches,
                      kept_again: Mapping[str, int], gradients: Sequence[int], ties: TiedGradients | None = None,
-                     updates: Mapping[int, int] = MappingProxyType({})) -> dict[str, int]:
+                     updates: Mapping[int, int] = MappingProxyType({}), buffers: Sequence[int] = ()
+                     ) -> dict[str, int]:
     """Bytes that the microbatches in flight keep alive on a stage of these blocks, by category.
 
     Args:
@@ -140,6 +141,7 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
         gradients: for each block, bytes that gradients of weights take before they are added to those of the batch.
         ties: gradients of tied parameters that the stage sends and receives.
         updates: place on the stage -> bytes of an update that runs after the backward of that block.
+        buffers: for each block, bytes of its buffers, which the first forward of a segment copies.
     """
     ties = ties or TiedGradients()
     run, stored, defer_bytes = microbatches.run, microbatches.stored, microbatches.run.pipeline.defer_bytes
@@ -156,6 +158,12 @@ def activation_bytes(costs: Sequence[BlockCost], segments: Sequence[range], micr
             + costs[-1].loss_bytes)
     recomputed, workspace = _beyond_stored(costs, segments, inside, gradients, ties.sent, updates,
                                            waits=bool(may_wait))
+    for segment in segments if any(buffers) else ():
+        copied = sum(buffers[place] for place in segment)
+        behind = costs[-1].loss_bytes + sum(cost.kept_bytes for place, cost in enumerate(costs)
+                                            if place >= segment.stop and place not in inside)
+        forward = max(costs[place].forward_bytes + costs[place].kept_bytes for place in segment)
+        workspace = max(workspace, copied + forward - behind - recomputed)
     arriving = max(0, ties.arriving - each * max(0, stored - ties.distance))
     return {"activations": stored * each + recomputed,
             "deferred": waiting,

@@ -13,8 +13,8 @@ In plain PyTorch they have the parameter's values after any update. So they move
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Generic, TypeVar
 from weakref import finalize, ref
 
 import torch

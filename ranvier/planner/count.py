@@ -134,7 +134,7 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
         lasting: _States = known[states]
         device = dict(lasting.device) | _together(run, [
             _activations(run, counted[stage], layout, stage, again[stage], on_mesh, limits,
-                         None if peaks is None else peaks[stage], lasting.updates) for stage in held])
+                         None if peaks is None else peaks[stage], lasting.updates, untrained) for stage in held])
         device["workspace"] += _beyond_backward(
             lasting, device, [cost for stage in held for cost in counted[stage]], on_mesh)
         if on_mesh.buffers:
@@ -192,7 +192,8 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
         if (start, stop, runs) not in lasting:  # on whichever stage they are
             lasting[start, stop, runs] = _states(run, there, stage, runs, untrained)
         states = lasting[start, stop, runs]
-        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits, None, states.updates)
+        passing = _activations(run, costs[stage], there, stage, segments, on_mesh, limits, None, states.updates,
+                               untrained)
         return (sum(states.device.values()) + _beyond_backward(states, passing, costs[stage], on_mesh)
                 + sum(passing.values()) + gathered)
 
@@ -631,8 +632,8 @@ def _largest_values(run: ResolvedRun, layout: Layout, stage: int) -> list[int]:
 
 
 def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, stage: int, segments: Sequence[range],
-                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None, updates: Mapping[int, int]
-                 ) -> dict[str, int]:
+                 on_mesh: _MeshNeeds, limits: Limits, at_peak: tuple[int, float] | None, updates: Mapping[int, int],
+                 untrained: _Untrained) -> dict[str, int]:
     """Bytes that the microbatches in flight keep alive on a stage of these blocks. at_peak: as of `StoredMicrobatches`.
     updates: as of `_States`."""
     num_stages = layout.stages.num_stages
@@ -649,7 +650,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
     waiting = _waiting_bytes(run, costs, num_stages)
     found = activation_bytes(costs, segments, stored, on_mesh.kept_again, gradients,
                              _tied_gradients(run, layout, stage),
-                             {place: size + (waiting if place else 0) for place, size in here.items()})
+                             {place: size + (waiting if place else 0) for place, size in here.items()},
+                             [storage_bytes(untrained.buffers[block]) for block in layout.blocks(stage)])
     if run.model.float8:  # all blocks but the model's first and last
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner

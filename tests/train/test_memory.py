@@ -174,13 +174,14 @@ def shifted(build, hidden, dtype):
 
 @pytest.mark.parametrize("changed", [
     *(pytest.param({"mesh": mesh, "precision": precision, "checkpoint": Checkpoint(background=background),
-                    "model": Transformer(family=f"{__name__}:WithBuffers", num_layers=2, hidden=128, vocab=300,
-                                         sequence=16)}, id=name,
-                   marks=pytest.mark.filterwarnings("ignore:dtype=torch.bfloat16 casts buffers"))
-      for name, mesh, precision, background in (
-          ("buffers, and gradients of torch's layers", Mesh(), "fp32", True),
-          ("buffers of replicas", Mesh(data=2), "bf16", True),
-          ("buffers of stages, saved one by one", Mesh(pipe=2), "fp32", False))),
+                    "memory": Memory(recompute=recompute), "model": Transformer(
+                        family=f"{__name__}:WithBuffers", num_layers=2, hidden=128, vocab=300, sequence=16)},
+                   id=name, marks=pytest.mark.filterwarnings("ignore:dtype=torch.bfloat16 casts buffers"))
+      for name, mesh, precision, background, recompute in (
+          ("buffers, and gradients of torch's layers", Mesh(), "fp32", True, "none"),
+          ("buffers of replicas", Mesh(data=2), "bf16", True, "none"),
+          ("buffers of recomputed layers", Mesh(), "fp32", True, 1),
+          ("buffers of stages, saved one by one", Mesh(pipe=2), "fp32", False, "none"))),
     pytest.param({"mesh": Mesh(pipe=2), "pipeline": Pipeline(policy="gpipe")}, id="logits of each microbatch"),
     pytest.param({"batch": Batch(global_size=2, microbatch_size=2)}, id="scratch of the loss"),
     pytest.param({"batch": Batch(global_size=32, microbatch_size=1), "model": Transformer(
