@@ -97,14 +97,14 @@ class BlockCost:
     weight_elements: int = 0
     """Elements of the largest trainable weight of a plain linear layer."""
     plain_elements: int = 0
-    """The same of layers of torch itself, whose whole gradient a backward computes where they queue no product."""
+    """The same for torch's own layers, whose full gradient a backward computes if they queue no products."""
     table_elements: int = 0
     """The same for its other trainable parameters, such as lookup tables, whose full gradient a backward computes."""
     weight_share: float = 1.0
     """FLOPs of weight gradients as a share of the forward's: 1 if all weights need gradients, or none does; less if
     some of the block's weights are frozen, as with adapters."""
     defers: bool = True
-    """Whether products for weights' gradients may be deferred: not if all weights of linear layers are frozen."""
+    """Whether products for weights' gradients may be deferred: only if some weight of a linear layer trains."""
     float8_products: tuple[tuple[int, int, int], ...] = ()
     """(tokens, inputs, outputs) of the products of its linear layers that could be computed in float8."""
     kernels: tuple[Kernel, ...] = ()

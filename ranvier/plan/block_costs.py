@@ -297,7 +297,7 @@ def _weights_of(module: nn.Module, count: kernels.KernelCount) -> tuple[float, b
     linear = [weight.requires_grad for layer in module.modules() if isinstance(layer, (nn.Linear, SplitLinear))
               for weight in (layer.weights if isinstance(layer, SplitLinear) else (layer._parameters.get("weight"),))
               if weight is not None]  # reading a parametrised weight would evaluate it
-    defers = not linear or any(linear)
+    defers = any(linear)
     if trained == total or not flops or not any(parameter.requires_grad for parameter in module.parameters()):
         return 1.0, defers
     return 1.0 - count.weight_flops / flops * (1.0 - trained / total), defers

@@ -108,6 +108,12 @@ def test_costs_of_a_chain_of_linear_layers():
     assert len(of_loss) == 6 and sum(kernel.moved_bytes for kernel in of_loss) == 558
 
 
+def test_products_of_linear_layers_alone_may_wait():
+    """A convolution's weight gradient is a part of the backward."""
+    model = chain(partial(nn.Conv1d, 3, 3, 1), partial(nn.Linear, 5, 2))
+    assert [cost.defers for cost in block_costs(model, torch.zeros(7, 3, 5))] == [False, True]
+
+
 class _ByValue(torch.autograd.Function):
     """Its backward reads a number, which the meta device has not."""
 
