@@ -1,8 +1,8 @@
 """The current action of each rank, published in the shared store for the report of a hang.
 
-A rank records its action with one attribute write; a thread publishes it to the store once a second, together with a
-rising counter, so that a stopped or disconnected rank can be told from a busy one. Other ranks read these entries only
-after a wait has lasted too long, and never wait long for a store that does not answer.
+A rank records its action with one attribute write; a thread publishes it to the store once a second, together with an
+increasing counter, so that a stopped or disconnected rank can be told from a busy one. Other ranks read these entries
+only after a wait has lasted too long, and never wait long for a store that does not answer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _Result = TypeVar("_Result")
 
 
 class _ExitThread:
-    """Makes the calls of atexit's handlers: Python 3.12 starts no thread while the interpreter shuts down."""
+    """Runs calls for atexit handlers: Python 3.12 starts no thread while the interpreter shuts down."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Once in a process."""
+        """Start the thread, once in a process."""
         if self._thread is None or not self._thread.is_alive():
             self.calls = SimpleQueue()
             self._thread = threading.Thread(target=self._serve, args=(self.calls,), name="ranvier-exit", daemon=True)
@@ -62,8 +62,8 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
     """The result of `function()`; None if it raises or takes longer than `seconds` (default: 5).
 
     A store behind a broken connection answers after many minutes or never, and its own timeouts do not bound that.
-    The call therefore runs on a daemon thread, which is abandoned when the time is over. Handlers of atexit start
-    `EXIT_THREAD` when they are registered.
+    The call therefore runs on a daemon thread, which is abandoned when the time is over. Code that registers an atexit
+    handler starts `EXIT_THREAD`.
     """
     try:
         future = in_background(function, "ranvier-store")
@@ -75,7 +75,7 @@ def call_with_timeout(function: Callable[[], _Result], seconds: float | None = N
     except Exception:  # the process that hosts the store has exited, or it is late
         return None
     finally:
-        del future  # the error has this frame
+        del future  # the error refers to this frame
 
 
 def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
@@ -90,17 +90,17 @@ def read_actions(store: SharedStore, ranks: Sequence[int]) -> dict[int, tuple[in
 
 @contextmanager
 def call_of_all_ranks(call: str, report: Callable[[], str]) -> Iterator[None]:
-    """Inside, ranks wait for each other in `call`. A wait that is over its time limit names it, with `report`: what
-    each rank does."""
+    """Inside, ranks wait for each other in `call`. The error of a wait that is over its time limit names the call and
+    includes `report()`, the action of each rank."""
     try:
         yield
     except MessageTimeout as error:
-        error.extend(f": {call} is for all ranks to call, and they are in\n{report()}")
+        error.extend(f": {call} must be called by all ranks, and they are in\n{report()}")
         raise
 
 
 def describe_actions(store: SharedStore, size: int) -> str:
-    """One line for each rank that has published its action, where there is no engine that knows its mesh."""
+    """One line for each rank that has published its action, for use without an engine and its mesh."""
     actions = call_with_timeout(lambda: read_actions(store, range(size))) or {}
     return "\n".join(f"  rank {rank}: {action}" for rank, (_, action) in actions.items())
 
@@ -129,10 +129,10 @@ def read_engine_calls(store: SharedStore, rank: int) -> tuple[str, int]:
 
 
 def find_waiting_rank(store: SharedStore, rank: int, ranks: Sequence[int]) -> int | None:
-    """One of `ranks` that has started a collective call of an engine which `rank`, of the same engine, has not; None if
-    there is none. What a lost rank has published stays in the store, and is of an engine before.
+    """One of `ranks` that has started a collective call of an engine that `rank`, of the same engine, has not; None if
+    there is none. Entries of a lost rank stay in the store, but belong to an earlier engine.
 
-    For a `rank` whose program has ended: the other one would wait for it forever.
+    For a `rank` whose program has ended: the other rank would wait for it forever.
     """
     engine, calls = read_engine_calls(store, rank)
     published = {other: read_engine_calls(store, other) for other in ranks}
@@ -151,7 +151,7 @@ def _key(of: Literal["action", "calls", "compiled"], rank: int) -> str:
 
 
 class Board:
-    """Publishes this rank's current action, and reads those of the others for the report of a hang.
+    """Publishes this rank's current action, and reads those of other ranks for the report of a hang.
 
     Args:
         store: shared by all ranks.
@@ -202,7 +202,7 @@ class Board:
         self._action_thread = threading.get_ident()
 
     def _count_time(self) -> None:
-        """An action, or a wait in it, begins or ends."""
+        """Record the time when an action, or a wait in it, begins or ends."""
         now = time.monotonic()
         if self._hang is not None:
             compiled = COMPILATIONS.seconds()
@@ -213,8 +213,8 @@ class Board:
         self._changes += 1
 
     def _check(self) -> None:
-        """Count checks, not seconds: time in which this process was stopped must not count as a hang. Nor does time in
-        which it compiles."""
+        """Count checks, not seconds: time in which this process is stopped must not count as a hang, nor time in which
+        it compiles."""
         change, checks = self._checks
         waits = change == self._changes and COMPILATIONS.idle_seconds() != 0
         self._checks = (self._changes, checks + 1 if waits else 0)
@@ -237,11 +237,11 @@ class Board:
 
     def wait(self, what: str, source: int, receive: Callable[[float], _Result | None], seconds: float
              ) -> _Result | None:
-        """`receive(seconds)`, which waits so long for `what` from rank `source`; None where it does not come: then the
-        wait remains this rank's action until the next one is set.
+        """`receive(seconds)`, which waits that long for `what` from rank `source`; None if it does not arrive: the wait
+        then remains this rank's action until the next one is set.
 
-        It is called again while some rank compiles, and until `seconds` have gone since: stages compile one after the
-        other, and what comes late of that is not lost.
+        `receive` is called again while some rank compiles, and until `seconds` have passed since: stages compile one
+        after the other, and a message that is late because of that is not lost.
         """
         self._count_time()
         self._awaited = what, source
@@ -309,12 +309,12 @@ class Board:
         return "\n".join(f"  {self.name(rank)} (rank {rank}): {actions[rank]}" for rank in sorted(actions))
 
     def await_closing(self, calls: int, *, progress: Callable[[], None], seconds: float) -> int | None:
-        """Return when all ranks close the engine, or after `seconds`. A rank that has started more than `calls` calls
-        of it, as many as this one has made, is returned at once. progress: lets messages move.
+        """Return when all ranks close the engine, or after `seconds`. calls: number of engine calls of this rank; a
+        rank that has started more is returned immediately. progress: lets messages progress.
 
-        A rank that closes its engine while others start another batch would meet them in collectives that do not belong
-        together: a hang, or an error of the transport. So it says in the store that it closes, and waits there until
-        all have said so. One that has started more calls would wait for it forever.
+        A rank that closes its engine while others start another batch would meet them in mismatched collectives: a
+        hang, or an error of the transport. So it announces in the store that it closes, and waits there until all have
+        announced it. A rank that has started more calls would wait for it forever.
         """
         self._store.set(self._closing_key(self._rank), "")
         missing = [rank for rank in range(self._mesh.size) if rank != self._rank]
@@ -332,7 +332,7 @@ class Board:
         return None
 
     def forget_closing(self) -> None:
-        """All ranks have returned from `await_closing`."""
+        """Remove this rank's announcement, after all ranks have returned from `await_closing`."""
         self._store.delete_key(self._closing_key(self._rank))
 
     def _closing_key(self, rank: int) -> str:
@@ -355,7 +355,7 @@ def _close_all() -> None:
 
 
 def _keep_publishing(of: weakref.ref[Board], stop: threading.Event, interval_seconds: float) -> None:
-    """Until the board is closed, or belongs to nobody: an engine that a program has lost leaves no thread."""
+    """Publish until the board is closed or unreferenced: an engine that a program has dropped leaves no thread."""
     try:
         while (board := of()) is not None:
             board._check()

@@ -32,7 +32,7 @@ class CompletedWork:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class ChainedWork:
@@ -58,17 +58,17 @@ class ChainedWork:
 
 
 class JointWork:
-    """A `protocol.Work` of several."""
+    """A `protocol.Work` that combines several."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def done(self) -> bool:
-        """Whether all have finished; progresses each."""
+        """Whether all works have finished; progresses each."""
         return all([work.done() for work in self._works])
 
     def wait(self) -> None:
-        """Wait for all."""
+        """Wait for all works."""
         for work in self._works:
             work.wait()
 
@@ -81,7 +81,7 @@ class TwoRoundWork:
         self._rest: Work | None = None
 
     def done(self) -> bool:
-        """Whether both rounds have finished; progresses the one under way, and never starts the second."""
+        """Whether both rounds have finished; progresses the current round, and never starts the second."""
         return self._first.done() and self._rest is not None and self._rest.done()
 
     def wait(self) -> None:
@@ -107,7 +107,7 @@ def reduce_into(total: Tensor, other: Tensor, op: Reduction) -> None:
 
 def reduce_shares(output: Tensor, shares: Sequence[Tensor], op: Reduction = "sum") -> None:
     """Reduce `shares`, two or more [n], by `op` into `output` [n], in this order, accumulated in the wider dtype and
-    rounded once. `output` may be the first of them."""
+    rounded once. `output` may be the first share."""
     first, *others = shares
     wide = sums.WIDER.get(output.dtype)
     if wide is None:
@@ -127,8 +127,8 @@ class CheckedGroup:
 
     Args:
         purpose: names the group in errors.
-        ranks: global ranks of the members, rising.
-        index: this rank's index among them.
+        ranks: global ranks of the members, ascending.
+        index: this rank's index among the members.
     """
 
     def __init__(self, purpose: str, ranks: Sequence[int], index: int) -> None:
@@ -201,7 +201,7 @@ class CheckedGroup:
     def _then_reduce(self, work: Work, output: Tensor, shares: Tensor, op: Reduction = "sum", *,
                      own: Tensor | None = None) -> Work:
         """`work`, which receives `shares` [k, n], followed by their reduction into `output` [n]. own: this member's
-        share, where it is not in `shares`."""
+        share, if it is not in `shares`."""
         def add() -> None:
             rows = list(shares)
             if own is not None:
@@ -371,7 +371,7 @@ class CheckedGroup:
         self.bytes_received += received_bytes
 
     def _splits(self, side: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Bytes of each member's shard of `tensor`, from `splits` in rows (None: equal ones)."""
+        """Bytes of each member's shard of `tensor`, from `splits` in rows (None: equal splits)."""
         rows, members = (tensor.shape[0] if tensor.dim() else 1), len(self.ranks)
         splits = list(splits) if splits is not None else [rows // members] * members
         if len(splits) != members or sum(splits) != rows or min(splits) < 0:
@@ -393,7 +393,7 @@ def locate_in_partition(partition: Sequence[Sequence[int]], rank: int, size: int
     """The members of `rank`'s group, and its index there. TransportError unless each rank is in exactly one group."""
     if (sorted(member for members in partition for member in members) != list(range(size))
             or any(list(members) != sorted(members) for members in partition)):
-        raise TransportError(f"must contain each of the {size} ranks once, in rising order within a group",
+        raise TransportError(f"must contain each of the {size} ranks once, in ascending order within a group",
                              code="partition-not-of-all-ranks", where=f"partition of group {purpose!r}",
                              value=[list(members) for members in partition],
                              remedy="Put ranks that need no group into groups of one.")

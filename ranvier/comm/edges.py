@@ -1,8 +1,8 @@
 """State that every transport keeps about its edges: which are open, their capacity, and the bytes sent.
 
-A message that fits an edge's capacity travels as one part. A larger one travels as two, its first `capacity` bytes and
-the rest, and both ends then raise the capacity to its size. The receiver learns the size from the first part, so both
-ends agree on the capacity without a further message.
+A message that fits an edge's capacity is sent as one part. A larger message is sent as two parts, its first `capacity`
+bytes and the rest, and both ends then raise the capacity to its size. The receiver learns the size from the first part,
+so both ends agree on the capacity without a further message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
     return TransportError("sent an invalid message", code="invalid-message", where=f"rank {rank} on {purpose!r}",
                           value=cause,
                           remedy="Install the same version of Ranvier on all ranks, and check the network between the "
-                                 "two, and their memory.")
+                                 "two ranks, and their memory.")
 
 
 class EdgesOfRank:
@@ -80,13 +80,13 @@ class EdgesOfRank:
         return self.destinations[destination]
 
     def count(self, destination: int, num_bytes: int) -> None:
-        """A message of so many bytes leaves for `destination`, however it travels. TransportError unless that edge is
-        open."""
+        """Count a message of `num_bytes` bytes to `destination`, whichever way it is sent. TransportError unless that
+        edge is open."""
         self.capacity_to(destination)
         self.bytes_sent += num_bytes
 
     def outgoing(self, destination: int, message: Message) -> list[Tensor]:
-        """The parts (uint8, on the host) in which `message` travels to `destination`; counts them as sent."""
+        """The parts (uint8, on the host) in which `message` is sent to `destination`; counts them as sent."""
         capacity = self.capacity_to(destination)
         wire = encode(message)
         total = wire.numel()

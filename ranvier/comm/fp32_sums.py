@@ -1,4 +1,4 @@
-"""A group that sums half-precision tensors in fp32: twice the bytes, rounded once whichever library adds."""
+"""A group that sums half-precision tensors in fp32: twice the bytes, but rounded once with any library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fp32Sums:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes received by `inner`; sums count in fp32, the dtype in which they travel."""
+        """Bytes received by `inner`; sums count in fp32, the dtype in which they are sent."""
         return self._inner.bytes_received
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
@@ -37,7 +37,7 @@ class Fp32Sums:
         return self._cast(tensor, tensor, lambda sent: (sent, self._inner.reduce(sent, root)))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, buffer: Tensor | None = None, dim: int = 0) -> Work:
-        """See `protocol.Group`; `buffer` is used only where nothing is cast."""
+        """See `protocol.Group`; `buffer` is used only if nothing is cast."""
         if not is_half(tensor.dtype):
             return self._inner.reduce_scatter(output, tensor, buffer, dim)
 

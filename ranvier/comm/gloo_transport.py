@@ -2,8 +2,8 @@
 
 Gloo cannot be asked whether a receive is complete: `is_completed()` turns true only after `wait()`, and a wait that
 times out destroys the group. So each source has a thread that blocks in a receive and feeds a queue; it sleeps in the
-kernel, and Gloo moves data in threads of its own. A receive accepts a message that is shorter than its buffer
-(measured: the bytes behind it stay as they were), so a message that fits the capacity needs no separate header.
+kernel, and Gloo moves data in its own threads. A receive accepts a message that is shorter than its buffer (measured:
+the bytes after it are unchanged), so a message that fits the capacity needs no separate header.
 
 Only its sender can end a blocked receive: aborting, shutting down or destroying the group does not wake it. So `close`
 sends a goodbye along each outgoing edge, and a receive thread ends when it reads one, or when the connection breaks. A
@@ -31,13 +31,13 @@ from ranvier.errors import TransportError
 
 _GOODBYE = b"RNV bye."
 _SMALL_BYTES, _REAP_SECONDS = 1 << 20, 0.01
-"""A part of at most so many bytes may stay alive so much longer than its send."""
+"""A part of at most this many bytes may stay alive this many seconds longer than its send."""
 _FOREVER = timedelta(days=3650)
-"""A wait for a message has no limit: who waits for the transport has one. The process group's is for connecting."""
+"""A receive has no time limit: waits on the transport have one. The process group's limit is for connecting."""
 
 
 class GlooTransport(EdgesOfRank):
-    """A `protocol.Transport` over one Gloo process group of its own.
+    """A `protocol.Transport` over its own Gloo process group.
 
     Args:
         process_group: of all ranks; None with one rank.
@@ -92,7 +92,7 @@ class GlooTransport(EdgesOfRank):
         while (send := self._sends.get()) is not None:
             work, destination, part = send
             if part.numel() <= _SMALL_BYTES and self._sends.empty():
-                time.sleep(_REAP_SECONDS)  # each time that this thread wakes, it takes the GIL from the engine's
+                time.sleep(_REAP_SECONDS)  # each time this thread wakes, it takes the GIL from the engine's thread
             try:
                 work.wait(_FOREVER)
             except RuntimeError as error:
@@ -102,7 +102,7 @@ class GlooTransport(EdgesOfRank):
                 self._send_finished.notify_all()
 
     def _receive(self, source: int) -> None:
-        """Receive all messages of one source, on a thread of its own.
+        """Receive all messages of one source, on a separate thread.
 
         A message that fills less than half of the buffer is copied, so that it does not keep the whole buffer alive.
         """

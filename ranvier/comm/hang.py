@@ -1,10 +1,10 @@
 """Detects actions that will never end: an infinite loop in a user's layer, a driver call that does not return.
 
-Waits have a time limit, and a stopped process is detected from outside. What is left is a rank that computes forever.
-A collective inside an action, as on a tensor mesh, is a wait: what is late there is late on another rank.
-Only earlier actions of the same kind show how long one may take. So nothing is judged until a few of its kind have
-ended (the first ones may compile), and the limit is a generous multiple of the longest of them. Code that hangs while
-it holds the GIL cannot be detected from within: the time limit of the ranks that wait for it ends the run.
+Waits have a time limit, and a stopped process is detected from outside. The remaining case is a rank that computes
+forever. A collective inside an action, as on a tensor mesh, is a wait: the delay is caused by another rank. Only
+earlier actions of the same kind show how long an action may take. So an action has no limit until a few of its kind
+have ended (the first ones may compile), and the limit is a generous multiple of the longest of them. Code that hangs
+while it holds the GIL cannot be detected from within: the time limit of the ranks that wait for it ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HangDetector:
         self._longest: dict[str, float] = {}
         self._counts = dict.fromkeys(_CHECKED_KINDS, 0)
         self._waited = 0.0
-        """How long the action had run when it was last seen to wait."""
+        """Seconds that the action had run when it was last seen waiting."""
 
     def record(self, action: str, seconds: float) -> None:
         """Note that `action`, such as "forward 3", has ended after `seconds`, waits excluded."""
@@ -71,7 +71,7 @@ class HangDetector:
             return
         if seconds < self._waited:  # another action
             self._waited = 0.0
-        if seconds < limit / 2:  # reading frames costs a look at all threads of the process
+        if seconds < limit / 2:  # reading frames inspects all threads of the process
             return
         frame = frames_of_threads().get(thread)
         if is_waiting(frame):
@@ -92,8 +92,8 @@ _FRAMES_LOCK = threading.Lock()
 
 def frames_of_threads() -> dict[int, FrameType]:
     """The innermost frame of each thread of this process, by the thread's id."""
-    # Before Python 3.12 a garbage collection inside may give up the GIL to a thread that then waits for the lock of all
-    # frames, for good. Threads take turns, so that none has collections on again while another one reads.
+    # Before Python 3.12 a garbage collection inside may release the GIL to a thread that then waits forever for the
+    # lock of all frames. Threads take turns, so that none enables collections again while another one reads.
     with _FRAMES_LOCK:
         collects = gc.isenabled()
         gc.disable()
@@ -105,8 +105,8 @@ def frames_of_threads() -> dict[int, FrameType]:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the code of `frame` waits for other ranks, or is halted by a debugger: one of the functions of these is
-    on the stack."""
+    """Whether the code of `frame` waits for other ranks, or is halted by a debugger: whether a function of the modules
+    in `_WAITS` is on the stack."""
     while frame is not None:
         if _WAITS.match(frame.f_globals.get("__name__", "")):
             return True

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: for tests, and for debugging a whole run in one debugger.
+"""Ranks as threads of one process: for tests, and for debugging a complete run in one debugger.
 
 Messages are encoded and decoded as in the other backends, so that a received message is a copy with the same limits.
 In a collective each member deposits its tensors, and the last member to call does the work for all, in member order:
@@ -35,17 +35,17 @@ class _Meeting:
         self.condition = threading.Condition()
 
     def abort(self, rank: int) -> None:
-        """Wake all threads that wait."""
+        """Wake all waiting threads."""
         with self.condition:
             self.condition.notify_all()
 
 
 class InProcessWorld:
-    """State that the ranks of one process share. Threads wait only on conditions of what is in `_shared`.
+    """State that the ranks of one process share. Threads wait only on conditions of objects in `_shared`.
 
     Args:
         size: number of ranks.
-        whole: the world of all ranks, for that of a subset; None for the whole world itself.
+        whole: the world of all ranks, for the world of a subset; None for the world of all ranks itself.
     """
 
     def __init__(self, size: int, whole: InProcessWorld | None = None) -> None:
@@ -60,7 +60,7 @@ class InProcessWorld:
         return InProcessBackend(self, rank)
 
     def abort(self, rank: int = -1) -> None:
-        """Wake all threads that wait, now and later, with a TransportError: `rank` has failed. Idempotent."""
+        """Wake all threads that wait now or later with a TransportError: `rank` has failed. Idempotent."""
         with self._lock:
             if self.failed_rank is None:
                 self.failed_rank = rank
@@ -74,8 +74,8 @@ class InProcessWorld:
             raise peer_lost(purpose, self.whole.failed_rank)
 
     def shared_result(self, call: int, what: str, part: object, make: Callable[[], _Shared]) -> _Shared:
-        """The result of `make` that all ranks share, which they ask for in their `call`-th call. part: which one, where
-        there are several. TransportError if another rank makes something else than `what` in that call."""
+        """The result of `make` that all ranks share, requested in their `call`-th call. part: which result, if there
+        are several. TransportError if another rank makes something other than `what` in that call."""
         with self._lock:
             if self._purposes.setdefault(call, what) != what:
                 raise TransportError(f"is made while another rank makes {self._purposes[call]}",
@@ -131,7 +131,7 @@ class InProcessBackend:
 
 
 class _Inbox(_Meeting):
-    """Messages for one rank. Those from sources that it has not connected to yet are held back."""
+    """Messages for one rank. Messages from sources that it has not connected to yet are held back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class InProcessTransport(EdgesOfRank):
 
     longest_gap_seconds = 0.0
     needs_progress = False
-    """Messages move when they are sent, so there is no gap."""
+    """Messages are delivered when they are sent, so there is no gap."""
 
     def __init__(self, world: InProcessWorld, purpose: str, rank: int, inboxes: list[_Inbox]) -> None:
         super().__init__(purpose, rank, world.size)
@@ -202,7 +202,7 @@ class InProcessTransport(EdgesOfRank):
         self._world.check(self.purpose)
 
     def progress(self) -> None:
-        """Messages move when they are sent. TransportError where a rank has failed: who waits for it here sleeps."""
+        """Nothing to progress: messages are delivered when sent. TransportError if a rank has failed."""
         self._world.check(self.purpose)
 
     def flush(self, timeout_seconds: float = math.inf) -> bool:
@@ -215,7 +215,7 @@ class InProcessTransport(EdgesOfRank):
 
 
 def _copy_to_receiver(message: Message) -> Message:
-    """The message in memory of the receiver's own, where its tracker of memory counts it and not the sender's."""
+    """The message in the receiver's own memory, where its memory tracker counts it instead of the sender's."""
     message.tensors = {name: tensor.clone() for name, tensor in message.tensors.items()}
     return message
 
@@ -267,8 +267,8 @@ class InProcessGroup(CheckedGroup):
     def _start(self, call: _Call, deposit: _Deposit, work: Callable[[list[Any]], None]) -> Work:
         """Add `deposit`; the last member to call runs `work` on the deposits of all, in member order.
 
-        That happens under the exchange's lock, and every member makes its calls in the same order, so collectives
-        finish in call order.
+        It runs under the exchange's lock, and every member makes its calls in the same order, so collectives finish in
+        call order.
         """
         self._world.check(self.purpose)
         exchange = self._exchange
@@ -321,7 +321,7 @@ class InProcessGroup(CheckedGroup):
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         def work(deposits: list[tuple[Tensor, Tensor]]) -> None:
-            for out, _ in deposits:  # without a copy of the whole, which no other backend makes
+            for out, _ in deposits:  # without a copy of the full tensor, which no other backend makes
                 for place, (_, tensor) in zip(out.tensor_split(len(deposits)), deposits, strict=True):
                     place.copy_(tensor)
         return self._start(("all_gather", tensor.numel()), (output, tensor), work)

@@ -4,9 +4,10 @@ A message on the wire is one contiguous sequence of bytes:
 
     | preamble (fixed) | description (JSON: names, dtypes, shapes, requires-grad) | tensors, each 64-byte aligned |
 
-The description repeats from microbatch to microbatch, so encoding and decoding it is cached. Shapes may change at any
-time nevertheless, because every message carries its own. Preamble and description have checksums: a flipped bit there
-would send a tensor to the wrong microbatch, or make the receiver wait for bytes that are never sent. Tensors have none.
+The description repeats from microbatch to microbatch, so encoding and decoding it is cached. Shapes may still change at
+any time, because every message carries its own. Preamble and description have checksums: a flipped bit there would
+send a tensor to the wrong microbatch, or make the receiver wait for bytes that are never sent. Tensors have no
+checksum.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _MAGIC = b"RNV1"
 _ALIGNMENT = 64
 _KINDS = {kind.value: kind for kind in MessageKind}
 _APART = 0x80
-"""Added to the kind of a message whose tensors follow by themselves."""
+"""Added to the kind of a message whose tensors follow separately."""
 PREAMBLE_BYTES = _PREAMBLE.size + _CHECKSUM.size
 """Size of the fixed part at the start of every message."""
 
@@ -161,7 +162,7 @@ def _place(message: Message, places: tuple[tuple[int, int], ...], wire: Tensor) 
 
 
 def _view(wire: Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]) -> Tensor:
-    """A tensor in the memory of `wire`, from byte `start` on, with a version count of its own."""
+    """A tensor in the memory of `wire`, from byte `start` on, with its own version count."""
     place = wire.storage_offset() + start
     if place % dtype.itemsize:
         raise ValueError(f"byte {place} of the buffer is not a place for a tensor of {dtype}")
@@ -170,8 +171,8 @@ def _view(wire: Tensor, dtype: torch.dtype, start: int, shape: Sequence[int]) ->
 
 
 def encode(message: Message) -> Tensor:
-    """The message as one contiguous uint8 tensor on the host. Where tensors come from a CUDA device, it is pinned, and
-    they are there once their device's current stream has got to this point."""
+    """The message as one contiguous uint8 tensor on the host. If tensors come from a CUDA device, it is pinned, and
+    they are in it once their device's current stream has reached this point."""
     head, places, total = _head(message)
     wire = torch.empty(total, dtype=torch.uint8,
                        pin_memory=any([tensor.is_cuda for tensor in message.tensors.values()]))
@@ -188,7 +189,7 @@ def encode_head(message: Message) -> Tensor:
 def pack(message: Message, device: torch.device, wire: Tensor | None = None) -> Tensor:
     """The tensors in one uint8 tensor on `device`, each at its offset in the message.
 
-    wire: the tensor to write into, at least of the message's total size; None makes one of just that size.
+    wire: the tensor to write into, of at least the message's total size; None makes one of exactly that size.
     """
     _, places, total = _describe(_fields(message))
     wire = torch.empty(total, dtype=torch.uint8, device=device) if wire is None else wire
@@ -221,7 +222,7 @@ class Head(NamedTuple):
 
 
 def read_head(wire: Tensor) -> Head:
-    """Of a message that starts with `wire`. ValueError if the bytes are not a message."""
+    """The head of a message that starts with `wire`. ValueError if the bytes are not a message."""
     raw = wire.numpy().data
     if len(raw) < PREAMBLE_BYTES:
         raise ValueError(f"these are {len(raw)} bytes, and a message has at least {PREAMBLE_BYTES}")
@@ -238,7 +239,7 @@ def read_head(wire: Tensor) -> Head:
 
 def decode(wire: Tensor, source: int, packed: Tensor | None = None, head: Head | None = None) -> Message:
     """The message in `wire`, with this head, from rank `source`. Its tensors are in the memory of `wire`, or of
-    `packed` (see `pack`) if given, each with a version count of its own: one may be changed in place while autograd has
+    `packed` (see `pack`) if given, each with its own version count: one may be changed in place while autograd has
     saved another.
 
     ValueError if the bytes are not a message.

@@ -1,6 +1,6 @@
 """A group without peers: counts what one member would send and receive, for tensors on the meta device.
 
-Blocks that contain collectives run on the meta device with it, so that the code that trains also counts its cost.
+Blocks that contain collectives use it to run on the meta device, so that the training code also counts its own cost.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 MPI delivers a message between two ranks with less latency than Gloo and without occupying a CUDA device, as NCCL does.
 NCCL reduces between devices faster than MPI. On CPUs the same pairing is MPI with Gloo.
 
-MPI moves data only inside its calls. A rank that waits for a collective of MPI calls it all the time, a rank that waits
-for torch's does not, and its peer may need a message of it before it joins the collective. So a thread calls MPI while
-sends are under way.
+MPI moves data only inside its calls. A rank that waits for a collective of MPI calls it all the time; a rank that waits
+for a collective of torch does not, and its peer may need a message from it before joining the collective. So a thread
+calls MPI while sends are in flight.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ranvier.comm.torch_group import TorchGroup
 from ranvier.errors import LaunchError, TransportError
 
 _BUSY_SECONDS, _IDLE_SECONDS = 100e-6, 2e-3
-"""Seconds that the thread sleeps while sends are under way, and while none are."""
+"""Seconds that the thread sleeps while sends are in flight, and while none are."""
 
 
 class MixedBackend:
-    """A `protocol.Backend` of two, for the same ranks.
+    """A `protocol.Backend` that combines two, for the same ranks.
 
     Args:
         messages: makes the transports. collectives: makes the groups. Both are closed with this backend.
@@ -54,7 +54,7 @@ class MixedBackend:
         self._thread.start()
 
     def _advance(self) -> None:
-        """Let the sends of all transports move."""
+        """Let the sends of all transports progress."""
         while not self._ended.is_set():
             busy = [transport for transport in list(self._transports) if transport.sends_in_flight]
             for transport in busy:

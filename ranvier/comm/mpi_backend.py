@@ -1,8 +1,8 @@
 """The backend over MPI (mpi4py): on CPU the fastest way to communicate between processes.
 
 Nothing here calls a blocking function of MPI, as these spin and take the core from the ranks that they wait for;
-see `comm.mpi_transport`. Whoever initialises MPI finalises it: this backend, unless the program (or its
-`import mpi4py.MPI`) has initialised it before.
+see `comm.mpi_transport`. MPI is finalised by the code that initialised it: this backend, unless the program (or its
+`import mpi4py.MPI`) initialised it before.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _YIELD_SECONDS = 20e-3
 
 
 _RUN_BYTES = 64 << 10
-"""Pieces of shards that are at least so large travel as messages of their own; smaller ones are copied together."""
+"""Pieces of shards of at least this many bytes are sent as separate messages; smaller ones are copied together."""
 
 
 class MPIWork:
-    """A `protocol.Work` that is done when all of `requests`, made by `group`, are; None: not begun."""
+    """A `protocol.Work` that is done when all of `requests`, made by `group`, are done; None: not begun."""
 
     def __init__(self, requests: Sequence[MPI.Request] | None, group: MPIGroup) -> None:
         self._requests, self._group = None if requests is None else list(requests), group
 
     def begin(self, request: MPI.Request) -> None:
-        """The collective has begun."""
+        """Note that the collective has begun with this request."""
         self._requests = [request]
 
     def done(self) -> bool:
@@ -67,7 +67,7 @@ class MPIWork:
 
 class MPIGroup(CheckedGroup):
     """A `protocol.Group` over one communicator, on the tensors' own memory: with MPI's non-blocking collectives, or, in
-    a small group on CPU, with one round of messages from each member to each.
+    a small group on CPU, with one round of messages between all pairs of members.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -95,7 +95,7 @@ class MPIGroup(CheckedGroup):
 
     def _start(self, call: Callable[..., MPI.Request], output: Tensor, *inputs: Tensor) -> Work:
         """Start `call` on the memory of these tensors, directly or staged through pinned host memory. On a CUDA device
-        it begins when what the device does before it has ended, in the order of calls."""
+        it begins when the device's earlier work has ended, in the order of calls."""
         if not output.is_cuda:
             return self._keep([call(output.numpy(), *(tensor.numpy() for tensor in inputs))], output, *inputs)
         used = [output, *inputs] if self._aware else [
@@ -110,7 +110,7 @@ class MPIGroup(CheckedGroup):
         return work if self._aware else ChainedWork(work, lambda: output.copy_(used[0], non_blocking=True))
 
     def begin_ready(self) -> None:
-        """Begin the collectives whose tensors the device has made, in the order of calls, on all members alike."""
+        """Begin the collectives whose tensors the device has made, in the order of calls, the same on all members."""
         while self._to_begin and self._to_begin[0][0].query():
             _, work, call = self._to_begin.popleft()
             work.begin(call())
@@ -184,7 +184,7 @@ class MPIGroup(CheckedGroup):
 
 
 def _ranges(sizes: Sequence[int]) -> list[slice]:
-    """Ranges of these sizes, one behind the other."""
+    """Consecutive ranges of these sizes."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -217,8 +217,8 @@ def _load_mpi() -> tuple[ModuleType, bool]:
 
 
 def _unname_shared_memory() -> None:
-    """Remove the name of MPICH's shared memory, which every rank of this machine has mapped: then it goes with the last
-    of them, however that ends. A killed rank left a megabyte of memory for each."""
+    """Remove the name of MPICH's shared memory, which every rank of this machine has mapped: it is then freed with the
+    last of them, however that ends. Without this, a killed rank left a megabyte of memory for each."""
     for name in mapped_files("/dev/shm/mpich_shm_"):
         with suppress(OSError):  # another rank was faster
             os.unlink(name)
@@ -289,7 +289,7 @@ class MPIBackend:
         return MPIBackend(self._device, self._timeout, comm=comm) if member else None
 
     def _all_are(self, mine: bool) -> bool:
-        """Whether `mine` is true on every rank: who sends device addresses needs a peer that expects them."""
+        """Whether `mine` is true on every rank: a sender of device addresses needs a peer that expects them."""
         least = array("i", [mine])
         request = self._world.Iallreduce(self._mpi.IN_PLACE, least, self._mpi.MIN)
         if not self._progress_until(request.Test, self._timeout):
@@ -309,7 +309,7 @@ class MPIBackend:
                                  remedy="Check what the other ranks do, or raise `--comm.timeout-seconds`.")
 
     def abort(self, code: int) -> None:
-        """End all ranks of MPI's world at once with exit code `code`. Does not return."""
+        """End all ranks of MPI's world immediately with exit code `code`. Does not return."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._mpi.COMM_WORLD.Abort(code)
@@ -335,7 +335,7 @@ class MPIBackend:
             self._mpi.Finalize()
 
     def _progress_until(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Progress messages, so that the last sends complete, until `condition()`; whether it came true in time."""
+        """Progress messages, so that the last sends complete, until `condition()`; returns whether that was in time."""
         for _ in poll_rounds(timeout_seconds):
             if condition():
                 return True

@@ -4,13 +4,13 @@ MPI moves data only inside its calls: a message above the eager size is sent whe
 receives are posted ahead of compute, and `progress`, called at every block boundary, is one `Testsome` over everything
 in flight; it progresses collectives as well.
 
-Tensors of a CUDA device travel in one of two ways; in neither does the host wait for the device.
+Tensors of a CUDA device are sent in one of two ways; in neither does the host wait for the device.
 
     MPI takes device addresses    head -> the peer allocates device memory -> tensors, from device to device
     it does not                   head and tensors in pinned memory, from and to which they are copied
 
-What MPI reads or writes has no order with a stream. So a send starts when an event after the copy into its memory has
-been reached, and a receive into device memory when the memory's last user is through with it.
+MPI's reads and writes are not ordered with a stream. So a send starts when an event after the copy into its memory has
+been reached, and a receive into device memory when the memory's last user has finished with it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def _event(device: torch.device) -> torch.cuda.Event:
-    """Reached when the device's current stream has got to this point."""
+    """An event at the current point of the device's current stream."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class _Incoming:
-    """One incoming edge and its posted receive: of a whole message, of the rest of one beyond the capacity, or of the
-    tensors that follow a head."""
+    """One incoming edge and its posted receive: of a complete message, of the rest of a message beyond the capacity, or
+    of the tensors that follow a head."""
 
     def __init__(self, edges: EdgesOfRank, source: int, comm: MPI.Comm, device: torch.device) -> None:
         self._edges, self.source, self._comm, self._device = edges, source, comm, device
@@ -58,7 +58,7 @@ class _Incoming:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def post(self) -> MPI.Request | None:
-        """Post the next receive; None while the device still works in the memory that it would write."""
+        """Post the next receive; None while the device still uses the memory that it would write."""
         capacity = self._edges.sources[self.source]
         if self._tensors is not None:
             if self._free is not None and not self._free.query():
@@ -103,7 +103,7 @@ class _Incoming:
 
 
 class MPITransport(EdgesOfRank):
-    """A `protocol.Transport` over one communicator of its own.
+    """A `protocol.Transport` over its own communicator.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -119,14 +119,15 @@ class MPITransport(EdgesOfRank):
                  ) -> None:
         super().__init__(purpose, comm.Get_rank(), comm.Get_size())
         self._mpi, self.comm, self._device, self._aware = mpi, comm, device, aware
-        self._receives: list[MPI.Request] = []  # number i is of _incoming[i]
+        self._receives: list[MPI.Request] = []  # number i belongs to _incoming[i]
         self._unposted: set[int] = set()
         self._sends: list[tuple[MPI.Request, Tensor]] = []  # with the memory that is sent
         self._sent: list[tuple[MPI.Request, Tensor]] = []  # which only the engine's thread may free
         self._copied: deque[tuple[torch.cuda.Event | None, int, list[Tensor]]] = deque()
         self._lock = threading.RLock()
-        """Guards sends, where a thread calls `advance_sends` while the engine's thread waits for something else. Nobody
-        who holds it allocates or frees device memory: that may wait for the device, and the device for a send."""
+        """Guards sends, since a thread calls `advance_sends` while the engine's thread waits for something else. Code
+        that holds it must not allocate or free device memory: that may wait for the device, and the device for a send.
+        """
         self._incoming: list[_Incoming] = []
         self._arrived: deque[Message] = deque()
         self._last_call = time.monotonic()
@@ -156,7 +157,7 @@ class MPITransport(EdgesOfRank):
             self._send_copied()
 
     def _send_copied(self) -> None:
-        """Send what has arrived in host memory, in order."""
+        """Send the messages that have arrived in host memory, in order."""
         while self._copied and (self._copied[0][0] is None or self._copied[0][0].query()):
             _, destination, parts = self._copied.popleft()
             self._sends += [(self.comm.Isend(part if part.is_cuda else part.numpy(), destination), part)
@@ -189,11 +190,11 @@ class MPITransport(EdgesOfRank):
             self._finish(finished)
 
     def advance_sends(self) -> None:
-        """`advance` for another thread than the engine's, which leaves what has arrived to that."""
+        """`advance` for a thread other than the engine's; leaves arrived messages to the engine's thread."""
         self._test([])
 
     def _test(self, receives: Sequence[MPI.Request]) -> list[int]:
-        """One Testsome, of these receives and all sends; the places of receives that have finished."""
+        """One Testsome, of these receives and all sends; returns the places of receives that have finished."""
         called, count = time.monotonic(), len(receives)
         with self._lock:
             if self._copied:
@@ -279,7 +280,7 @@ class MPITransport(EdgesOfRank):
         if self.closed:
             return
         self.closed = True
-        # A request is null after an invalid message: no receive was posted behind it.
+        # A request is null after an invalid message: no receive was posted after it.
         for request in filter(None, self._receives):
             request.Cancel()
             request.Wait()

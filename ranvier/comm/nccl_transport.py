@@ -1,4 +1,4 @@
-"""Messages with tensors on CUDA devices: headers travel over Gloo, tensors over NCCL.
+"""Messages with tensors on CUDA devices: headers are sent over Gloo, tensors over NCCL.
 
     sender                                              receiver
                                                         1 announces its free receive buffers (slots)
@@ -8,20 +8,20 @@
       stream, and announces it over Gloo                5 when NCCL says that it is complete: copies it out of the slot
                                                         6 when that copy has ended: announces the slot again
 
-An NCCL send or receive is a kernel that occupies its device until both sides have posted it, and whatever waits for the
-whole device (cudaFree, the first use of a kernel, `torch.cuda.synchronize`) waits for it, too. A rank in such a wait
-posts nothing. So a deadlock is ruled out as follows (`benchmarks.gpu.models.nccl` tries random waits):
+An NCCL send or receive is a kernel that occupies its device until both sides have posted it, and any wait for the full
+device (cudaFree, the first use of a kernel, `torch.cuda.synchronize`) waits for it, too. A rank in such a wait posts
+nothing. So a deadlock is ruled out as follows (`benchmarks.gpu.models.nccl` tries random waits):
 
-  - a send is posted when its data and its slot are there, a receive when its send has been: neither ever waits for
-    other work, such as a collective before it, and occupies the device for longer than the transfer
+  - a send is posted when its data and its slot are available, a receive when its send has been posted: neither ever
+    waits for other work, such as an earlier collective, or occupies the device for longer than the transfer
   - a receive is posted by a thread that only reacts to messages of Gloo, and a send by that thread or by one that waits
-    for its data. They never take the lock of torch's allocator, for which they would wait behind a cudaFree: they
-    neither allocate nor free device memory, and NCCL gets memory of which the allocator need not be told
+    for its data. These threads never take the lock of torch's allocator, for which they would wait after a cudaFree:
+    they neither allocate nor free device memory, and NCCL gets memory that the allocator does not track
     (`_as_foreign_memory`)
 
-Each directed edge has its own communicator and stream, so that no edge waits behind another. torch makes one
-communicator per pair of ranks and process group: one process group carries the edges to higher ranks, another those to
-lower ones. A message larger than a slot travels in parts, and slots grow to its size when they are next free.
+Each directed edge has its own communicator and stream, so that no edge waits for another. torch makes one communicator
+per pair of ranks and process group: one process group carries the edges to higher ranks, another those to lower ranks.
+A message larger than a slot is sent in parts, and slots grow to its size when they are next free.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _HOST_BYTES = 1 << 16
 _POLL_SECONDS = 50e-6
 _CLOSE_SECONDS = 0.2
 _left_behind: list[object] = []
-"""What NCCL was still at work on when its transport was closed, after an error: nobody gets its memory again."""
+"""Work that NCCL had not finished when its transport was closed after an error: its memory is never reused."""
 
 
 def _as_foreign_memory(buffer: Tensor) -> Tensor:
-    """The same memory as another library's, which keeps `buffer`. torch tells its allocator on which streams NCCL sends
-    and receives (`record_stream`), except of memory that is not the allocator's own."""
+    """The same memory as foreign memory, which keeps `buffer` alive. torch informs its allocator of the streams on
+    which NCCL sends and receives (`record_stream`), except for memory that is not the allocator's own."""
     return dlpack.from_dlpack(dlpack.to_dlpack(buffer))  # type: ignore[attr-defined]  # torch documents it
 
 
 @dataclass(eq=False)
 class _Outgoing:
-    """A message that is to be sent. With tensors on the device: its head, and its tensors in `packed`, which are there
-    once `is_ready`; the first `sent` bytes of them are posted. `message` then has no tensors, so that the thread which
-    forgets this frees no device memory."""
+    """A message to be sent. With tensors on the device: its head, and its tensors in `packed`, which are available once
+    `is_ready`; the first `sent` bytes of them are posted. `message` then has no tensors, so that the thread that drops
+    this object frees no device memory."""
 
     message: Message
     head: Tensor | None = None
@@ -86,7 +86,7 @@ class _Destination:
     """A directed edge to another rank.
 
     free: slots there, with their bytes, oldest first. waiting: messages without a slot. posted: sends on the device.
-    buffers: packed messages that have left; they are used again, so that no thread frees device memory.
+    buffers: buffers of sent messages, which are reused, so that no thread frees device memory.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class _Part:
 
 @dataclass(eq=False)
 class _Incoming:
-    """A message that arrives, in parts; one without tensors on the device is complete from the start."""
+    """A message that arrives in parts; a message without tensors on the device is complete from the start."""
 
     message: Message | None = None
     head: Tensor | None = None
@@ -125,8 +125,8 @@ class _Incoming:
 class _Source:
     """A directed edge from another rank.
 
-    releasing: slots that are being copied out of, and when that has ended. outgrown: slots that were too small; NCCL's
-    last reference to one may end in any thread, which would free it.
+    releasing: slots that are being copied out of, and the event at the end of the copy. outgrown: slots that were too
+    small, kept because NCCL's last reference to a slot may be dropped by any thread, which would then free it.
     """
 
     rank: int
@@ -147,7 +147,7 @@ class NcclTransport:
         host: carries headers, announcements, and messages without CUDA tensors.
         device: of this rank.
         rising, falling: process groups of all ranks, for edges to higher and to lower ranks.
-        on_lost: called, on another thread, with the error by which a peer is found to be gone.
+        on_lost: called, on another thread, with the error that shows that a peer is gone.
     """
 
     needs_progress = True
@@ -236,7 +236,7 @@ class NcclTransport:
         return edge.buffers.pop(min(fitting, key=lambda place: edge.buffers[place].numel())) if fitting else None
 
     def _send_waiting(self, edge: _Destination) -> None:
-        """Send what has a slot (3), in order. The caller holds the lock."""
+        """Send messages that have a slot (3), in order. The caller holds the lock."""
         while edge.waiting:
             outgoing = edge.waiting[0]
             if outgoing.packed is None:
@@ -246,7 +246,7 @@ class NcclTransport:
             edge.waiting.popleft()
 
     def _send_parts(self, edge: _Destination, outgoing: _Outgoing, packed: Tensor) -> bool:
-        """Send as many parts as there are slots; whether that was all."""
+        """Send as many parts as there are slots; returns whether all parts have been sent."""
         while outgoing.sent < outgoing.total and edge.free:
             slot, size = edge.free.popleft()
             start, stop = outgoing.sent, min(outgoing.sent + size, outgoing.total)
@@ -272,7 +272,7 @@ class NcclTransport:
     # ------------------------------------------------------------------ the other threads
 
     def _run_thread(self, target: Callable[[], None]) -> None:
-        """The life of a thread: an error of it is one of the transport, which the engine's thread raises."""
+        """Run a thread: its error becomes the transport's error, which the engine's thread raises."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -289,7 +289,7 @@ class NcclTransport:
             self._on_lost(str(self._failure))
 
     def _await_data(self) -> None:
-        """Post sends when their data is there: in one order, as one stream packs them all."""
+        """Post sends when their data is available: in order, since one stream packs them all."""
         while (packing := self._packing.get()) is not None:
             event, edge, outgoing = packing
             event.synchronize()
@@ -298,7 +298,7 @@ class NcclTransport:
                 self._send_waiting(edge)
 
     def _react(self) -> None:
-        """Post what the messages of Gloo ask for, until the transport is closed or a peer is lost."""
+        """Post the transfers that messages of Gloo request, until the transport is closed or a peer is lost."""
         while not self._closed:
             message = self._host.wait(_CLOSE_SECONDS)
             if message is not None:
@@ -439,7 +439,7 @@ class NcclTransport:
             _left_behind.append((self._destinations, self._sources))
 
     def _has_ended(self) -> bool:
-        """Whether NCCL is through with all that was posted; False where that cannot be said."""
+        """Whether NCCL has finished everything that was posted; False if that is unknown."""
         try:
             works = [work for edge in self._destinations.values() for work, _, _ in edge.posted]
             works += [part.work for source in self._sources.values() for incoming in source.incoming

@@ -1,8 +1,8 @@
 """Interfaces of communication: point-to-point messages, collectives, and the backends that provide both.
 
 A `Backend` connects one rank to all others; there are backends for threads, torch.distributed and MPI. It makes one
-`Transport` or `Group` per purpose (pipeline edges, control, data, row, column), so that no purpose waits behind
-another. All backends pass tests/comm/conformance.py.
+`Transport` or `Group` per purpose (pipeline edges, control, data, row, column), so that no purpose waits for another.
+All backends pass tests/comm/conformance.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLLECTIVES = frozenset({"all_reduce", "reduce", "reduce_scatter", "all_gather",
 
 
 class Transport(Protocol):
-    """Moves messages between pairs of ranks, whatever they mean.
+    """Moves messages between pairs of ranks, regardless of their meaning.
 
     Edges are FIFO: messages from one source arrive in the order in which they were sent. Sends never block: the
     transport lets a sender run arbitrarily far ahead of its receiver (the pipeline's credits bound that).
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
     @property
     def needs_progress(self) -> bool:
-        """Whether messages move inside calls of this rank only, so that long work calls `progress` now and then."""
+        """Whether messages progress only inside calls of this rank, so that long work must call `progress` often."""
 
     def connect(self, sources: Sequence[int], destinations: Sequence[int], capacity_bytes: int) -> None:
         """Open the edges of this rank and post one receive of `capacity_bytes` on each incoming one.
@@ -51,7 +51,7 @@ class Transport(Protocol):
         """
 
     def send(self, destination: int, message: Message) -> None:
-        """Start to send; returns at once. The caller may change the message's tensors afterwards."""
+        """Start to send; returns immediately. The caller may change the message's tensors afterwards."""
 
     def poll(self) -> list[Message]:
         """All messages that have arrived since the last call, oldest first; never blocks."""
@@ -60,11 +60,10 @@ class Transport(Protocol):
         """The next message, or None if none arrives in time. Sleeps rather than spins."""
 
     def progress(self) -> None:
-        """Progress messages in flight; cheap, called at every block boundary. A no-op where threads or the kernel
-        do it."""
+        """Progress messages in flight; cheap, called at every block boundary. A no-op if threads or a kernel do it."""
 
     def flush(self, timeout_seconds: float = inf) -> bool:
-        """Wait until every send has left this rank; False if some have not in time."""
+        """Wait until every send has left this rank; returns False if some have not left in time."""
 
     def close(self) -> None:
         """Stop receiving and free posted buffers. Idempotent."""
@@ -81,12 +80,12 @@ class Work(Protocol):
 
 
 class Group(Protocol):
-    """A fixed set of ranks that make collective calls in the same order. Collectives return at once.
+    """A fixed set of ranks that make collective calls in the same order. Collectives return immediately.
 
     Tensors must be contiguous, equal in shape and dtype on every member, and untouched until the work is done. Results
     are bit-identical on all members.
 
-    Sums travel in the tensor's own dtype. Those of half-precision tensors are accumulated in fp32 and rounded once,
+    Sums are sent in the tensor's own dtype. Those of half-precision tensors are accumulated in fp32 and rounded once,
     except by NCCL, which rounds after each addition; `comm.fp32_sums` casts to fp32 first. An all-reduce of a large
     half-precision tensor between hosts has two rounds, and the second starts in `wait`: members must wait for such
     work in the same order.
@@ -102,7 +101,7 @@ class Group(Protocol):
 
     @property
     def bytes_received(self) -> int:
-        """Payload bytes that this member has received so far, in the dtype in which they travelled. Operations that the
+        """Payload bytes that this member has received so far, in the dtype in which they were sent. Operations that the
         library implements count as on a ring."""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Work:
@@ -115,8 +114,8 @@ class Group(Protocol):
         """Write shard `index` of the sum of all members' `tensor` [.., size * n, ..] to `output` [.., n, ..], which
         is not a part of `tensor`.
 
-        buffer: memory of `tensor`'s size and dtype to work in, where `buffer_bytes` is not 0 or `dim` is not the first;
-            None allocates it.
+        buffer: work memory of `tensor`'s size and dtype, if `buffer_bytes` is not 0 or `dim` is not the first; None
+            allocates it.
         dim: along which `tensor` is divided.
         """
 
@@ -132,7 +131,7 @@ class Group(Protocol):
 
     def buffer_bytes(self, operation: Literal["all_reduce", "reduce_scatter"], numel: int, dtype: torch.dtype,
                      device_type: str) -> int:
-        """Bytes that such a call for `numel` elements allocates while in flight, beside the caller's tensors."""
+        """Bytes that such a call for `numel` elements allocates while in flight, besides the caller's tensors."""
 
     def gather_objects(self, value: object) -> list[Any]:
         """Every member's JSON-serialisable `value`, in member order. Blocks; for start-up, not for steps."""
@@ -165,11 +164,11 @@ class Backend(Protocol):
     def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
         """A new transport for `purpose`. Collective: all ranks make the same calls in the same order.
 
-        on_host: no message has tensors of a device, so that devices need not be connected.
+        on_host: no message has tensors on a device, so that devices need not be connected.
         """
 
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> Group:
-        """The group with this rank of `partition` (disjoint, covering all ranks, each rising). Collective."""
+        """The group of `partition` with this rank (disjoint groups of all ranks, each ascending). Collective."""
 
     def subset(self, count: int) -> Backend | None:
         """A backend of the first `count` ranks, with the same numbers; None on the other ranks. Collective.

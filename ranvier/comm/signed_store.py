@@ -1,9 +1,9 @@
-"""A shared key-value store that accepts only values which ranks of this run have written.
+"""A shared key-value store that accepts only values that ranks of this run have written.
 
-torch's TCPStore has no authentication: whoever reaches its port may list, read and write keys. Each value therefore
-carries a signature by the run's secret (HMAC-SHA256 of key and value), which the launcher gives to the ranks; a value
-without a valid signature counts as absent. This keeps outsiders from controlling the run. It does not protect against
-denial of service: whoever reaches the port can still delete keys or keep the store busy.
+torch's TCPStore has no authentication: any client that reaches its port may list, read and write keys. Each value
+therefore carries a signature by the run's secret (HMAC-SHA256 of key and value), which the launcher gives to the ranks;
+a value without a valid signature counts as absent. This keeps outsiders from controlling the run. It does not protect
+against denial of service: a client that reaches the port can still delete keys or keep the store busy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def private_prefix(secret: str) -> str:
 
 
 def clone_store(store: Store) -> Store:
-    """The same torch store over a connection of its own. torch's type stubs lack `Store.clone`."""
+    """The same torch store over a separate connection. torch's type stubs lack `Store.clone`."""
     return cast(Store, cast(Any, store).clone())
 
 
@@ -38,7 +38,7 @@ class SignedStore:
         self.store, self._secret = store, secret
 
     def clone(self) -> SignedStore:
-        """The same store over a connection of its own."""
+        """The same store over a separate connection."""
         return SignedStore(clone_store(self.store), self._secret)
 
     def set(self, key: str, value: str) -> None:
@@ -54,7 +54,7 @@ class SignedStore:
         return self.store.check(list(keys)) and all(self._value(key, self.store.get(key)) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write `value` unless a validly signed value exists; returns the value that is there afterwards.
+        """Write `value` unless a validly signed value exists; returns the value that the key has afterwards.
 
         expected: must be "" (write once).
         """
@@ -67,7 +67,7 @@ class SignedStore:
         return self._value(key, written) or b""
 
     def delete_key(self, key: str) -> bool:
-        """Delete the key; whether it existed."""
+        """Delete the key; returns whether it existed."""
         return self.store.delete_key(key)
 
     def _sign(self, key: str, value: bytes) -> str:
@@ -87,7 +87,7 @@ SharedStore = Store | SignedStore
 
 
 def clone_shared_store(store: SharedStore) -> SharedStore:
-    """The same store over a connection of its own, which no other thread waits on."""
+    """The same store over a separate connection, which no other thread waits on."""
     return store.clone() if isinstance(store, SignedStore) else clone_store(store)
 
 
@@ -104,7 +104,7 @@ def await_keys(store: SharedStore, keys: Sequence[str], seconds: float, *, stops
                ) -> bool:
     """Wait until all `keys` exist; False if they do not within `seconds`, or if `stops()` is true first.
 
-    Unlike torch's `Store.wait`, this handles signals meanwhile, and does not count keys without a valid signature."""
+    Unlike torch's `Store.wait`, this handles signals while it waits, and ignores keys without a valid signature."""
     deadline = time.monotonic() + seconds
     while not store.check(list(keys)):
         if time.monotonic() > deadline or stops():

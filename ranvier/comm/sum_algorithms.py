@@ -1,6 +1,6 @@
 """Algorithms for a sum over the members of a group: by the library, or exchanged and added by the members.
 
-    library     the library adds on the way, in the tensor's own dtype: a ring
+    library     the library adds during the transfer, in the tensor's own dtype: a ring
     gathered    every member receives all tensors and adds them: one round, for small sums between hosts
     exchanged   member k receives shard k of all tensors and adds it; an all-reduce then gathers the sums
 
@@ -10,7 +10,7 @@
     gloo        library      exchanged: twice as fast as Gloo's own
 
 Between hosts small all-reduces are gathered. Dtypes that no library adds exactly (half precision, int16, bool) are
-always exchanged: they travel in their own dtype, are added in a wider one, and rounded once. NCCL adds half precision
+always exchanged: they are sent in their own dtype, added in a wider one, and rounded once. NCCL adds half precision
 itself, and rounds after each addition.
 """
 
@@ -33,7 +33,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32,
          torch.int16: torch.int32, torch.bool: torch.int32}
 """Dtype -> the wider dtype in which its sums are accumulated."""
 DIRECT_MEMBERS = 16
-"""Groups of at most this size exchange directly, each member with each, in one round. Where ranks share cores, every
+"""Groups of at most this size exchange directly, each member with each, in one round. If ranks share cores, every
 further round waits until all of them have been scheduled."""
 DIRECT_REDUCE_BYTES = 64 << 10
 """Sums of at most this many bytes are gathered and added by every member."""
@@ -42,8 +42,8 @@ DIRECT_REDUCE_BYTES = 64 << 10
 def ring_bytes(operation: Operation, members: int, payload_bytes: int) -> int:
     """Bytes one member receives when a ring carries `operation`; `payload_bytes` is the size of the whole tensor.
 
-    For a broadcast: any member but the root. For a reduce, which passes along the ring and ends at the root: any member
-    but the one that it starts with.
+    For a broadcast: any member except the root. For a reduce, which passes along the ring and ends at the root: any
+    member except the first.
     """
     if members == 1:
         return 0
@@ -75,7 +75,7 @@ def sum_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsiz
               from_root: int = 0) -> int:
     """Bytes that a member receives for a sum of `numel` elements of `itemsize` bytes.
 
-    from_root: the member's distance behind the root of a reduce, 0 for the root.
+    from_root: the member's distance after the root of a reduce, 0 for the root.
     """
     payload = numel * itemsize
     if members == 1 or not numel:
@@ -92,7 +92,7 @@ def sum_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsiz
 
 
 def buffer_bytes(algorithm: SumAlgorithm, operation: Operation, numel: int, itemsize: int, members: int) -> int:
-    """Bytes that a member, of a reduce the root, allocates during a sum, beside the caller's tensors."""
+    """Bytes that a member (for a reduce, the root) allocates during a sum, in addition to the caller's tensors."""
     if members == 1 or algorithm == "library" or not numel:
         return 0
     if algorithm == "gathered" or operation == "reduce":

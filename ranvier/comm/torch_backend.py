@@ -34,14 +34,14 @@ _SEVERED_SECONDS = 0.1
 class TorchBackend:
     """A `protocol.Backend` over torch.distributed.
 
-    If the user's program has initialised torch.distributed, that is used, and left initialised at the end.
+    If the user's program has initialised torch.distributed, it is used, and left initialised at the end.
 
     Args:
         rank, size: of this rank. LaunchError if torch.distributed has been initialised with others.
         store: for the rendezvous, unless torch.distributed is initialised.
         device: of this rank; a CUDA device adds NCCL.
         timeout_seconds: time limit of a collective. The callers of `Transport.wait` limit the wait for messages.
-        initialise: initialise torch.distributed unless that has been done; False for a subset of ranks.
+        initialise: initialise torch.distributed if it is not initialised; False for a subset of ranks.
     """
 
     name: Literal["torch"] = "torch"
@@ -53,7 +53,7 @@ class TorchBackend:
         self.waits = WaitRegistry(timeout_seconds)
         """The current blocking waits of this process, also those in subsets."""
         self.sockets = PeerSockets()
-        """The connections of this process to other ranks, and to the store for connecting, also those of subsets."""
+        """The connections of this process to other ranks, and to the store for connecting, with those of subsets."""
         self._kinds = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._owns = initialise and not dist.is_initialized()
         if self._owns:
@@ -76,7 +76,7 @@ class TorchBackend:
         self._subsets += 1
         if self.rank >= count:
             return None
-        with self.sockets.opening():  # whoever connects waits for the others in the store
+        with self.sockets.opening():  # a connecting rank waits for the others in the store
             store = PrefixStore(f"ranvier/subset/{self._subsets}", clone_store(self._store))
         subset = _TorchSubset(self.rank, count, store, self._device, self._timeout.total_seconds())
         subset.waits, subset.sockets = self.waits, self.sockets
@@ -85,7 +85,7 @@ class TorchBackend:
     def transport(self, purpose: str, *, on_host: bool = False) -> Transport:
         """See `protocol.Backend`. TransportError if a rank does not answer, as for `group`."""
         everyone = range(self.size)
-        # The limit is that of connecting: the transport's waits have their own.
+        # The limit is for connecting: the transport's waits have their own.
         gloo_group = self._new_group(purpose, everyone, self._timeout, "gloo") if self.size > 1 else None
         host = GlooTransport(gloo_group, purpose, self.rank, self.size)
         self._transports.append(host)
@@ -99,7 +99,7 @@ class TorchBackend:
     def group(self, purpose: str, partition: Sequence[Sequence[int]]) -> TorchGroup:
         """See `protocol.Backend`."""
         ranks, index = locate_in_partition(partition, self.rank, self.size, purpose)
-        # Every rank makes every group: torch names a group by the number of groups that its maker has made before, and
+        # Every rank makes every group: torch names a group by the number of groups that the rank has made before, and
         # the members must agree on the name.
         process_groups = {tuple(members): self._new_group(purpose, members, self._timeout, self._kinds)
                           for members in partition if len(members) > 1}
@@ -115,9 +115,9 @@ class TorchBackend:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _new_group(self, purpose: str, members: Sequence[int], timeout: timedelta, kinds: str) -> ProcessGroup | None:
-        """A new process group; a subset returns None on ranks that are no members. Collective over all ranks.
+        """A new process group; a subset returns None on ranks that are not members. Collective over all ranks.
 
-        TransportError if one of them does not answer.
+        TransportError if one of the ranks does not answer.
         """
         try:
             with self.sockets.opening(), _unbound():
@@ -137,7 +137,7 @@ class TorchBackend:
             dist.destroy_process_group(process_group)
 
     def abort(self, code: int) -> None:
-        """End this process at once with exit code `code`. The others find their connections to it broken."""
+        """End this process immediately with exit code `code`. Other ranks find their connections to it broken."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.abort_communicators()
@@ -151,7 +151,7 @@ class TorchBackend:
         def abort() -> None:
             for process_group in (*self._nccl_groups, *(group.process_group for group in self._groups)):
                 if process_group is not None:
-                    with suppress(RuntimeError, AttributeError):  # a communicator that is broken already
+                    with suppress(RuntimeError, AttributeError):  # a communicator that is already broken
                         process_group._get_backend(self._device).abort()
 
         wait((in_background(abort, "ranvier-abort"),), _ABORT_SECONDS)  # NCCL may itself wait for a peer
@@ -177,8 +177,8 @@ class TorchBackend:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Process groups that are made inside are bound to no device, as that of the user's program may be (`device_id`).
-    All messages of a bound one share a communicator and a stream, so that edges would wait behind each other."""
+    """Inside, new process groups are not bound to a device, as the user's program's group may be (`device_id`). All
+    messages of a bound group share a communicator and a stream, so that edges would wait for each other."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
     bound, world.bound_device_id = world.bound_device_id, None
@@ -190,10 +190,10 @@ def _unbound() -> Iterator[None]:
 
 def torch_generation(name: str, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float, *,
                      connect_seconds: float, before: TorchBackend | None = None) -> TorchBackend:
-    """A backend with other ranks than the one `before`, whose place it takes: those that stay, and new ones, which had
-    none, make it at the same time, with one `name` that no other has.
+    """A backend that replaces `before` with a different set of ranks: remaining ranks, and new ranks, which had no
+    backend, make it at the same time, with the same unique `name`.
 
-    TransportError if one of them does not answer within `connect_seconds`; nothing is left of the backend then.
+    TransportError if one of them does not answer within `connect_seconds`; nothing of the backend is then left.
     """
     sockets = PeerSockets() if before is None else before.sockets
     with sockets.opening():
@@ -207,9 +207,9 @@ def torch_generation(name: str, rank: int, size: int, store: Store, device: torc
 
 
 class _TorchSubset(TorchBackend):
-    """Ranks that need not be those with which torch.distributed was initialised: the first of them only, or more.
-    `dist.new_group` needs a call on every one of those. So this builds process groups from their parts, over a store of
-    their own."""
+    """Ranks that may differ from those with which torch.distributed was initialised: only the first of them, or more.
+    `dist.new_group` needs a call on every initialised rank. So this builds process groups from their parts, over a
+    separate store."""
 
     def __init__(self, rank: int, size: int, store: Store, device: torch.device, timeout_seconds: float) -> None:
         self._num_groups = 0
@@ -220,13 +220,13 @@ class _TorchSubset(TorchBackend):
         if self.rank not in members:
             return None
         store = PrefixStore(f"{self._num_groups}/{min(members)}", self._store)
-        if self._device.type == "cuda":  # a thread of its own would have another current device
+        if self._device.type == "cuda":  # a separate thread would have another current device
             return self._build(purpose, store, members, timeout, kinds)
         return self._unless_severed(purpose, lambda: self._build(purpose, store, members, timeout, kinds))
 
     def _unless_severed(self, purpose: str, build: Callable[[], ProcessGroup]) -> ProcessGroup:
-        """`build()`, on a thread of its own, which is left behind once ranks are lost: inside Gloo nothing wakes a rank
-        that waits for one to connect which has died."""
+        """`build()` on a separate thread, which is abandoned once ranks are lost: inside Gloo nothing wakes a rank that
+        waits for a dead rank to connect."""
         built = in_background(build, "ranvier-connect")
         while not wait((built,), _SEVERED_SECONDS).done:
             if self.sockets.severed:
@@ -272,39 +272,39 @@ class _TorchSubset(TorchBackend):
 
 # Ends the connections of Gloo from outside, so that threads that wait for a peer wake with an error.
 #
-# A rank that waits inside Gloo for a living peer does not notice that a third one has gone: it waits until its time
-# limit, up to minutes, and aborting, shutting down or destroying the process group does not wake it. A socket that is
-# shut down is at its end for both sides at once, so all of their waits fail. Gloo does not tell its sockets; those that
-# appear while a process group connects are its own. Pure bookkeeping until `sever`; without /dev/fd nothing is found.
+# A rank that waits inside Gloo for a living peer does not notice that a third rank has gone: it waits until its time
+# limit, up to minutes, and aborting, shutting down or destroying the process group does not wake it. Shutting down a
+# socket ends it for both sides immediately, so all of their waits fail. Gloo does not expose its sockets; those that
+# appear while a process group connects are Gloo's. Pure bookkeeping until `sever`; without /dev/fd none are found.
 
 
 _FOLDER = "/dev/fd"
 
 
 class PeerSockets:
-    """The sockets of this process's process groups, and those over which these find each other."""
+    """The sockets of this process's process groups, and those over which the groups connect."""
 
     def __init__(self) -> None:
         self._own: set[tuple[int, int]] = set()
         self.severed = False
-        """Whether ranks are lost, and connections to be made among the others would wait for them."""
+        """Whether ranks are lost, so that new connections among the others would wait for them."""
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Connected sockets that appear inside belong to a process group."""
+        """Inside, newly connected sockets are recorded as those of a process group."""
         before = _connected_sockets()
         yield
         now = _connected_sockets()
         self._own = (self._own & now) | (now - before)
 
     def sever(self) -> int:
-        """Shut down those that are still open; their number. From any thread; each end sees the end of the other's
-        data."""
+        """Shut down the sockets that are still open; returns their number. From any thread; each end sees the end of
+        the other's data."""
         self.severed = True
         own, self._own = self._own, set()
         for descriptor, number in own:
             with suppress(OSError):
-                if os.fstat(descriptor).st_ino == number:  # else another file has the descriptor by now
+                if os.fstat(descriptor).st_ino == number:  # otherwise another file has the descriptor by now
                     with socket.socket(fileno=os.dup(descriptor)) as copy:
                         copy.shutdown(socket.SHUT_RDWR)
         return len(own)

@@ -31,15 +31,15 @@ def require_work(work: dist.Work | None) -> dist.Work:
 
 
 def error_cause(error: Exception) -> str:
-    """The first sentence of an error of Gloo's, without its source location."""
+    """The first sentence of a Gloo error, without its source location."""
     return str(error).split("] ", 1)[-1].split(". ", 1)[0]
 
 
 class WaitRegistry:
     """The current waits of this process inside torch, with their start on the monotonic clock.
 
-    torch's own time limits follow the wall clock in some of its builds: if somebody sets that clock back, they never
-    expire. A wait that is longer than `timeout_seconds` and a margin is then found here.
+    torch's own time limits follow the wall clock in some of its builds: if that clock is set back, they never expire.
+    A wait that is longer than `timeout_seconds` and a margin is then detected here.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -48,19 +48,19 @@ class WaitRegistry:
         self._lost: str | None = None
 
     def lose(self, what: str) -> None:
-        """A thread has noticed that a peer is gone, which a thread that waits for a device does not."""
+        """Note that a thread has found a peer gone, which a thread that waits for a device does not notice."""
         self._lost = self._lost or what
 
     def lost_peer(self) -> str | None:
-        """The first peer that was noticed to be gone; None while all are there."""
+        """The first peer that was found to be gone; None while all are alive."""
         return self._lost
 
     def begin(self, what: str) -> None:
-        """The calling thread starts to wait for `what`."""
+        """Record that the calling thread starts to wait for `what`."""
         self._waits[threading.get_ident()] = (time.monotonic(), what)
 
     def end(self) -> None:
-        """The calling thread has stopped waiting."""
+        """Record that the calling thread has stopped waiting."""
         self._waits.pop(threading.get_ident(), None)
 
     def overdue(self) -> str | None:
@@ -75,7 +75,7 @@ class TorchWork:
 
     Args:
         work: of torch.
-        convert_error: makes a TransportError of what torch raises.
+        convert_error: converts torch's error to a TransportError.
         waits: where blocking waits are registered.
         what: the group, in words.
     """
@@ -148,7 +148,7 @@ class TorchGroup(CheckedGroup):
             members == 2 or (members <= DIRECT_MEMBERS and shard.nbytes > _MAX_REPEATED_BYTES))
 
     def _exchange_pieces(self, output: Tensor, tensor: Tensor, *, own: bool) -> Work:
-        # An all-to-all in which each member sends to one other reads and writes the tensors in their places.
+        # An all-to-all in which each member sends to one other member reads and writes the tensors in place.
         output, tensor, works = output.view(torch.uint8), tensor.view(torch.uint8), list[Work]()
         for source, destination in self._steps():
             received, sent = [0] * len(self.ranks), [0] * len(self.ranks)
@@ -160,7 +160,7 @@ class TorchGroup(CheckedGroup):
         return JointWork(works)
 
     def _take(self, num_bytes: int) -> Tensor:
-        """A buffer of at least so many bytes, to be put back into `_free`: new memory costs more than its copies."""
+        """A buffer of at least this many bytes, to be put back into `_free`: new memory costs more than its copies."""
         buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
         return buffer if len(buffer) >= num_bytes else buffer.new_empty(num_bytes)
 

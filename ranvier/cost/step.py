@@ -292,7 +292,7 @@ class _Seconds(NamedTuple):
 _NO_SECONDS = _Seconds(0.0, 0.0, 0.0)
 
 
-@lru_cache(maxsize=1024)  # a search asks the same of very many candidates
+@lru_cache(maxsize=1024)  # a search asks this for very many candidates
 def _block_seconds(kernels: Same[tuple[Kernel, ...]], device: Same[Device], precision: Precision, threads: float,
                    bytes: ElementBytes, as_published: bool) -> _Seconds:
     """Times of one microbatch in a block with these kernels. as_published: as in `step_cost`."""
