@@ -60,7 +60,7 @@ class Transport(Protocol):
         """The next message, or None if none arrives in time. Sleeps rather than spins."""
 
     def progress(self) -> None:
-        """Progress messages in flight; cheap, called at every block boundary. A no-op if threads or a kernel do it."""
+        """Progress messages in flight; cheap, called at every block boundary. A no-op if threads or the OS do it."""
 
     def flush(self, timeout_seconds: float = inf) -> bool:
         """Wait until every send has left this rank; returns False if some have not left in time."""

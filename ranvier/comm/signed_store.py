@@ -83,7 +83,7 @@ class SignedStore:
 
 
 SharedStore = Store | SignedStore
-"""The store that all ranks of a run share; signed where the launcher provides a secret."""
+"""The store that all ranks of a run share; signed if the launcher provides a secret."""
 
 
 def clone_shared_store(store: SharedStore) -> SharedStore:

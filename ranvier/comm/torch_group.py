@@ -66,7 +66,7 @@ class WaitRegistry:
     def overdue(self) -> str | None:
         """The wait of a thread that is over its time limit; None if there is no such thread."""
         latest = time.monotonic() - self._timeout
-        # list() because other threads begin and end waits meanwhile
+        # list() because other threads may begin and end waits during the iteration
         return next((what for start, what in list(self._waits.values()) if start < latest), None)
 
 

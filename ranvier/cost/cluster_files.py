@@ -71,7 +71,7 @@ def _read(text: bytes, origin: str) -> Cluster:
 
 
 def cluster_of(tree: Mapping[str, object], origin: str) -> Cluster:
-    """A nested mapping, like a TOML file's, as a cluster. ConfigError names its faults."""
+    """A nested mapping, like that of a TOML file, as a cluster. ConfigError names its faults."""
     try:
         cluster = _ADAPTER.validate_python(tree, strict=False)
     except ValidationError as error:

@@ -164,7 +164,7 @@ def weight_gradients_of(kernels: Sequence[Kernel], gradient_bytes: int, product_
                                 more_launches=_NORM_LAUNCHES))
         if kernel.kind != "product" or kernel.weight != "trains":
             return found
-        batch, m, n, k = kernel.shape  # of all rows at once
+        batch, m, n, k = kernel.shape  # of all rows together
         whole = gradient_bytes * n * k
         gradient = Access(-1, whole, whole)
         dy = kernel.writes

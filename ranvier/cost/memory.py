@@ -182,7 +182,7 @@ def _beyond_stored(costs: Sequence[BlockCost], segments: Sequence[range], inside
     of `TiedGradients`. waits: whether products for weights' gradients may wait.
     """
     recomputed, most = 0, max(costs[-1].loss_forward_bytes, costs[-1].loss_backward_bytes)
-    stored = left = gone = costs[-1].loss_bytes  # behind a block: in all; gone in its backward, or if nothing waits
+    stored = left = gone = costs[-1].loss_bytes  # after a block: in total; freed in its backward, or if nothing waits
     sending = 0  # gradients of ties, which have all of their products
     segment_of = {place: segment for segment in segments for place in segment}
     for place in reversed(range(len(costs))):

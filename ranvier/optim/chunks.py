@@ -1,4 +1,4 @@
-"""One trainable parameter's gradient, and one piece of all gradients that is reduced at once."""
+"""One trainable parameter's gradient, and one piece of all gradients that is reduced as a unit."""
 
 from __future__ import annotations
 

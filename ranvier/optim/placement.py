@@ -1,7 +1,7 @@
 """Placement of optimizer states while parameters are updated bucket by bucket.
 
     Resident   states on the device: bucket after bucket, nothing is copied
-    Streamed   states in host memory; up to d buckets of them on the device at once:
+    Streamed   states in host memory; up to d buckets of them on the device at a time:
 
                    copy in     | 0 | 1 | 2 | 3 |
                    update          | 0 | 1 | 2 | 3 |          three streams on CUDA, one after the other on CPU
@@ -233,7 +233,7 @@ class _Slot:
 
 
 class Streamed(_Flat):
-    """States in host memory, with `in_flight` buckets of them on the device at once."""
+    """States in host memory, with `in_flight` buckets of them on the device at a time."""
 
     def __init__(self, rules: Rules, weights: Tensor, gradients: GradientsOf, buckets: Sequence[Bucket],
                  places: StatePlaces, in_flight: int, *, ema: float = 0.0) -> None:

@@ -121,6 +121,6 @@ def _all_tensors() -> list[Tensor]:
 
 
 def _num_references(tensor: Tensor) -> int:
-    """The number of other tensors that share this tensor's storage."""
+    """The number of tensors that use this tensor's storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -9,10 +9,11 @@ B batch, S sequence, H hidden width, T = B S tokens; r rows, c columns of the me
 parallelism (Optimus: Xu et al., 2021), `whole` that of Megatron-LM's 1D tensor parallelism (Shoeybi et al.,
 2019), `sequence` that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022).
 
-A product computes on flat tokens: all T tokens of a row. Activations travel in panels: runs of tokens or, if the tokens
-of a sequence lie on several ranks, runs of sequences or of positions of every sequence. A gathered panel is a matrix of
-whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, so that a reduce-scatter
-takes them without a copy; they may be in fp32 when the residual stream is in half precision, and are rounded once.
+A product computes on flat tokens: all T tokens of a row. Activations are sent in panels: runs of tokens or, if the
+tokens of a sequence lie on several ranks, runs of sequences or of positions of every sequence. A gathered panel is a
+matrix of whole tokens. Partial sums are slabs [k, tokens, width / k] that follow each other in width, so that a
+reduce-scatter takes them without a copy; they may be in fp32 when the residual stream is in half precision, and are
+rounded once.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Replicated(HiddenSplit):
         self.num_parts = 1
 
     def partial(self, out: Tensor, panel: Panel, dtype: torch.dtype, buffer: Buffer) -> Tensor:
-        """[1, m, H]: the panel of `out` itself, where the all-reduce may work in place."""
+        """[1, m, H]: the panel of `out` itself, if the all-reduce may work in place."""
         own = _flat(out)[panel].unsqueeze(0)
         return own if dtype is out.dtype else buffer("partial", own.shape)
 
@@ -219,7 +220,7 @@ def _flat(x: Tensor) -> Tensor:
 def _start_rounded(tensor: Tensor, dtype: torch.dtype, buffer: Buffer, bias: Tensor | None,
                    start: Callable[[Tensor], Work]
                    ) -> Work:
-    """`start(total)`, a sum of this format, whose total plus bias becomes `own`: in its place where it can."""
+    """`start(total)`, a sum of this dtype, whose total plus bias becomes `own`: in place if possible."""
     if dtype is tensor.dtype and bias is None and tensor.is_contiguous():
         return start(tensor)
     total = buffer("summed", tensor.shape)

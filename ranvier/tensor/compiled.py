@@ -292,7 +292,7 @@ class CompiledBlocks:
         if any(tensor._version != version and (tensor.requires_grad or tensor not in before or reads.contains(tensor))
                for held in (before, after) for tensor, version in held.items()):
             raise torch._dynamo.exc.Unsupported("an input of the block, a buffer or another tensor that it has is "
-                                                "changed in place, and not assigned anew")
+                                                "changed in place instead of being replaced")
         return found
 
 

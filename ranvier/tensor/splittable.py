@@ -99,7 +99,7 @@ def check_plain(layer: Splittable, where: str) -> None:
     ours = next((kind for kind in type(layer).__mro__ if kind.__module__.startswith(_LAYERS)), None)
     if ours is None or type(layer).split is not getattr(ours, "split"):  # noqa: B009
         return
-    more = {"a forward of its own": type(layer).forward is not getattr(ours, "forward"),  # noqa: B009
+    more = {"a custom forward": type(layer).forward is not getattr(ours, "forward"),  # noqa: B009
             "hooks": bool(layer._backward_hooks or layer._backward_pre_hooks or any(
                 not isinstance(hook, SplitHook) for hooks in (layer._forward_pre_hooks, layer._forward_hooks)
                 for hook in hooks.values())),

@@ -309,7 +309,7 @@ def attention(func: Func, args: Args, kwargs: Kwargs) -> Any:
             or (len({layout.size for layout in layouts}) > 1 and not (grouped and layouts[0].blocks == 1)):
         refuse_call(func, operands, "of tensors with different layouts over columns",
                     "Shard the heads over columns: unflatten(-1, (-1, width)) and transpose(1, 2) of what "
-                    "Linear(stationary='output', units=heads) returns, for queries, keys and values alike.")
+                    "Linear(stationary='output', units=heads) returns, in the same way for queries, keys and values.")
     place, layout_of_query = places.pop(), layouts[0]
     if isinstance(mask, Tensor):
         other = sharded_layout(mask)

@@ -84,7 +84,7 @@ class ColumnTensor(Tensor):
 def _refuse_compilation() -> NoReturn:
     raise ModelError("is traced by torch.compile, which cannot follow layouts over columns",
                      code="columns-under-compile", where="a tensor between layers",
-                     remedy="Compile what each column computes by itself: local_map(compiled, x).")
+                     remedy="Compile only each column's own computation: local_map(compiled, x).")
 
 
 def mark(x: Tensor, layout: ColumnLayout) -> ColumnTensor:
@@ -165,7 +165,7 @@ def locals_of(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs]:
 
 def mapped(call: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `call` applied to each tensor, like `tree_map_only`, whose registry of containers costs more time
-    than the products of a small layer: it is used only for what is no plain container, tensor, number or the like."""
+    than the products of a small layer: it is used only for what is not a plain container, tensor or number."""
     if isinstance(tree, Tensor):
         return call(tree)
     kind = type(tree)

@@ -69,7 +69,7 @@ class _FeatureEmbedding(Layer, nn.Embedding):
         return {"weight": Split(((), *features.dims), features.summed)}
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns divide the features, where they are sharded."""
+        """Columns divide the features if they are sharded."""
         return splittable.hidden_constraint(mesh, self.embedding_dim)
 
     def split(self, mesh: TensorMesh) -> nn.Module:

@@ -132,7 +132,7 @@ class ClassifierHead(Layer, nn.Linear):
         return found | ({"bias": Split(((),), summed)} if self.bias is not None else {})
 
     def divisibility_constraints(self, mesh: TensorMesh) -> Iterator[Constraint]:
-        """Columns divide the features, where they are sharded."""
+        """Columns divide the features if they are sharded."""
         return splittable.hidden_constraint(mesh, self.in_features)
 
     def split(self, mesh: TensorMesh) -> nn.Module:

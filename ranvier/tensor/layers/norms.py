@@ -30,7 +30,7 @@ class LayerNorm(OverFeatures, nn.LayerNorm):
         self._set_over(over, self.normalized_shape[-1])
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """A `SplitNorm` where the features are sharded, else the same layer."""
+        """A `SplitNorm` if the features are sharded, else the same layer."""
         return SplitNorm(self, mesh, self.eps, centred=True) if self._is_sharded(mesh) else super().split(mesh)
 
 
@@ -58,7 +58,7 @@ class RMSNorm(OverFeatures, nn.RMSNorm):
                                    ).to(x.dtype)
 
     def split(self, mesh: TensorMesh) -> nn.Module:
-        """A `SplitNorm` where the features are sharded, else the same layer."""
+        """A `SplitNorm` if the features are sharded, else the same layer."""
         return SplitNorm(self, mesh, self.eps, centred=False, offset=self.offset) if self._is_sharded(mesh) \
             else super().split(mesh)
 
