@@ -27,7 +27,7 @@ def invalid_message(purpose: str, rank: int, cause: str) -> TransportError:
     return TransportError("sent an invalid message", code="invalid-message", where=f"rank {rank} on {purpose!r}",
                           value=cause,
                           remedy="Install the same version of Ranvier on all ranks, and check the network between the "
-                                 "two ranks, and their memory.")
+                                 "two, and their memory.")
 
 
 class EdgesOfRank:

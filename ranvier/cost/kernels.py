@@ -288,7 +288,7 @@ def to_float8(kernels: Iterable[Kernel], multiple: int, *, fuses: bool) -> Kerne
     multiple: must divide the inputs and outputs of a layer. fuses: whether finding the largest value of an operand is
     one pass, and rounding it another; otherwise every operation is a pass.
     """
-    per_element = 5 if fuses else 33  # see ranvier.tensor.float8.quantized: in 16, 32 and 8 bits
+    per_element = 5 if fuses else 33  # see ranvier.tensor.float8.quantize: in 16, 32 and 8 bits
     found: list[Kernel] = []
     for kernel in kernels:
         _, m, n, k = kernel.shape
