@@ -3,8 +3,7 @@
     ring    n members, n - 1 steps of size / n each (all-gather, reduce-scatter), twice that for an all-reduce
     tree    ceil(log2 n) steps of the full size (broadcast, reduce)
     trees   an all-reduce over nodes (NCCL's double binary trees): log2 nodes hops up and down, and a chain inside each
-            node. Nearly twice the size leaves a node, as in a ring; with two nodes, each root of one half, once the
-            size
+            node. Nearly twice the size leaves a node, as in a ring; with two nodes (each a root), just the size
 
 The members of a group that share a node are neighbours in the ring, so that in each step one message leaves the node
 for each group with members there; these groups take turns on the node's link. The slowest link bounds the bytes; a

@@ -235,8 +235,7 @@ def operand_bytes(costs: Sequence[BlockCost], *, ends_model: bool) -> int:
 
 def checkpoint_bytes(sizes: Sequence[int], *, state_bytes: int, element_bytes: int, data: int, sharded: bool,
                      random_state_bytes: int, updated: int = 0, whole_bytes: int = 0, more_bytes: int = 0) -> int:
-    """Largest number of host bytes that a rank copies at the start of a checkpoint: replicas divide what all of them
-    hold.
+    """Most host bytes that a rank copies at the start of a checkpoint: replicas divide what all of them hold.
 
     sizes: elements of each parameter that the rank owns. state_bytes: of all its optimizer states. updated: elements
     that it updates, which it writes if states are sharded, even if they exceed its equal share. whole_bytes: of states

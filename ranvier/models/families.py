@@ -48,8 +48,7 @@ def config_of(run: Run) -> Transformer:
 
 
 def head_of(run: Run) -> str:
-    """Kind of the last block's output in this run: "tokens", "score", "classes", "span", or a name from a user's
-    task."""
+    """Kind of the last block's output in this run: "tokens", "score", "classes", "span", or a user's task's name."""
     return form_of(run.data).head
 
 

@@ -250,8 +250,7 @@ class Gradients:
         return any(chunk.reused or chunk.sent_to_owner or len(chunk.group.ranks) > 1 for chunk in self.chunks)
 
     def block_passed(self, block: int) -> None:
-        """Note that the last backward of the batch has finished `block` and all later blocks, and enters the previous
-        one.
+        """Note that the batch's last backward has finished `block` and all later blocks, and enters the previous one.
 
         With a state of several tensors, boundaries may be reported late or out of order: those after one that has been
         passed are ignored.

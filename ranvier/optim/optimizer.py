@@ -343,8 +343,7 @@ def resolve_offload(optim: Optim, gradients: Gradients, device: torch.device) ->
 
 
 def gather_bytes(gradients: Gradients, itemsize: int) -> int:
-    """Bytes of the buffers from which shares of parameters are sent, if each member of a chunk's group updates its own
-    share."""
+    """Bytes of the buffers from which shares of parameters are sent, if members of a chunk's group update their own."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     gathered = sum(len(chunk.group.ranks) > 1 and chunk.shares is None for chunk in chunks)
     return min(MAX_COLLECTIVES, gathered) * _largest_share(chunks) * itemsize

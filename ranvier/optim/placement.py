@@ -108,8 +108,7 @@ class _Flat:
         return [(self._home, self.states)]
 
     def take_parameters(self, start: int, stop: int) -> bool:
-        """Update master copies of elements [start, stop) from parameters that have been written; returns whether any
-        have."""
+        """Update master copies of elements [start, stop) from written parameters; returns whether any were written."""
         found = False
         for piece in self._pieces if "master" in self.states else ():
             first, last = max(start, piece.start), min(stop, piece.stop)
