@@ -255,7 +255,7 @@ def _tell_special_tokens(documents: Iterable[tuple[corpora.Document, bool]], tok
     for document, is_held in documents:
         yield document, is_held
         if token := tokenizer.special_in(document.text):
-            progress(f"{document.name} has the text {token}: special tokens in texts are encoded as plain text, "
+            progress(f"{document.name} has the text {token}: special tokens in texts are encoded as plain characters, "
                      "unlike in conversations (--data.task chat)")
             break
     yield from documents
