@@ -86,7 +86,7 @@ def table_sentences(table: Table, columns: Columns, class_names: Sequence[str] |
 
 
 def _sentence(row: Row, columns: Columns, class_names: Sequence[str] | None) -> Sentence:
-    assert columns.text is not None and columns.label is not None, "in_table has found them"
+    assert columns.text is not None and columns.label is not None, "find_in has found them"
     if columns.label not in row.values:
         raise no_column(row.place, columns.label, row.values, "data.label-column")
     label = row.values[columns.label]

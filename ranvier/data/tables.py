@@ -1,6 +1,6 @@
 """Rows with named columns: JSONL, CSV, TSV and Parquet files, and data sets of the Hugging Face package `datasets`.
 
-    open_table(name) -> Table(columns, fingerprint, rows) -> Row(place, values)
+    open_file(path, name), open_dataset(name, ...) -> Table(columns, fingerprint, rows) -> Row(place, values)
 
 Columns are looked up before rows are read, so that `ranvier check` names a missing column and the existing ones.
 Parquet needs the package `pyarrow`, which comes with `datasets`.
