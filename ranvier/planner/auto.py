@@ -1,7 +1,7 @@
-"""`auto` in a run: what a search chooses for the axes of the mesh and the microbatch that the user leaves open.
+"""`auto` in a run: a search chooses the axes of the mesh and the microbatch size that the user leaves open.
 
-Rows and columns alone are a matter of bytes (`ranvier.cost.mesh_shape`); as soon as data, pipe or the microbatch is
-open, all that is open is searched together, on the cluster that `launch.cluster` names.
+If only rows and columns are open, they are chosen by bytes (`ranvier.cost.mesh_shape`). If data, pipe or the microbatch
+size is open, all open settings are searched together, on the cluster that `launch.cluster` names.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def with_pretrained(run: Run) -> tuple[Run, list[RanvierError]]:
 
 def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None, *, trial: StartTrial | None = None
               ) -> tuple[ResolvedRun, list[RanvierError]]:
-    """The run with a number in the place of each auto of mesh and microbatch, and why that may not be possible, where
-    `problems` does not say it of the run: they are 1 then.
+    """The run with a number for each auto of mesh and microbatch, and errors if that is not possible, except those that
+    `problems` reports for the run; the numbers are then 1.
 
-    num_ranks: all ranks, as their launcher or the user says. trial: runs the best plans here, and may choose one for a
-    single rank.
+    num_ranks: number of all ranks, according to their launcher or the user. trial: runs the best plans on this machine,
+    and may choose a plan for a single rank.
     """
     open_axes, size = open_axes_of(run), run.batch.microbatch_size
     if size != "auto" and not {"data", "pipe"} & {*open_axes}:
@@ -55,7 +55,7 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
             "cannot be planned yet", code="not-planned-yet", where=where, value="auto",
             remedy="Fix the other errors first, or give a number.")]
     own = resolve_with_least(run).mesh.size
-    try:  # a given mesh has its own number of ranks: where others were started, that is for others to say
+    try:  # a given mesh has its own number of ranks; another check reports if a different number was started
         return plan_run(run, own if num_ranks is None or not open_axes else num_ranks, ranks_per_node, trial), []
     except RanvierError as problem:
         alone = resolve_with_least(run)
@@ -65,9 +65,9 @@ def with_plan(run: Run, num_ranks: int | None, ranks_per_node: int | None = None
 
 
 def plan_run(run: Run, ranks: int, ranks_per_node: int | None = None, trial: StartTrial | None = None) -> ResolvedRun:
-    """The run with the fastest mesh and microbatch on `ranks` devices, as predicted or in a trial; what is not auto
-    stays. ConfigError where nothing is possible or fits, or where nothing is known of the devices here and the mesh is
-    open: for microbatches alone, of which a few sizes are compared, unknown GPUs are taken to be like the H100."""
+    """The run with the fastest mesh and microbatch on `ranks` devices, as predicted or in a trial; settings other than
+    auto stay. ConfigError if nothing is possible or fits, or if the mesh is open and the devices here are unknown. If
+    only the microbatch size is open, a few sizes are compared, and unknown GPUs are treated like the H100."""
     searched: list[Setting] = ["mesh"] if open_axes_of(run) else []
     if run.batch.microbatch_size == "auto":
         searched.append("microbatch")
@@ -79,8 +79,7 @@ def plan_run(run: Run, ranks: int, ranks_per_node: int | None = None, trial: Sta
 
 
 def resolve_with_least(run: Run) -> ResolvedRun:
-    """The run with the least in the place of each auto: for what cannot be planned, and must be looked at all the
-    same."""
+    """The run with the least value for each auto: for runs that cannot be planned, but must still be checked."""
     open_axes, mesh = open_axes_of(run), run.mesh
     if isinstance(mesh, MeshSettings):
         mesh = replace(mesh, tile=None).with_sizes(**dict.fromkeys(open_axes, 1))
@@ -105,14 +104,14 @@ def _unknown_ranks(axis: str) -> ConfigError:
 
 
 def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[RanvierError]]:
-    """`with_plan` where rows and columns alone are open: the fewest bytes."""
+    """`with_plan` if only rows and columns are open: the mesh with the fewest bytes."""
     mesh, open_axes = run.mesh, open_axes_of(run)
     if not isinstance(mesh, MeshSettings) or not open_axes:
         return resolve(run), []
     alone, axis = resolve_with_least(run), open_axes[0]
     if num_ranks is None:
         return alone, [_unknown_ranks(axis)]
-    taken = alone.mesh.size  # by the axes that are given, since the others are 1
+    taken = alone.mesh.size  # by the given axes, since the others are 1
     stage, rest = divmod(num_ranks, taken)
     if rest or not stage:
         return alone, [ConfigError(f"is not possible: {num_ranks} ranks are not a multiple of {taken}, which the other "
@@ -129,20 +128,20 @@ def _with_shape(run: Run, num_ranks: int | None) -> tuple[ResolvedRun, list[Ranv
 
 
 def _devices(run: Run, ranks: int) -> int:
-    """Ranks on a node, where their launcher does not say: as many as it has GPUs, else all."""
+    """Number of ranks on a node, if the launcher does not give it: the number of its GPUs, else all ranks."""
     gpus = torch.cuda.device_count() if run.launch.device != "cpu" and torch.cuda.is_available() else 0
     return min(ranks, gpus) or ranks
 
 
 def cluster_for(run: Run, ranks: int, ranks_per_node: int, *, otherwise: str | None = None) -> Cluster:
     """The cluster that `launch.cluster` names; else nominal figures of the devices here. otherwise: the shipped cluster
-    whose figures unknown GPUs have; ConfigError for them where there is none."""
+    whose figures are used for unknown GPUs; None for a ConfigError."""
     if run.launch.cluster is not None:
         return load_cluster(run.launch.cluster)
     def here(cluster: Cluster) -> Cluster:
         return replace(cluster, nodes=-(-ranks // ranks_per_node), devices_per_node=ranks_per_node, name="this machine")
 
-    memory = psutil.virtual_memory().total  # not what is free now: all ranks must come to the same
+    memory = psutil.virtual_memory().total  # total rather than free memory: all ranks must get the same result
     if choose_device(run.launch.device, ranks_per_node).value == "cpu":
         cluster = load_cluster("laptop")
         return here(replace(cluster, device=replace(cluster.device, cores=available_cores()), host=replace(

@@ -33,18 +33,18 @@ Setting = Literal["mesh", "microbatch", "in-flight", "recompute", "offload", "sh
                   "stages-per-rank", "precision"]
 SEARCHED: tuple[Setting, ...] = ("mesh", "microbatch", "in-flight", "recompute", "offload", "shard", "chunks",
                                  "elastic", "scheme", "stages-per-rank")
-"""Settings that are chosen by default; precision stays as the run has it."""
+"""Settings that are searched by default; the run's precision stays."""
 AnyRun = TypeVar("AnyRun", bound=Run)
 LARGEST_STAGE = 64
-"""Ranks of one tensor mesh, at most."""
+"""Most ranks of one tensor mesh."""
 _LARGEST_MICROBATCH = 64
-"""Samples of a microbatch on one row, at most."""
+"""Most samples of a microbatch on one row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One configuration. reason: why it cannot be; empty where it can. measured_seconds: of a step, if it was run.
-    course: of the whole run, if its layers freeze."""
+    """One configuration. reason: why it is impossible; empty if it fits. measured_seconds: of a step, if it was run.
+    course: of the entire run, if its layers freeze."""
 
     run: ResolvedRun
     cost: Cost
@@ -54,12 +54,11 @@ class Candidate:
     course: Course | None = None
 
     def expected_seconds(self, measured_over_predicted: float) -> float:
-        """Seconds of a step: as measured, else as predicted and corrected."""
+        """Seconds of a step: measured, else predicted and corrected."""
         return self.measured_seconds or measured_over_predicted * self.cost.seconds
 
     def ranked_seconds(self, measured_over_predicted: float = 1.0) -> float:
-        """Seconds of the whole run, if its layers freeze, else of a step: as measured, else as predicted and
-        corrected."""
+        """Seconds of the entire run, if its layers freeze, else of a step: measured, else predicted and corrected."""
         step = self.expected_seconds(measured_over_predicted)
         return self.course.seconds * step / self.cost.seconds if self.course else step
 
@@ -70,7 +69,7 @@ class Candidate:
 
 
 def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exact: bool = True) -> Candidate:
-    """One configuration as it is, with its memory."""
+    """The prediction for one configuration without variants, with its memory."""
     work = work or Work()
     run = with_share(on_cluster(run, cluster), cluster, work)
     found = Candidate(run=run, cost=run_cost(run, cluster, work.stages(run), exact=exact))
@@ -78,8 +77,8 @@ def predict(run: ResolvedRun, cluster: Cluster, work: Work | None = None, *, exa
 
 
 def with_memory(candidate: Candidate, cluster: Cluster, work: Work, *, exact: bool = True) -> Candidate:
-    """With the prediction that `ranvier check` prints, and what it exceeds; where that would be so, with limits of the
-    schedule that need less."""
+    """The candidate with the memory that `ranvier check` predicts, and the reason if it exceeds the cluster's; with
+    schedule limits that need less memory, if these make it fit."""
     try:
         run, memory = first_that_fits(candidate.run, partial(work.memory, cluster=cluster),
                                       lambda run, memory: not excess(run, cluster, memory))
@@ -90,8 +89,8 @@ def with_memory(candidate: Candidate, cluster: Cluster, work: Work, *, exact: bo
 
 
 def with_share(run: ResolvedRun, cluster: Cluster, work: Work, *, fits_without: bool | None = None) -> ResolvedRun:
-    """The run with the share of its states in host memory that its memory on the cluster's devices needs, with what
-    allocators waste: a plan that fills the device must be one that starts. fits_without: as of `with_offload_share`."""
+    """The run with the share of its states in host memory that is needed to fit the cluster's devices, including
+    allocator overhead: a plan that fills the device must be able to start. fits_without: see `with_offload_share`."""
     return with_offload_share(run, lambda run: [with_overhead(entry) for entry in work.memory(run, cluster=cluster)],
                               cluster.device.memory_bytes - cluster.device.reserved_bytes, fits_without=fits_without)
 
@@ -103,7 +102,7 @@ def variants(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 
 
 def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED) -> Iterator[ResolvedRun]:
-    """Every mesh and microbatch, with the least that saves memory; not all settings can be together."""
+    """Every mesh and microbatch, with the least memory saving; not all have compatible settings."""
     if isinstance(run.mesh, Mesh):
         run.mesh.require_known_axes("the planner")
     meshes = [run.mesh] if "mesh" not in searched and isinstance(run.mesh, Mesh) else list(_meshes(run, ranks))
@@ -127,15 +126,15 @@ def possible(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]
 
 
 def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequence[Setting]) -> Iterator[ResolvedRun]:
-    """The same mesh and microbatch with more that saves memory. Of what is recomputed no weight gradient waits."""
-    memories = [run.memory]  # what is first is tried
+    """The same mesh and microbatch with more memory saving. With recomputation no weight gradient is deferred."""
+    memories = [run.memory]  # the first is the run's own, which is tried already
     if "recompute" in searched and run.memory.recompute == "none":
         memories = [memory for memory in (Memory(), Memory(recompute="selective"), Memory(recompute="auto")) if not any(
             recompute_problems(memory, run.mesh, compile=run.model.compile, float8=run.model.float8))]
     offloads = [run.optim.offload]
     if cluster.device.cores is None and "offload" in searched:
         offloads = ["none", "stream", "host", "hybrid"]
-    elif cluster.device.cores is None and run.optim.offload == "auto":  # which streams where it must
+    elif cluster.device.cores is None and run.optim.offload == "auto":  # auto streams if it must
         offloads = ["auto", "stream"]
     deferred = [run.pipeline.defer_bytes]
     if "in-flight" in searched and policy_named(run.pipeline.policy).defers and run.mesh.pipeline_size > 1:
@@ -150,7 +149,7 @@ def memory_saving_variants(run: ResolvedRun, cluster: Cluster, searched: Sequenc
 
 
 def _meshes(run: Run, ranks: int) -> Iterator[Mesh]:
-    """All of them; of a mesh that is open in some axes those that it can become."""
+    """All meshes of `ranks` ranks that agree with the run's given axes."""
     given = MeshSettings(data="auto", pipe="auto", row="auto", col="auto") if isinstance(run.mesh, Mesh) else run.mesh
     for pipe in divisors(ranks):
         for stage in divisors(ranks // pipe):
@@ -164,8 +163,9 @@ def _meshes(run: Run, ranks: int) -> Iterator[Mesh]:
 
 
 def _microbatches(run: Run, mesh: Mesh) -> list[int]:
-    """Powers of two times the rows, and what divides a replica's share of the batch; at most 64 for each row."""
-    share = -(-run.batch.global_size // mesh.num_replicas)  # of a mesh that is not the run's yet
+    """Microbatch sizes: powers of two times the rows, and divisors of a replica's share of the batch; at most 64 per
+    row."""
+    share = -(-run.batch.global_size // mesh.num_replicas)  # for `mesh`, which is not the run's yet
     most = min(share, _LARGEST_MICROBATCH * mesh.microbatch_parts)
     powers = {mesh.microbatch_parts << power for power in range(share.bit_length())}
     return [size for size in range(mesh.microbatch_parts, most + 1, mesh.microbatch_parts)
@@ -173,8 +173,8 @@ def _microbatches(run: Run, mesh: Mesh) -> list[int]:
 
 
 def _schemes(run: Run, mesh: Mesh) -> list[TensorParallel]:
-    """Schemes that compute differently on this mesh: on rows alone stationary does what all do, SUMMA is for both, and
-    Megatron-LM's for columns."""
+    """Schemes that compute differently on this mesh: with rows alone all schemes are the same as stationary, SUMMA is
+    for rows and columns, and Megatron-LM's is for columns alone."""
     if mesh.stage_size == 1:
         return [run.tensor]
     names: list[Literal["stationary", "summa", "megatron"]] = ["stationary"]
@@ -199,8 +199,8 @@ def in_flight_variants(run: ResolvedRun) -> list[ResolvedRun]:
 
 
 def stage_variants(run: ResolvedRun) -> list[ResolvedRun]:
-    """The run with two or four stages on each rank of its pipeline, where it has one, in its own placement and
-    interleaved."""
+    """The run with two or four stages on each rank of its pipeline, if it has one stage per rank, in its own placement
+    and interleaved."""
     pipe = run.mesh.pipeline_size
     if pipe == 1 or run.placement.per_rank > 1:
         return []
@@ -212,7 +212,7 @@ def stage_variants(run: ResolvedRun) -> list[ResolvedRun]:
 
 
 def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:
-    """Other sizes of buckets and numbers of them in a chunk."""
+    """The run with other sizes of buckets and numbers of buckets in a chunk."""
     if run.mesh.num_replicas == 1:
         return []
     optim, size = run.optim, resolve_bucket_size(run.optim, run.launch.device)
@@ -224,15 +224,16 @@ def chunk_variants(run: ResolvedRun) -> list[ResolvedRun]:
 
 # --- a search that finds nothing --------------------------------------------------------------------------------------
 
-# The error of a search that finds nothing: what is missing, and the nearest mesh, cluster or model that would fit.
+# The error of a search that finds nothing: it names the shortage, and the nearest mesh, cluster or model that would
+# fit.
 
 
 _NEAR = 64
-"""Numbers of ranks, up and down, of which the nearest are named for which there is a mesh."""
+"""Range of numbers of ranks, up and down, in which the nearest ones with a mesh are named."""
 
 
 def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting]) -> RanvierError:
-    """Why there is nothing to compare, and the nearest numbers of ranks for which there is."""
+    """The error if no mesh is possible, with the nearest numbers of ranks that have one."""
     alone = resolve(replace(run, pipeline=replace(run.pipeline, boundaries=None, deferred=None, defer_last=None)),
                     Facts(mesh=Mesh(), microbatch_size=1))
     if found := problems(alone):
@@ -260,12 +261,12 @@ def no_mesh(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting])
 
 
 def does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Candidate], work: Work) -> ConfigError:
-    """The error where nothing fits: what is missing, and the nearest change that would fit."""
+    """The error if nothing fits: the shortage, and the nearest change that would fit."""
     frugal = list(_frugal(run, cluster, ranks, work))
     fits = next((found for found in frugal if found.fits), None)
     least = min((found for found in (*dropped, *frugal) if not found.fits), key=lambda found: _share_needed(
         found, cluster))
-    if fits is not None:  # which was not looked for
+    if fits is not None:  # a configuration that was not searched
         remedies = [f"It would fit as {_short(fits.run)}."]
     else:
         remedies = [text for text in (_larger_cluster(run, cluster, ranks, work), _smaller_model(run, cluster, ranks))
@@ -277,7 +278,7 @@ def does_not_fit(run: Run, cluster: Cluster, ranks: int, dropped: Sequence[Candi
 
 def _share_needed(candidate: Candidate, cluster: Cluster) -> tuple[float, int]:
     """The share of a device's or a host's memory, whichever is scarcer, that the most demanding rank needs; and the
-    microbatch, since only the states are predicted where they alone exceed the memory."""
+    microbatch size, since only the states are predicted if they alone exceed the memory."""
     device, host = (max((getattr(entry, name) for entry in candidate.memory), default=1 << 62)
                     for name in ("device_bytes", "host_bytes"))
     of_host = cluster.devices_per_node / cluster.host.memory_bytes
@@ -293,8 +294,8 @@ def _short(run: ResolvedRun) -> str:
 
 
 def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
-    """The fewest devices on such nodes that would do, of meshes without rows whose stages and replicas are powers of
-    two, or all blocks."""
+    """The fewest devices on such nodes that suffice, for meshes without rows whose numbers of stages and replicas are
+    powers of two, or with one stage per block."""
     run, blocks = on_cluster(run, cluster), families.num_blocks(run)
     pipes = {blocks, *(1 << power for power in range(blocks.bit_length()) if 1 << power < blocks)}
     datas = [1 << power for power in range(run.batch.global_size.bit_length())]
@@ -306,7 +307,7 @@ def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
         memory = nodes * cluster.host.memory_bytes if cluster.device.cores is not None else (
             count * cluster.device.memory_bytes)
         if count <= ranks or 2 * data * DTYPES[run.precision].itemsize * parameters > memory:
-            continue  # parameters and gradients alone are too much
+            continue  # parameters and gradients alone need too much
         if _sparing(run, replace(cluster, nodes=nodes), Mesh(data=data, pipe=pipe, col=col), work).fits:
             return (f"It fits {count:,} devices ({nodes:,} nodes) as data {data} x pipe {pipe} x col {col}, with "
                     f"{_SPARING}.")
@@ -314,8 +315,8 @@ def _larger_cluster(run: Run, cluster: Cluster, ranks: int, work: Work) -> str:
 
 
 def _smaller_model(run: Run, cluster: Cluster, ranks: int) -> str:
-    """The number of layers of this width that would fit, or of half, a quarter ... of it; none of a pretrained model,
-    which has the sizes of its weights."""
+    """The number of layers of this width that would fit, or of half, a quarter ... of it; empty for a pretrained model,
+    whose weights determine its sizes."""
     model = run.model
     if model.pretrained is not None:
         return ""
@@ -356,7 +357,7 @@ def _cols(run: Run) -> list[int]:
 
 
 def _sparing(run: Run, cluster: Cluster, mesh: Mesh, work: Work) -> Candidate:
-    """The run on a mesh with all that saves memory."""
+    """The run on a mesh with all memory savings."""
     offload: Literal["none", "hybrid"] = "none" if cluster.device.cores is not None else "hybrid"
     tried = resolve(replace(run, memory=replace(run.memory, recompute="auto"),
                             optim=replace(run.optim, offload=offload, shard=mesh.num_replicas > 1),

@@ -1,8 +1,8 @@
-"""Conditions under which a run's pipeline runs on a cluster, from which limits of its schedule follow.
+"""Conditions under which a run's pipeline runs on a cluster, which determine the limits of its schedule.
 
-Messages between stages, and what it costs to let weight gradients wait, by the law that predicts steps. The engine of a
-run, `check`, `plan` and `simulate` all ask here. Above the models, since it asks them which layers of a block are split
-over the tensor mesh.
+These are the times of messages between stages, and the cost of deferred weight gradients, by the law that predicts
+steps. The engine of a run, `check`, `plan` and `simulate` all use this file. It is above the models, since they
+determine which layers of a block are split over the tensor mesh.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def conditions_of(run: ResolvedRun, stages: Stages, segments: Segments, cluster:
 
     Args:
         segments: as for `run_limits`.
-        cluster: on which it runs; None: the one that `launch.cluster` names, or else an unknown one.
+        cluster: on which it runs; None for the one that `launch.cluster` names, or else an unknown one.
     """
     if run.mesh.pipeline_size == 1:
         return Conditions()
@@ -71,8 +71,8 @@ def element_bytes(run: ResolvedRun) -> ElementBytes:
 
 
 def split_layers(run: Run) -> Mapping[str, tuple[SplitLayer, ...]]:
-    """Each block of the run's model -> its layers of `ranvier.tensor` that are split, in their order: what a block
-    sends on a tensor mesh follows from its layers, whatever it is called."""
+    """Each block of the run's model -> its split layers of `ranvier.tensor`, in order: a block's messages on a tensor
+    mesh follow from its layers, whatever its name."""
     return _split_layers(replace(Run(), model=run.model, data=run.data))
 
 

@@ -1,7 +1,7 @@
 """Sizes of a run's model before anything is built: its cut into stages, and the bytes on each rank by category.
 
-Counted with the code that runs, on the meta device: one model for `check`, the start of a run, the planner and the
-report. The arithmetic on these counts is `ranvier.cost.memory`'s.
+They are counted by running the model's own code on the meta device: the same for `check`, the start of a run, the
+planner and the report. The arithmetic on these counts is in `ranvier.cost.memory`.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ from ranvier.tensor.weight_gradients import WeightGradients, root_of
 Needs = dict[object, Any]
 """Cache of partial results of predictions for one model on one tensor mesh, by the facts on which they depend."""
 _CANDIDATES = 4
-"""Replicas with most elements of which the one with most bytes is taken."""
+"""Number of replicas with most elements among which the one with most bytes is chosen."""
 
 
 def laid_out(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = (), *, cluster: Cluster | None = None
              ) -> tuple[StageTable, tuple[RankMemory, ...]]:
-    """The cut of the run's model with its first `frozen` layers frozen, and the weights of those `frozen_above`, and
-    what each stage's ranks need. cluster: as for `conditions_of`. ConfigError when the settings allow no cut."""
+    """The cut of the run's model with its first `frozen` layers and the weights of `frozen_above` frozen, and the
+    memory of each stage's ranks. cluster: as for `conditions_of`. ConfigError if the settings allow no cut."""
     def found() -> tuple[StageTable, tuple[RankMemory, ...]]:
         model, plan = _plan_replica(run, frozen, frozen_above, cluster)
         return plan.stages, predict(run, model, plan.stages, plan.layout, cluster=cluster, limits=plan.limits)
@@ -95,7 +95,7 @@ _laid_out = Known[tuple[StageTable, tuple[RankMemory, ...]]](16)
 
 def _plan_replica(run: ResolvedRun, frozen: int, frozen_above: Sequence[int], cluster: Cluster | None = None
                   ) -> tuple[Model, Plan]:
-    """Model and plan of one replica: there may be very many, and they change neither cut nor limits."""
+    """Model and plan of one replica: there may be very many replicas, which change neither cut nor limits."""
     with torch.device("meta"):
         sample = families.sample_of(run, run.row_microbatch_size)
     model = freeze(families.model_of(run, dtype=DTYPES[run.precision]), frozen, frozen_above)
@@ -106,9 +106,9 @@ def _plan_replica(run: ResolvedRun, frozen: int, frozen_above: Sequence[int], cl
 def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, needs: Needs | None = None, *,
             limits: Limits | None = None, cluster: Cluster | None = None
             ) -> tuple[RankMemory, ...]:
-    """One prediction for each index along `pipe`. `layout` may be that of one replica: they differ in nothing.
-    needs: what earlier predictions for the same model on the same tensor mesh found, to which this one adds. limits:
-    the schedule's, where they are known. cluster: as for `conditions_of`."""
+    """One prediction for each index along `pipe`. `layout` may be that of one replica: replicas do not differ. needs: a
+    cache of results of predictions for the same model on the same tensor mesh, to which this one adds. limits: the
+    schedule's, if known. cluster: as for `conditions_of`."""
     found: list[RankMemory] = []
     known = {} if needs is None else needs
     counted = stages.stage_costs()
@@ -156,7 +156,7 @@ def _beyond_backward(states: _States, working: Mapping[str, int], costs: Sequenc
 
 
 def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes that all stages of a rank keep alive, of which one at a time computes. A budget in bytes is the rank's."""
+    """Bytes that all stages of a rank keep alive; one stage computes at a time. A budget in bytes is for the rank."""
     found = {name: sum(stage[name] for stage in stages) for name in stages[0]}
     found["workspace"] = max(stage["workspace"] for stage in stages)
     if run.pipeline.defer_bytes != "auto":
@@ -166,13 +166,14 @@ def _together(run: ResolvedRun, stages: Sequence[Mapping[str, int]]) -> dict[str
 
 def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequence[int] = ()
                            ) -> Callable[[int, int, int], int]:
-    """(stage, start, stop) -> what a rank of that stage needs of its device when it has blocks start .. stop - 1, for
-    the search of a cut. ConfigError when the settings allow none.
+    """(stage, start, stop) -> bytes of its device that a rank of that stage needs with blocks start .. stop - 1, for
+    the search of a cut. ConfigError if the settings allow no cut.
 
-    As `laid_out` says it, but for what depends on the other stages too: of those before it all but the first are taken
-    to have one block (which matters where some of them train nothing), and what products on several rows and columns
-    gather into is the most of any stage of the run's own cut. The schedule's limits are the rule's, since simulated
-    ones depend on all stages; `pipeline.memory` bounds what these need more, and a cut that is found is counted whole.
+    The bytes are those of `laid_out`, except where they depend on other stages: all earlier stages except the first are
+    assumed to have one block (which matters if some of them train nothing), and gather buffers of products on several
+    rows and columns are the largest of any stage of the run's own cut. The schedule's limits follow the rule, since
+    simulated limits depend on all stages; `pipeline.memory` bounds the additional memory of simulated limits, and the
+    cut that is found is counted completely.
     """
     model, plan = _plan_replica(run, frozen, frozen_above)
     stages, layout = plan.stages, plan.layout
@@ -201,15 +202,16 @@ def device_bytes_of_stages(run: ResolvedRun, frozen: int = 0, frozen_above: Sequ
 
 
 def _runs_of_stage(layout: Layout, stage: int, segments: Sequence[range]) -> tuple[range, ...]:
-    """All runs of a stage's blocks, as numbers in the model. segments: those that are recomputed, as places on it."""
+    """All runs of a stage's blocks, as block numbers in the model. segments: recomputed runs, as places on the
+    stage."""
     blocks = layout.blocks(stage)
     return tuple(range(blocks.start + places.start, blocks.start + places.stop)
                  for places, _ in runs_of(len(blocks), segments))
 
 
 def _likeness(layout: Layout, pipe: int) -> object:
-    """Key of the facts that decide the bytes of ranks' states; where they have an end of a tie, their place in the
-    whole."""
+    """Key of the facts that determine the bytes of ranks' states; with an end of a tie, also their place in the
+    model."""
     held, first = layout.parameters_of(pipe), layout.blocks_on(pipe)[0]
     if any(layout.is_tied(p) for p in held):
         return pipe, layout.boundaries
@@ -290,7 +292,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
     bucket_size, known = resolve_bucket_size(optim, run.launch.device), {} if known is None else known
 
     def gradients_of(member: int, members: int) -> Gradients:
-        """Updater of one member of the largest group; in smaller groups it is the one that is as far in them."""
+        """Gradients of one member of the largest group, which in smaller groups is at the same relative position."""
         over = {axes: MetaGroup("data", size, member * size // members, device=run.device_type)
                 for axes in {(), *(p.summed for p in held.values())}
                 for size in [run.mesh.num_replicas * run.mesh.count(axes)]}
@@ -322,7 +324,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
     in_fp32_bytes = sum((4 - dtype.itemsize) * -(-prod(shapes[key]) // run.mesh.num_replicas)
                         for key, p in frozen.items() if p.name in in_fp32)
     largest = max((bucket.stop - bucket.start for bucket in optimizer.buckets), default=0)
-    if gradients.dtype is not wide and offload != "host":  # room that the first update makes
+    if gradients.dtype is not wide and offload != "host":  # allocated by the first update
         device["buckets"] += largest * wide.itemsize
     rules = rules_of(run.optim, dtype)
     whole_bytes = wide.itemsize * sum(prod(shape) for spec in gradients.owned_specs() for shape in rules.state_shapes(
@@ -376,7 +378,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
 
 
 def _skipped_elements(run: ResolvedRun, gradients: Gradients, buckets: list[Bucket]) -> int:
-    """Elements that an update copies at once where only the device knows whether it is one."""
+    """Number of elements that an update copies at a time, if only the device knows whether the update is skipped."""
     optim = run.optim
     if run.device_type != "cuda" or optim.offload == "host" or not (
             looks_before_update(run.guard, optim) or run.precision == "fp16"):
@@ -397,7 +399,7 @@ def _lasting_bytes(gradients: Gradients, optimizer: FlatOptimizer) -> int:
 
 
 def _members_with_most(gradients: Gradients) -> list[tuple[int, int]]:
-    """(member, members of the largest group): the few that update most elements, of whole tensors with owners."""
+    """(member, members of the largest group) of the few members that update most elements of tensors with owners."""
     chunks = [chunk for chunk in gradients.chunks if not chunk.sent_to_owner]
     members = max((len(chunk.group.ranks) for chunk in chunks), default=1)
     shares = [chunk.shares or (chunk.share,) for chunk in chunks]
@@ -412,7 +414,7 @@ def _gradient_dtype(run: ResolvedRun) -> torch.dtype:
 
 
 class _AtOnce:
-    """A stage's weight gradients, none of which waits."""
+    """A stage's weight gradients, none of which is deferred."""
 
     defers, last, forward_bytes = False, True, 0
 
@@ -424,10 +426,10 @@ class _AtOnce:
 class _MeshNeeds:
     """Memory of products on a tensor mesh.
 
-    buffers: index along `pipe` -> bytes that products work in, and that keep gathered weights. passing: the same ->
-    bytes of weight gradients that are summed over rows once a batch, and of a bundle's weight as one matrix.
-    kept_again: block -> bytes that its forward keeps when it runs again, what it has gathered included. working: block
-    -> most bytes of its forward and its backward beside those.
+    buffers: index along `pipe` -> bytes of work buffers of products, and of gathered weights that are kept. passing:
+    index along `pipe` -> bytes of weight gradients that are summed over rows once per batch, and of a bundle's weight
+    as one matrix. kept_again: block -> bytes that its recomputed forward keeps, including gathered ones. working: block
+    -> most bytes of its forward and its backward in addition to those.
     """
 
     buffers: Mapping[int, int] = field(default_factory=dict)
@@ -437,7 +439,8 @@ class _MeshNeeds:
 
 
 def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, known: Needs) -> _MeshNeeds:
-    """By the code that runs, on a microbatch without values, forward and backward through every block."""
+    """Memory of products on the tensor mesh: runs forward and backward of every block on a microbatch on the meta
+    device."""
     mesh = meta_mesh(run.mesh, run.tensor, run.device_type)
     part, kept_again, working = split_model(model, mesh), dict[str, int](), dict[str, int]()
     gathered, passing = (dict.fromkeys(range(run.mesh.pipeline_size), 0) for _ in range(2))
@@ -466,9 +469,9 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
             needs = known[alike]
             state = needs.state
             working[name] = needs.working_bytes
-            if last:  # of what the loss works in, what is certain
+            if last:  # the certain part of the loss's working memory
                 cost = costs[row.stage][place]
-                logits = cost.output_bytes if overwrites_logits(part.loss) else 0  # which the loss keeps
+                logits = cost.output_bytes if overwrites_logits(part.loss) else 0  # kept by the loss
                 working[name] = max(working[name], needs.cast_bytes + max(
                     cost.forward_bytes - logits, cost.loss_forward_bytes))
             if place in recomputed:
@@ -489,7 +492,7 @@ def _tensor_mesh(run: ResolvedRun, model: Model, stages: StageTable, layout: Lay
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _BlockNeeds:
-    """Memory of one block on a tensor mesh, and the state after it, without values."""
+    """Memory of one block on a tensor mesh, and the state after it, on the meta device."""
 
     workspace: dict[tuple[str, torch.dtype], int]
     uses: list[WeightUse]
@@ -504,8 +507,8 @@ class _BlockNeeds:
 @without_compiler()
 def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state: State, targets: object, *,
                  recomputed: bool, shares: bool) -> _BlockNeeds:
-    """Forward and backward of a block; with targets it is the last one, and the loss follows. shares: a parameter with
-    another block of the stage."""
+    """Run forward and backward of a block; with targets it is the last block, and the loss follows. shares: whether it
+    shares a parameter with another block of the stage."""
     gathered, unreduced, uses, dtype = 0, 0, list[WeightUse](), DTYPES[run.precision]
     mesh.workspace.clear()
     with meta_device():
@@ -515,7 +518,7 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
         parameter.grad = torch.empty_like(parameter, dtype=_gradient_dtype(run)) if parameter.requires_grad else None
     for layer in block.modules():
         if isinstance(layer, SplitLinear):
-            layer.weight_gradients = cast(WeightGradients, _AtOnce())  # which has all that a layer reads of it here
+            layer.weight_gradients = cast(WeightGradients, _AtOnce())  # has all that a layer reads
             layer.recomputed = recomputed
             layer.has_own_weights = not (shares and isinstance(layer, SplitVocabularyLinear))
             gathered += layer.kept_bytes
@@ -525,9 +528,9 @@ def _block_needs(run: ResolvedRun, part: Model, mesh: MetaMesh, name: str, state
     once, live = mesh.like_panels_once, LiveBytes(counting, dtype)
     kept = KeptBytes(block.parameters())
     entering = tree_map(partial(on_local, lambda x: x.detach().requires_grad_(x.requires_grad)), state)
-    # A recomputed layer keeps all panels that it gathers, whose lengths the backward's must have.
+    # A recomputed layer keeps all panels that it gathers; those of the backward must have the same lengths.
     with live, nullcontext() if counting.has_scores else FusedAttention():
-        state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # which goes when nobody keeps it
+        state = tree_map(partial(on_local, lambda x: x.clone()), entering)  # freed when nothing keeps it
         with kept, nullcontext() if recomputed else once(Uncounted()):
             state = block(state)
             ends = ([*plain(as_named_tensors(state, name)).values()] if targets is None
@@ -559,8 +562,8 @@ def _rule(run: ResolvedRun, stages: Stages) -> Limits:
 
 
 def recomputed_runs(run: ResolvedRun, stages: Stages) -> list[list[range]]:
-    """Per stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's limit,
-    as in the engine, since simulated limits follow from them."""
+    """For each stage, the runs of its blocks (places on the stage) that are recomputed. They follow from the rule's
+    limits, as in the engine, since simulated limits depend on them."""
     rule = _rule(run, stages)
     return [_segments(run, stages, stage, rule) for stage in range(len(stages))]
 
@@ -571,7 +574,7 @@ def _segments(run: ResolvedRun, stages: Stages, stage: int, rule: Limits) -> lis
 
 
 def memory_curve(run: ResolvedRun, table: StageTable, cluster: Cluster | None = None) -> tuple[MemoryChoice, ...]:
-    """Memory against speed of a run that is cut like this (`memory_choices`)."""
+    """Memory against speed of a run with this cut (`memory_choices`)."""
     costs = table.stage_costs()
     segments = recomputed_runs(run, costs)
     return memory_choices(run, costs, segments, conditions_of(run, costs, segments, cluster))
@@ -601,11 +604,11 @@ def _waiting_bytes(run: ResolvedRun, costs: Sequence[BlockCost], num_stages: int
 
 
 def _tied_gradients(run: ResolvedRun, layout: Layout, stage: int) -> TiedGradients:
-    """Of a stage. Values of the owners come back when no backward is left."""
+    """Gradients of a stage's tied parameters. The owners' values return after the last backward."""
     blocks, sent, arriving, distance = layout.blocks(stage), Counter[int](), 0, 1
     itemsize = max(_gradient_dtype(run).itemsize, DTYPES[run.precision].itemsize)
     known = set[tuple[int, str]]()
-    for end in layout.parameters:  # in model order: the backward comes last to the first block of an end
+    for end in layout.parameters:  # in model order: the backward reaches the first block of an end last
         if end.is_owner or not end.trainable:
             continue
         home, place = layout[end.owner].block, (layout.pipe_of(end.block), layout.key(end))
@@ -656,8 +659,8 @@ def _activations(run: ResolvedRun, costs: Sequence[BlockCost], layout: Layout, s
         inner = costs[not stage:len(costs) - (stage == num_stages - 1)]
         found["workspace"] += max((float8.working_bytes(*product, DTYPES[run.precision].itemsize) for cost in inner
                                    for product in cost.float8_products), default=0)
-    given = (0 if stage else costs[0].input_bytes) + costs[-1].target_bytes  # the loader has all of a step
-    found["inputs"] = given * run.num_microbatches * (2 if run.device_type == "cuda" else 1)  # and there the next one's
+    given = (0 if stage else costs[0].input_bytes) + costs[-1].target_bytes  # the loader has those of an entire step
+    found["inputs"] = given * run.num_microbatches * (2 if run.device_type == "cuda" else 1)  # and the next step's
     if run.device_type == "cuda":  # forwards arrive from the stage before, gradients of outputs from the next one
         found["messages"] += SLOTS * ((costs[0].input_bytes if stage else 0)
                                       + (costs[-1].output_bytes if stage < num_stages - 1 else 0))

@@ -1,11 +1,10 @@
-"""Prediction of a run whose layers freeze: the mesh and the time of each depth, the transitions, and the run as a
-whole.
+"""Prediction of a run whose layers freeze: the mesh and the time at each depth, the transitions, and the entire run.
 
-Decisions are those of the run, by the same controller (`ranvier.elastic.controller`), with facts that a cluster's
-constants predict in place of measured ones. The policy is asked with gradients that are smaller the nearer they are to
-the output: `gradient-norm`, whose norms nobody knows yet, then freezes as much as it may. A transition costs what the
-ledger expects of it. Frozen layers whose outputs are cached are read from the host's memory after the epoch that
-follows their freezing, as far as `elastic.cache-bytes` holds them.
+The same controller as in a run (`ranvier.elastic.controller`) decides, from facts predicted by a cluster's constants
+instead of measured ones. The policy is evaluated with gradients that decrease towards the output: `gradient-norm`,
+whose norms are not known yet, then freezes as much as it may. A transition costs what the ledger expects. Cached
+outputs of frozen layers are read from the host's memory after the epoch that follows their freezing, as far as
+`elastic.cache-bytes` holds them.
 """
 
 from __future__ import annotations
@@ -56,20 +55,20 @@ class Period:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all its steps and the transition before them."""
+        """Seconds of all steps and of the transition before them."""
         return self.steps * self.step_seconds + self.transition_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """A whole run, and the same run without freezing."""
+    """An entire run, compared with the same run without freezing."""
 
     periods: tuple[Period, ...]
     unfrozen_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole run."""
+        """Seconds of the entire run."""
         return sum(period.seconds for period in self.periods)
 
     @property
@@ -79,10 +78,10 @@ class Course:
 
 
 def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
-    """The course of a configuration that a search has chosen; None where the run freezes nothing, where what freezes
-    depends on what the layers compute, and where it takes or freezes with epochs of which nobody knows how many steps
-    they have before the data is read. RanvierError for a run that cannot be as it is (without data, say): neither could
-    it be on any other mesh, and it would seem to be best where it is."""
+    """The course of a configuration that a search has chosen. None if the run freezes nothing, if freezing depends on
+    what the layers compute, or if the run counts in epochs whose number of steps is unknown before the data is read.
+    RanvierError for an invalid run (for example without data): it would be invalid on any other mesh, too, so its
+    present mesh would seem to be the best."""
     for problem in problems(run):
         raise problem
     steps, samples = known_steps(run), _epoch_samples(run)
@@ -99,9 +98,9 @@ def course(run: ResolvedRun, cluster: Cluster, work: Work) -> Course | None:
 
 
 def elastic_variants(run: ResolvedRun) -> list[ResolvedRun]:
-    """A run whose layers freeze, as it is and with what may be made of it: the mesh stays or packs and replicates,
-    outputs are cached or not. Accuracy is the same for all, but for the rounding of what is cached, and where the
-    global batch grows with the replicas."""
+    """Variants of a run whose layers freeze: its mesh stays, or packs and replicates; outputs are cached or not.
+    Accuracy is the same for all, except for the rounding of cached outputs, and if the global batch grows with the
+    replicas."""
     found = [run]
     for packs in (False, True):
         for cache in (False, True):
@@ -112,12 +111,12 @@ def elastic_variants(run: ResolvedRun) -> list[ResolvedRun]:
 
 
 def _epoch_samples(run: Run) -> int | None:
-    """Samples of an epoch; None for texts, whose number of sequences is not known beforehand."""
+    """Samples of an epoch; None for text, whose number of sequences is not known in advance."""
     return None if "data.train_samples" in form_of(run.data).unused else run.data.train_samples
 
 
 def known_steps(run: Run) -> int | None:
-    """Steps of the run, in batches of the size that it has now; None where only its data says how many there are."""
+    """Steps of the run, in batches of the present size; None if only its data determines the number."""
     samples = _epoch_samples(run)
     if run.train.epochs is None:
         return run.train.steps
@@ -125,7 +124,7 @@ def known_steps(run: Run) -> int | None:
 
 
 class _PredictedRun:
-    """A run on its way through its data: the controller decides, from predicted facts."""
+    """A simulated run: the controller decides, from predicted facts."""
 
     def __init__(self, run: ResolvedRun, cluster: Cluster, work: Work, steps: int, epoch: int) -> None:
         self.first, self.cluster, self.work = run, cluster, work
@@ -135,18 +134,18 @@ class _PredictedRun:
         self.run = replace(run, pipeline=replace(run.pipeline, boundaries=work.boundaries(run) or None))
         self.step = self.samples = 0
         self.unseen: float | None = None
-        """Seconds of the last step, whose numbers are known while the next one is under way."""
+        """Seconds of the last step, whose numbers are known during the next step."""
         self.costed: tuple[object, object, object, float] = (None, None, None, 0.0)
-        """(run, frozen layers, cached ones, seconds) of the last steps."""
+        """(run, frozen layers, cached layers, seconds) of the last steps."""
         self.cached = 0
-        """Frozen layers whose outputs have been written, and are read."""
+        """Number of frozen layers whose outputs have been written, and are read."""
         self.refused_at = 0
-        """Frozen layers at which the cache did not pay."""
+        """Number of frozen layers at which the cache did not save time."""
         self.found: list[Period] = []
         self.written_at = 0
         """Step at which all outputs of the frozen layers have been written."""
         self.transition = 0.0
-        """Seconds of a transition that the next period begins with."""
+        """Seconds of a transition with which the next period begins."""
 
     # ------------------------------------------------------------------ the course of the run
 
@@ -162,13 +161,13 @@ class _PredictedRun:
 
     @property
     def steps_left(self) -> int:
-        """Steps that are left."""
+        """Remaining steps."""
         return max(0, -(-(self.total_samples - self.samples) // self.size))
 
     def periods(self) -> tuple[Period, ...]:
-        """All of them, in order."""
+        """All periods of the run, in order."""
         num_layers = self.run.model.num_layers
-        # gradients are smaller the nearer they are to the output
+        # gradients decrease towards the output
         norms = tuple(float(num_layers - layer) for layer in range(num_layers))
         self.state = self.controller.begin(self.state, 0, self.frozen, num_layers)
         if self.state.needs_decision:
@@ -188,7 +187,7 @@ class _PredictedRun:
         return tuple(self.found)
 
     def _advance(self, steps: int) -> None:
-        """So many steps on the present mesh: trials of microbatches first, then an epoch that writes the cache."""
+        """Take `steps` steps on the present mesh: first trials of microbatches, then an epoch that writes the cache."""
         run = self.run
         while steps:
             run = self._with_microbatches(self.step + 1)
@@ -214,7 +213,7 @@ class _PredictedRun:
         return replace(self.run, batch=replace(self.run.batch, microbatch_size=size))
 
     def _take(self, steps: int, run: ResolvedRun, cached: int) -> None:
-        """Steps of one kind; they lengthen the last period where nothing has changed."""
+        """Take steps of one kind; they extend the last period if nothing has changed."""
         if not steps:
             return
         key = run, self.depth, cached
@@ -236,7 +235,7 @@ class _PredictedRun:
         self.step, self.samples = self.step + steps, self.samples + steps * self.size
 
     def _record_step(self, seconds: float | None) -> None:
-        """The numbers of the step that is done last are known; one that takes `seconds` follows."""
+        """Record the numbers of the last finished step; a step that takes `seconds` follows."""
         if self.unseen is not None:
             self.state = self.state.with_step(self.step, self.unseen, StepFigures())
         self.unseen = seconds
@@ -244,7 +243,7 @@ class _PredictedRun:
     # ------------------------------------------------------------------ decisions
 
     def _decide(self) -> None:
-        """Go where the controller says."""
+        """Make the change that the controller decides, if any."""
         present = self._present()
         blocks = functools.cache(lambda: predicted_blocks(self._usual(), self.cluster, self.work, present,
                                                 self.controller.profile(self.state)))
@@ -272,7 +271,7 @@ class _PredictedRun:
             self.written_at = self.step + -(-self.epoch_samples // self.size)
 
     def _usual(self) -> ResolvedRun:
-        """The run with the fastest of the microbatches that have been tried."""
+        """The run with the fastest microbatch size tried so far."""
         if self.controller.profile(self.state) is None:
             return self.run
         share = self.run.replica_batch_size
@@ -289,7 +288,7 @@ class _PredictedRun:
         return replace(present, cached_blocks=min(first, present.frozen_blocks(min(self.cached, self.depth))))
 
     def _stage_memory(self, depth: int) -> StageMemory | None:
-        """Memory into which cuts must fit, where each rank has a device of its own."""
+        """Memory into which cuts must fit, if each rank has its own device."""
         device = self.cluster.device
         if device.cores is not None:
             return None
@@ -305,7 +304,7 @@ class _PredictedRun:
     # ------------------------------------------------------------------ the cache
 
     def _caches(self, run: ResolvedRun) -> bool:
-        """Whether outputs of the frozen layers are cached from now on: as asked for, or where reading pays."""
+        """Whether outputs of the frozen layers are cached from now on: as set, or if reading is faster."""
         if not self.rules.caches(self.depth, self.refused_at):
             return False
         if self.first.elastic.cache_from != "auto" or self.cached >= self.depth:
@@ -328,7 +327,7 @@ class _PredictedRun:
         return Times(compute=(computed + (moved if before else 0.0)) / size, read=moved / size, write=moved / size)
 
     def _first_stage(self, run: ResolvedRun, frozen: int, cached: int) -> tuple[list[BlockCost], int]:
-        """The blocks of the first stage, and how many of them `cached` frozen layers are."""
+        """The blocks of the first stage, and how many of them belong to the `cached` frozen layers."""
         stages = self.work.stages(run, frozen)
         names = [block.name for blocks in stages for block in blocks]
         present = PresentMesh(mesh=run.mesh, boundaries=(), frozen=frozen, cached_blocks=0, global_size=1,
@@ -342,7 +341,7 @@ class _PredictedRun:
         return blocks[known - 1].output_bytes * share
 
     def _seconds(self, run: ResolvedRun, frozen: int, cached: int) -> float:
-        """Seconds of a step with so many frozen layers, where outputs of `cached` of them are read."""
+        """Seconds of a step with `frozen` frozen layers, of which the outputs of `cached` are read."""
         stages = self.work.stages(run, frozen)
         plain = run_cost(run, self.cluster, stages).seconds
         blocks, known = self._first_stage(run, frozen, cached)
@@ -361,7 +360,7 @@ class _PredictedRun:
 
 
 _HALVED: Mapping[str, float] = {"fp64": 0.25, "fp32": 0.5, "bf16": 1.0, "fp16": 1.0}
-"""Share of an entry's bytes that it takes in half precision."""
+"""Size of an entry in half precision, relative to its full size."""
 
 
 def _nothing(block: BlockCost) -> BlockCost:
@@ -370,16 +369,15 @@ def _nothing(block: BlockCost) -> BlockCost:
 
 # --- facts of blocks --------------------------------------------------------------------------------------------------
 
-# The facts that the choice of a mesh depends on, as a cluster's constants predict them: what a run measures instead is
-# in `ranvier.train.measured_blocks`.
+# The facts on which the choice of a mesh depends, predicted from a cluster's constants; those that a run measures
+# instead are in `ranvier.train.measured_blocks`.
 
 
 def predicted_blocks(run: ResolvedRun, cluster: Cluster, work: Work, present: PresentMesh,
                      profile: MicrobatchProfile | None = None) -> BlockFacts:
-    """Facts of the blocks of `run`, which is on the present mesh: seconds of one sample in each block on one rank, and
-    bytes.
+    """Facts of the blocks of `run` on its present mesh: seconds of one sample in each block on one rank, and bytes.
 
-    Links are the nominal ones by which a run decides (`ranvier.elastic.inputs.LINKS`), not the cluster's.
+    Links are the nominal ones that a run uses for decisions (`ranvier.elastic.inputs.LINKS`), not the cluster's.
     """
     mesh, size = run.mesh, run.batch.microbatch_size
     stages = work.stages(run, present.frozen)

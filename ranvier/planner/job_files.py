@@ -1,4 +1,4 @@
-"""The job's file beside a planned run: what starts it under Slurm, torchrun or Kubernetes, with the plan's numbers."""
+"""The job file next to a planned run's file, which starts the run under Slurm, torchrun or Kubernetes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SUFFIXES: dict[Launcher, str] = {"slurm": ".sbatch", "torchrun": ".sh", "kubern
 _MOST_BYTES = 1 << 20
 _NAME_CHARS = 48
 _SAVING_SECONDS = 120
-"""Seconds for the checkpoint of a run that is told to stop, beside its bytes, after the step in progress and one
-more."""
+"""Seconds for the checkpoint of a run that is asked to stop, in addition to those for its bytes, after the step in
+progress and one more."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
 def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: Path, step_seconds: float) -> Path:
-    """Write the file that starts `run_file` on the run's devices; its path, beside that file. ConfigError where it
-    cannot be written, or where the devices do not fill whole nodes. step_seconds: what a step takes, of which a run
-    that is told to stop needs two before it saves."""
+    """Write the file that starts `run_file` on the run's devices next to that file; returns its path. ConfigError if it
+    cannot be written, or if the devices do not fill entire nodes. step_seconds: of one step; a run that is asked to
+    stop needs two steps before it saves."""
     nodes, per_node = nodes_of(run.mesh.size, cluster)
     path = job_path(launcher, run_file)
     saved = saved_bytes(run)
@@ -51,7 +51,7 @@ def write_job(launcher: Launcher, run: ResolvedRun, cluster: Cluster, run_file: 
 
 
 def job_path(launcher: Launcher, run_file: Path) -> Path:
-    """The job file of `run_file`, beside it."""
+    """The path of the job file of `run_file`, next to it."""
     return run_file.with_suffix(_SUFFIXES[launcher])
 
 
@@ -62,7 +62,7 @@ def job_not_writable(path: Path, reason: str) -> ConfigError:
 
 
 def nodes_of(ranks: int, cluster: Cluster) -> tuple[int, int]:
-    """The number of nodes of a job, and of ranks on each. ConfigError where ranks do not fill whole nodes."""
+    """The number of nodes of a job, and of ranks on each. ConfigError if ranks do not fill entire nodes."""
     per_node = min(cluster.devices_per_node, ranks)
     nodes, rest = divmod(ranks, per_node)
     if rest:
@@ -83,7 +83,7 @@ def _slurm(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoi
            on_gpus: bool, stop_seconds: int, whole_nodes: bool) -> str:
     saved = '"$run_dir/checkpoint"' if checkpoints is None else shlex.quote(str(checkpoints))
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if on_gpus else ""
-    # Slurm gives a job of whole nodes all cores, but memory only as asked for, and a task one core. A node of CPUs may
+    # Slurm gives an exclusive job all cores, but only the requested memory, and a task one core. A node of CPUs may
     # have fewer cores than ranks.
     gpus += "#SBATCH --exclusive\n#SBATCH --mem=0\n" if whole_nodes else ""
     cores = f" --cpus-per-task=$((SLURM_CPUS_ON_NODE / {per_node}))" if whole_nodes and on_gpus else ""
@@ -131,7 +131,7 @@ exec torchrun {way} \\
 
 
 def _service_name(text: str) -> str:
-    """A name that a Service may have (RFC 1035), short enough for the pods' host names, and not the API server's."""
+    """A valid name of a Service (RFC 1035), short enough for the pods' host names, and not the API server's."""
     name = "".join(char if char.isascii() and char.isalnum() else "-" for char in text.lower())
     name = name.strip("-")[:_NAME_CHARS].strip("-")
     return name if name[:1].isalpha() and name != "kubernetes" else f"ranvier-{name}".strip("-")
@@ -140,7 +140,7 @@ def _service_name(text: str) -> str:
 def _kubernetes(run_file: Path, run_dir: Path, nodes: int, per_node: int, *, checkpoints: Path | None, on_gpus: bool,
                 stop_seconds: int, whole_nodes: bool) -> str:
     name = _service_name(run_file.stem)
-    if not run_dir.is_absolute() or len(run_dir.parts) < 3:  # it has to be on the volume
+    if not run_dir.is_absolute() or len(run_dir.parts) < 3:  # it must be on the volume
         run_dir = Path("/runs", run_dir.name or name)
     volume = run_dir.parent
     if checkpoints is not None and not Path(normpath(checkpoints)).is_relative_to(volume):

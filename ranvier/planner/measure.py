@@ -1,10 +1,10 @@
-"""The cluster file of the machine at hand, measured in under a minute (`ranvier doctor --measure`).
+"""The cluster file of this machine, measured in under a minute (`ranvier doctor --measure`).
 
-On a CPU as many processes as there are cores (16 at most) compute at once, each with one thread, since that is what
-ranks do: one alone would have the memory and the clock of all. Blocks of transformers of several widths are timed
-forward and backward, and the three constants of `Device.kernel_seconds` are those that come nearest to all of them in
-relative terms: in fp32; other number formats have a rate of their own beside the same two constants. On a GPU each kind
-of kernel is timed by itself (`ranvier.planner.microbenchmarks`).
+On a CPU one process per core (at most 16) computes at the same time, each with one thread, as ranks do: a single
+process would have all of the memory bandwidth and a higher clock. Transformer blocks of several widths are timed
+forward and backward, and the three constants of `Device.kernel_seconds` are fitted to all of them by relative errors,
+in fp32; other number formats have their own rate and the same other two constants. On a GPU each kind of kernel is
+timed separately (`ranvier.planner.microbenchmarks`).
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _PRODUCT = 768
 _MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 _CROWD_SHAPE = (256, 128, 4)
 _BETWEEN = (512, 256)
-"""Rows, and width, of the product that is computed between two collectives that are timed: about a millisecond, as
-between two of a tensor mesh."""
+"""Rows and width of the product between two timed collectives: about a millisecond, as between two collectives of a
+tensor mesh."""
 _MOST_PROCESSES = 16
 _FORMATS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 """Number formats of a CPU."""
 Sample = tuple[Sequence[tuple[float, float]], float]
-"""FLOPs and bytes moved of each kernel, and the seconds that all of them took."""
+"""FLOPs and bytes moved of each kernel, and the seconds of all kernels together."""
 _ROUNDS = 20
-"""Most rounds until each kernel is found to be bound by either its FLOPs or its bytes."""
+"""Most rounds until it is settled for each kernel whether FLOPs or bytes bound it."""
 
 
 def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
-    """This machine as a cluster of one node. Starts processes of its own, which are gone when it returns."""
+    """Measure this machine as a cluster of one node. Starts processes, which have ended when it returns."""
     cuda = torch.cuda.is_available()
     transport: Literal["torch", "mpi"] = "torch" if cuda or mpi_available() is not None else "mpi"
     if cuda:
@@ -69,7 +69,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
         devices = torch.cuda.device_count()
     else:
         devices = min(available_cores(), _MOST_PROCESSES)
-        progress(f"computing, on {devices} cores at once")
+        progress(f"computing, on {devices} cores at the same time")
         found = _slowest(_on_ranks("compute_on_rank", devices, "torch"))
         progress(f"computing and exchanging, twice as many ranks on {devices} cores")
         alone, crowded = (_on_ranks("crowd_on_rank", count, transport, args=[devices])
@@ -81,7 +81,7 @@ def measure(progress: Callable[[str], None] = lambda line: None) -> Cluster:
 
 
 def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **more: Any) -> list[Any]:
-    """Results of a function of this file on each of `count` ranks. ConfigError where they fail, or take too long."""
+    """Results of a function of this file on each of `count` ranks. ConfigError if they fail, or take too long."""
     try:
         return run_processes(f"ranvier.planner.measure:{function}", count, transport, timeout_seconds=120.0, **more)
     except RanksFailed as error:
@@ -91,7 +91,7 @@ def _on_ranks(function: str, count: int, transport: Literal["torch", "mpi"], **m
 
 
 def make_cluster(measured: Mapping[str, Any], links: Mapping[str, Any], devices: int, kind: str) -> Cluster:
-    """The cluster that these measurements are of. ConfigError where they are not those of any machine."""
+    """The cluster with these measurements. ConfigError if no machine can have them."""
     try:
         return _cluster(measured, links, devices, kind)
     except ValidationError as error:
@@ -134,15 +134,15 @@ def _core(measured: Mapping[str, Any], memory: int) -> Device:
 
 
 def compute_on_rank(world: World) -> dict[str, Any]:
-    """One of the processes that compute at once."""
+    """Measure compute on one of several processes that compute at the same time."""
     torch.set_num_threads(1)
     world.backend.group("control", [range(world.size)]).barrier()
     return _compute()
 
 
 def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
-    """Seconds of one process's blocks while all compute on so many cores; and what a collective of two adds to
-    computing, for those that have a partner."""
+    """Seconds of one process's blocks while all processes compute on `cores` cores; and the seconds that a collective
+    of two ranks adds to computing, for ranks with a partner."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):  # there may be more cores than are measured
         os.sched_setaffinity(0, affinity()[:cores])
@@ -152,9 +152,9 @@ def crowd_on_rank(world: World, cores: int) -> dict[str, Any]:
 
 
 def _collective(world: World) -> float | None:
-    """Seconds that an all-reduce of a few numbers between two ranks adds to what they compute before it: it starts on
-    both, and the faster one waits. All pairs do so at once; which ranks are pairs changes, since two that take turns on
-    one core wait longest. None without a partner."""
+    """Seconds that an all-reduce of a few numbers between two ranks adds to the computation before it, including the
+    wait of the faster rank. All pairs are measured at the same time; the pairs change, since two ranks that take turns
+    on one core wait longest. None without a partner."""
     everyone = world.backend.group("control", [range(world.size)])
     rows, width = _BETWEEN
     first, second = (torch.randn(size, width, device=world.device) for size in (rows, width))
@@ -186,8 +186,8 @@ def _collective(world: World) -> float | None:
 
 def _core_sharing_slowdown(alone: Sequence[Mapping[str, Any]], crowded: Sequence[Mapping[str, Any]]
                            ) -> dict[str, float]:
-    """Slowdown where two ranks take turns on each core: of the rates, and what a collective takes longer than it takes
-    by itself, once for each turn. On one core no collective is by itself: it has its turns in all that is measured."""
+    """Slowdown if two ranks take turns on each core: of the rates, and the additional seconds of a collective, once for
+    each turn. On one core a collective never runs without turns: they are part of all its measurements."""
     blocks = [fmean(one["blocks"] for one in ranks) for ranks in (alone, crowded)]
     by_itself, in_turns = ([one["collective"] for one in ranks if one["collective"] is not None]
                            for ranks in (alone, crowded))
@@ -204,7 +204,7 @@ def _compute() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    """The first device, with its link to the host."""
+    """Measurements of the first device, with its link to the host."""
     facts, update = torch.cuda.get_device_properties(0), _update("cuda")
     formats: list[Format] = ["bf16", "fp16", "fp32"]
     if torch.cuda.get_device_capability(0) >= float8.CAPABILITY:
@@ -216,7 +216,7 @@ def _gpu() -> dict[str, Any]:
 
 def _blocks(shape: tuple[int, int, int], precision: Literal["fp32", "bf16"],
             seconds: Callable[[Callable[[], object]], float] = time_call) -> list[Sample]:
-    """Attention, MLP and head of one shape, forward and backward."""
+    """Measurements of attention, MLP and head of one shape, forward and backward."""
     hidden, sequence, count = shape
     run = Run(precision=precision, model=Transformer(num_layers=1, hidden=hidden, heads=max(1, hidden // 64),
                                                      vocab=2048, sequence=sequence))
@@ -244,13 +244,13 @@ def _blocks(shape: tuple[int, int, int], precision: Literal["fp32", "bf16"],
 
 
 def _product(precision: str, size: int) -> float:
-    """FLOPs a second of a large square product."""
+    """FLOPs per second of a large square product."""
     first, second = (torch.randn(size, size).to(DTYPES[precision]) for _ in range(2))
     return 2 * size ** 3 / time_call(lambda: first @ second)
 
 
 def _update(kind: str) -> float:
-    """Bytes a second that the optimizer moves: 28 for each parameter."""
+    """Bytes per second that the optimizer moves: 28 for each parameter."""
     size = 1 << (21 if kind == "cpu" else 26)
     parameters, gradients, first, second = (torch.zeros(size, device=kind) for _ in range(4))
     rule = AdamW(Optim())
@@ -259,7 +259,7 @@ def _update(kind: str) -> float:
 
 
 def _copy(kind: str) -> float:
-    """Bytes a second from the device to the host's memory."""
+    """Bytes per second from the device to the host's memory."""
     size = 1 << 24
     source = torch.zeros(size // 4, device=kind)
     target = torch.zeros(size // 4, device="cpu", pin_memory=kind == "cuda")
@@ -267,7 +267,7 @@ def _copy(kind: str) -> float:
 
 
 def _slowest(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures that all of them reach: the mean of their times."""
+    """The figures that all ranks reach: the mean of their times."""
     merged = dict(measured[0])
     merged["precisions"] = {
         name: {"samples": [(rows[0][0], sum(seconds for _, seconds in rows) / len(rows)) for rows in zip(
@@ -282,7 +282,7 @@ def _slowest(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def messages_on_rank(world: World) -> dict[str, Any]:
-    """Seconds of one way for each size, and what a collective adds to computing."""
+    """One-way seconds of a message of each size, and the seconds that a collective adds to computing."""
     other, group = 1 - world.rank, world.backend.group("pair", [range(2)])
     transport = world.backend.transport("messages")
     transport.connect([other], [other], _MESSAGES[-1] + 4096)
@@ -312,11 +312,11 @@ def messages_on_rank(world: World) -> dict[str, Any]:
 
 
 def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Seconds of a FLOP, of a byte moved and of a launch that come nearest to the samples, by least squares of relative
-    errors; none is negative. Each kernel takes the longer of its FLOPs and its bytes, which depends on the constants:
-    they are found again until that does not change."""
+    """Seconds of a FLOP, of a byte moved and of a launch, fitted to the samples by least squares of relative errors;
+    none is negative. Each kernel takes the longer of the times of its FLOPs and its bytes, which depends on the
+    constants: the fit is repeated until that does not change."""
     best, least = (0.0, 0.0, 0.0), float("inf")
-    flop, byte = 1.0, 0.0  # at first all that computes takes its FLOPs
+    flop, byte = 1.0, 0.0  # initially all compute kernels are bound by FLOPs
     seen: set[tuple[bool, ...]] = set()
     for _ in range(_ROUNDS):
         computes = tuple(flop * flops >= byte * moved and flops > 0 for kernels, _ in samples
@@ -339,7 +339,7 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float, float]:
 
 
 def _least_squares(rows: Any) -> tuple[float, float, float]:
-    """Constants, none of them negative, by which the terms of each row come nearest to 1."""
+    """Nonnegative constants that bring the sum of each row's terms nearest to 1."""
     best, least = (0.0, 0.0, 0.0), float("inf")
     for count in (3, 2, 1):
         for columns in combinations(range(3), count):
@@ -361,7 +361,7 @@ def _error(samples: Sequence[Sample], constants: tuple[float, float, float]) -> 
 
 
 def seconds_of_a_flop(samples: Sequence[Sample], byte: float, launch: float) -> float:
-    """The best fit, likewise, for these times of a byte and a launch; 0 if these explain all of it."""
+    """Seconds of a FLOP by the same fit, for given times of a byte and a launch; 0 if these explain all of the time."""
     flop = float("inf")
     for _ in range(_ROUNDS):
         rows = []
@@ -378,7 +378,7 @@ def seconds_of_a_flop(samples: Sequence[Sample], byte: float, launch: float) -> 
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(seconds of no bytes, bytes a second) of a line through (bytes, seconds) in relative terms."""
+    """(seconds of zero bytes, bytes per second) of a line fitted to (bytes, seconds) by relative errors."""
     rows = np.array([[1.0 / seconds, size / seconds] for size, seconds in points])
     latency, each = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
     return max(0.0, float(latency)), 1.0 / max(float(each), 1e-15)

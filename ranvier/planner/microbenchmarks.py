@@ -1,6 +1,6 @@
 """Microbenchmarks of a GPU, one for each kind of kernel: products by shape, attention forward and backward, passes over
-memory, sums over rows, and launches. Of products the rate and the start of a tile are those that come nearest to all
-shapes by `whole_waves_flops`."""
+memory, sums over rows, and launches. The rate of products and the start of a tile are fitted to all shapes with
+`whole_waves_flops`."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from ranvier.tensor import float8
 CLOCK_SECONDS = 1e-9
 """Resolution of the clock: no call took less."""
 LEAST_SHARE = 1e-6
-"""That a cluster file may have; what measures less has been interrupted."""
+"""Least share that a cluster file may have; a lesser measurement was interrupted."""
 _CALLS_FLOPS = 2e12
-"""Operations of the calls that are timed together, so that they follow one another on the device."""
+"""Operations of calls that are timed together, so that they run back to back on the device."""
 _LAUNCHES = 200
 _MESSAGE_MULTIPROCESSORS = 16
-"""Not measured: as many channels as NCCL commonly has."""
+"""Not measured: the usual number of NCCL's channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of the timed kernels. products: (m, n, k). attention: sequences, heads, positions, width of a head.
-    elements: of a pass over memory."""
+    elements: number of elements of a pass over memory."""
 
     products: Sequence[tuple[int, int, int]]
     attention: tuple[int, int, int, int]
     elements: int
     seconds: float = 0.15
-    """That each is timed for."""
+    """Seconds for which each kernel is timed."""
 
 
 GPU = Sizes(products=((8192, 8192, 8192), (16384, 2048, 8192), (4096, 4096, 16384), (16384, 8192, 512),
@@ -51,7 +51,7 @@ GPU = Sizes(products=((8192, 8192, 8192), (16384, 2048, 8192), (4096, 4096, 1638
 
 def time_call(call: Callable[[], object], seconds: float = 0.15,
               average: Callable[[Sequence[float]], float] = median, calls: int = 1) -> float:
-    """Seconds of one call: of as many as `seconds` allow, at least five, `calls` of them at a time."""
+    """Average seconds of one call, over as many calls as `seconds` allow, at least five, `calls` of them at a time."""
     def sync() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize(0)
@@ -71,7 +71,8 @@ def time_call(call: Callable[[], object], seconds: float = 0.15,
 
 def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, multiprocessors: int,
                     update_bandwidth: float, sizes: Sizes, tile: int = 128) -> Device:
-    """The current torch device as one of a cluster. formats: that it computes in; the first is that of `tile_start`."""
+    """The current torch device as a cluster's device. formats: in which it computes; the first is that of
+    `tile_start`."""
     few, many = torch.zeros(64), torch.randn(sizes.elements, dtype=DTYPES["bf16"])
     launch = time_call(lambda: few.add_(1.0), sizes.seconds, calls=_LAUNCHES)
     bandwidth = 2 * many.nbytes / max(time_call(lambda: functional.gelu(many), sizes.seconds) - launch, CLOCK_SECONDS)
@@ -100,8 +101,8 @@ def measured_device(name: str, formats: Sequence[Format], *, memory_bytes: int, 
 
 def tile_rate(seconds: Mapping[tuple[int, int, int, int], float], multiprocessors: int, tile: int
               ) -> tuple[float, float]:
-    """(FLOP/s, start of a tile) that come nearest to these products, by least squares of relative errors. seconds: by
-    (batch, m, n, k)."""
+    """(FLOP/s, start of a tile), fitted to these products by least squares of relative errors. seconds: by (batch, m,
+    n, k)."""
     rows = []
     for shape, each in seconds.items():
         bare, started = (whole_waves_flops(shape, multiprocessors, tile, start) for start in (0.0, 1.0))
@@ -119,7 +120,7 @@ def _calls(flops: float) -> int:
 
 
 def _product(shape: tuple[int, int, int], number_format: Format) -> Callable[[], Tensor]:
-    """A product [m, k] [k, n] of this format, its operands rounded before."""
+    """A product [m, k] [k, n] in this format, with operands rounded in advance."""
     m, n, k = shape
     if number_format != "fp8":
         return partial(torch.mm, *(torch.randn(size).to(DTYPES[number_format]) for size in ((m, k), (k, n))))
@@ -131,8 +132,8 @@ def _product(shape: tuple[int, int, int], number_format: Format) -> Callable[[],
 
 
 def _attention_flops(sizes: Sizes, number_format: Format, beside: float) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward. beside: seconds of the passes beside the backward's products
-    (`Device.beside_attention_seconds`) for each byte of the queries."""
+    """FLOP/s of causal attention, forward and backward. beside: seconds of the passes in addition to the backward's
+    products (`Device.beside_attention_seconds`), per byte of the queries."""
     sequences, heads, positions, width = sizes.attention
     query, key, value = (torch.randn(sizes.attention).to(DTYPES[number_format]).requires_grad_() for _ in range(3))
     attention = partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)

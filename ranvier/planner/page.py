@@ -1,4 +1,4 @@
-"""`ranvier plan --out-html`: the best configuration, and why each other candidate lost, as a page."""
+"""The page of `ranvier plan --out-html`: the best configuration, and why each other candidate lost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _MAX_ROWS = 60
 
 def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, str], step: Simulation,
             goal: Goal | None = None, schedule: str = "") -> Page:
-    """Figures of the best configuration, its explanation, the candidates, those that do not fit last, and a step of it.
-    asked, origins: the settings before the search, and where each comes from. step: of the best configuration.
-    goal: a training, of which its days and its cost are figures, too. schedule: as `report.schedule_text` has it."""
+    """The page of a plan: figures of the best configuration, its explanation, the candidates (those that do not fit
+    come last), and a timeline of its step. asked, origins: the settings before the search, and the origin of each.
+    step: of the best configuration. goal: a training, whose days and cost are shown too. schedule: from
+    `report.schedule_text`."""
     best = plan.best[0]
     dropped = sorted(plan.dropped, key=lambda one: one.cost.seconds)
     unit, unit_bytes = memory_unit(max(map(report.device_bytes, (*plan.best, *dropped))))
@@ -53,7 +54,7 @@ def page_of(plan: SearchResult, recipe: str, asked: Run, origins: Mapping[str, s
 
 
 def _timeline(shown: Simulated) -> StepTimeline:
-    """The actions of one replica; what follows its pipeline is not in it."""
+    """The timeline of one replica's actions, without what follows its pipeline."""
     def span(action: Action, start: float, stop: float) -> Span:
         return Span(CATEGORIES[action.kind], str(action), 1, round(start * 1e9), round(stop * 1e9))
 
@@ -73,7 +74,7 @@ def _row(number: int, candidate: Candidate, reason: str, unit_bytes: int) -> tup
 
 
 def _why_slower(best: Candidate, candidate: Candidate) -> str:
-    """The three largest differences between the times of a step and of the best one."""
+    """The three largest differences between the step times of a candidate and of the best one."""
     if candidate is best:
         return "the fastest"
     more = {name: share * candidate.cost.seconds - report.shares(best.cost).get(name, 0.0) * best.cost.seconds

@@ -27,16 +27,16 @@ _LABELS = {"F": "forward", "B": "backward", "W": "weight gradient"}
 _MOST_ACTIONS = 100
 """Most actions of a stage in a picture."""
 _MOST_STAGES = 24
-_UNIT = 1 << 20  # bytes, of which products are parts
+_UNIT = 1 << 20  # bytes, in units of which products are given
 
 
 def check_picture(path: Path) -> None:
-    """ConfigError where no picture can be written to `path`."""
+    """ConfigError if no picture can be written to `path`."""
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if (problem := write_problem(path)) is not None:
         raise _not_writable(path, problem)
     if path.suffix and path.suffix[1:].lower() not in formats:
-        raise _not_writable(path, f"no format of pictures is {path.suffix}")
+        raise _not_writable(path, f"{path.suffix} is not a picture format")
 
 
 def _not_writable(path: Path, problem: str) -> ConfigError:
@@ -45,7 +45,8 @@ def _not_writable(path: Path, problem: str) -> ConfigError:
 
 
 def draw_simulation(simulation: Simulation, path: Path) -> None:
-    """A picture, a PNG but where `path` ends otherwise, of the simulated step and of what changes its bubble."""
+    """Draw the simulated step, and how its bubble depends on the pipeline's parameters; a PNG unless `path` ends
+    otherwise."""
     figure = new_figure(13, 8.5)
     top, *below = figure.subplot_mosaic([["all"] * 3, ["depth", "limit", "jitter"]]).values()
     draw_actions(top, simulation.step.shown)
@@ -81,15 +82,15 @@ def draw_actions(axes: Axes, shown: Simulated) -> None:
 
 
 def mean_stage(stages: Sequence[StageTimes]) -> StageTimes:
-    """A stage like the average one."""
+    """A stage with the average times."""
     return StageTimes(forward=mean(stage.forward for stage in stages), backward=mean(
         stage.backward for stage in stages), weight=mean(stage.weight for stage in stages))
 
 
 def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_flight: int | None = None, hop: float = 0.0,
            noise: Noise = STEADY) -> float:
-    """Bubble of `pipe` equal stages and `count` microbatches, with the limits that `auto` chooses in 1F1B's memory, or
-    for `in_flight` in that of so many. Deferred products of a microbatch keep half of its activations."""
+    """Bubble of `pipe` equal stages and `count` microbatches, with the limits that `auto` chooses within 1F1B's memory,
+    or within the memory of `in_flight` microbatches. Deferred products of a microbatch keep half of its activations."""
     load = StageLoad(forward=stage.forward, backward=stage.backward, weight=stage.weight, trains=True, fixed=0.0,
                      graph=1.0, operands=0.5)
     memory = max(1.0, (in_flight or pipe) / pipe)
@@ -102,7 +103,7 @@ def bubble(stage: StageTimes, pipe: int, count: int, policy: Policy, *, in_fligh
 
 
 def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int, hop: float) -> None:
-    """Over depth, in-flight limit and jitter, for each policy."""
+    """Draw the bubble by depth, in-flight limit and jitter, for each policy."""
     pipe = min(pipe, 16)
     depths = [depth for depth in (1, 2, 4, 8, 12, 16) if depth <= max(4, 2 * pipe)]
     limits = sorted({max(1, round(pipe * factor)) for factor in (0.5, 1, 1.5, 2, 3)})
@@ -124,5 +125,5 @@ def draw_bubbles(axes: Sequence[Axes], stage: StageTimes, pipe: int, count: int,
         axis.set_ylim(bottom=0)
         clean(axis)
     legend = axes[2].legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
-    legend.set_in_layout(False)  # it is wider than its axes, and the title of the first ones has made room for it
+    legend.set_in_layout(False)  # it is wider than its axes; the title of the first axes already leaves space for it
     axes[0].set_title(f"{count} microbatches; a message takes 0.1 of a forward", fontsize="medium", loc="left")

@@ -1,4 +1,4 @@
-"""`ranvier plan` and `ranvier simulate`: from a run and a cluster's name to what is printed, written and drawn."""
+"""`ranvier plan` and `ranvier simulate`: from a run and a cluster's name to printed, written and drawn results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from ranvier.system.terminal import Screen, TextTable, terminal_width, wrap_text
 
 def ranks_for(run: Run, cluster: Cluster, ranks: int | None) -> int:
     """Number of ranks to plan for: the requested devices; else the ranks of the run's mesh, or all devices if it has
-    one rank; on CPUs one for each core."""
+    one rank; on CPUs one per core."""
     if ranks is not None:
         return ranks
     size = 1 if open_axes_of(run) else resolve_with_least(run).mesh.size
@@ -67,17 +67,17 @@ def settings_of(text: str | None) -> tuple[Setting, ...]:
         raise ConfigError("cannot be searched", code="unknown-search", where="--search",
                           value=unknown[0] if unknown else text,
                           remedy=f"Name some of: {', '.join(get_args(Setting))}.")
-    return cast("tuple[Setting, ...]", names)  # each is one: the others were refused
+    return cast("tuple[Setting, ...]", names)  # all are valid: others were refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Options of `ranvier plan` beside the recipe and the clusters. ranks: devices; None for what the recipe's mesh or
-    the cluster has. nodes, price: of each cluster, and of a device and hour, instead of its file's. searched: what may
-    change. takes_bf16: whether the plan is in bf16 where a device computes faster so, because nobody chose the number
-    format. measure: how many are run here. goal: a whole training. what_if: factors on numbers of the cluster. out: the
-    run file, beside which `launcher` has a job's file. out_html: the page; origins: where each setting comes from, for
-    it."""
+    """Options of `ranvier plan` except the recipe and the clusters. ranks: devices; None for those of the recipe's mesh
+    or of the cluster. nodes, price: of each cluster, and per device and hour, instead of the cluster file's. searched:
+    settings that may change. takes_bf16: whether the plan uses bf16 if that is faster, since the user chose no number
+    format. measure: number of plans that are run here. goal: an entire training. what_if: factors on numbers of the
+    cluster. out: the run file, next to which the job file for `launcher` is written. out_html: the page; origins: the
+    origin of each setting, for the page."""
 
     ranks: int | None = None
     nodes: int | None = None
@@ -96,8 +96,8 @@ class Request:
 
 
 def plan(name: str, run: Run, cluster_names: Sequence[str], request: Request) -> SearchResult:
-    """Search, run the best `measure` for some steps here, print, and write the best as a run file. The result of the
-    first cluster is returned."""
+    """Search, run the best `measure` plans for some steps here, print, and write the best plan as a run file. Returns
+    the result for the first cluster."""
     _check(request, len(cluster_names))
     clusters = [replace(cluster, nodes=request.nodes or cluster.nodes,
                         price_per_hour=request.price or cluster.price_per_hour)
@@ -156,14 +156,13 @@ def _progress(line: str) -> None:
 
 
 class Progress:
-    """Progress of a search, on standard error: on a terminal one line, which the next one overwrites; elsewhere the
-    first."""
+    """Progress of a search, on standard error: on a terminal one line that is overwritten; elsewhere only the first."""
 
     def __init__(self) -> None:
         self._on_terminal, self._shown = sys.stderr.isatty(), 0
 
     def show(self, line: str) -> None:
-        """Instead of what was shown."""
+        """Show `line` instead of the previous one."""
         if self._on_terminal:
             width = terminal_width() - 1
             print(f"\r{f'ranvier: {line}'[:width]:{min(width, self._shown)}}", end="", file=sys.stderr, flush=True)
@@ -180,11 +179,11 @@ class Progress:
 
 
 def _check(request: Request, num_clusters: int) -> None:
-    """ConfigError for options that cannot be together."""
+    """ConfigError for incompatible options."""
     check_finite("--price", request.price)
     if request.price is not None and request.goal is None:
         raise ConfigError("needs a number of tokens", code="goal-without-tokens", where="--price", value=request.price,
-                          remedy="Give `--tokens 300B`, say, too.")
+                          remedy="Also give, for example, `--tokens 300B`.")
     several = num_clusters > 1 or bool(request.what_if)
     for where, value in (("--out", request.out), ("--out-html", request.out_html), ("--measure", request.measure)):
         if several and value:
@@ -193,7 +192,7 @@ def _check(request: Request, num_clusters: int) -> None:
                               remedy="Leave it out here, and plan again for the one that you choose.")
     if request.launcher is not None and request.out is None:
         raise ConfigError("needs a run file to start", code="launcher-without-out", where="--launcher",
-                          value=request.launcher, remedy="Give `--out FILE.toml`, too.")
+                          value=request.launcher, remedy="Also give `--out FILE.toml`.")
     if request.out is not None:
         if request.out_html is not None and request.out.resolve() == request.out_html.resolve():
             raise ConfigError("is also the file of `--out`", code="page-over-plan", where="--out-html",
@@ -222,7 +221,7 @@ def _search(run: Run, cluster: Cluster, ranks: int, request: Request) -> SearchR
 
 
 def _search_plans(run: Run, cluster: Cluster, request: Request) -> list[SearchResult]:
-    """The plan; where a deadline or a budget leaves the number of devices open, those for fewer devices before it."""
+    """The plan; if a deadline or a budget leaves the number of devices open, preceded by plans for fewer devices."""
     goal = request.goal
     if goal is not None and goal.budget is not None and cluster.price_per_hour is None:
         raise ConfigError(f"needs to know what a device of {cluster.name} costs", code="budget-without-price",
@@ -239,8 +238,8 @@ def _search_plans(run: Run, cluster: Cluster, request: Request) -> list[SearchRe
 
 
 def _compare(name: str, run: Run, clusters: Sequence[Cluster], request: Request) -> SearchResult:
-    """Plans for several clusters, and for what they would be with other numbers, side by side; the first one is
-    returned. A cluster without a plan says why. RanvierError, the first cluster's, where none has one."""
+    """Print plans for several clusters, and for clusters with changed numbers, side by side; returns the first plan.
+    For a cluster without a plan the reason is shown. RanvierError, that of the first cluster, if none has a plan."""
     changed = [changed_cluster(cluster, text) for cluster in clusters for text in request.what_if]
     results: list[SearchResult] = []
     without: list[tuple[Cluster, RanvierError]] = []
@@ -265,7 +264,7 @@ def _compare(name: str, run: Run, clusters: Sequence[Cluster], request: Request)
 
 def comparison(results: Sequence[SearchResult], goal: Goal | None,
                without: Sequence[tuple[Cluster, RanvierError]] = ()) -> TextTable:
-    """The best plan of each search, one a line. without: clusters that have none, and why."""
+    """The best plan of each search, one per line. without: clusters without a plan, and why."""
     best = [each.best[0] for each in results]
     longer = [one.expected_seconds(each.measured_over_predicted) / one.cost.seconds
               for one, each in zip(best, results, strict=True)]
@@ -321,7 +320,7 @@ def print_plan(result: SearchResult, name: str, explain: bool, goal: Goal | None
     screen.print()
     screen.print(report.table(result, goal=goal))
     if result.measured_over_predicted != 1.0:
-        screen.print(f"\nMeasured steps take {result.measured_over_predicted:.2f} times what is predicted (median).")
+        screen.print(f"\nMeasured steps take {result.measured_over_predicted:.2f} times the predicted time (median).")
     screen.print()
     first, limits, *more, memory = report.explanation(result)
     faster = any(one.cost.seconds < result.best[0].cost.seconds for one in result.dropped)
@@ -337,7 +336,7 @@ def print_plan(result: SearchResult, name: str, explain: bool, goal: Goal | None
 def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None, jitter: float = 0.0,
              slow: Sequence[str] = (), mtbf_hours: float | None = None, draw: Path | None = None, as_json: bool = False,
              as_published: bool = False) -> Simulation:
-    """Simulate a step of the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
+    """Simulate a step on the run's own mesh, print it, and draw it. as_published: as for `step_cost`."""
     if draw is not None:
         from ranvier.planner.picture import check_picture, draw_simulation
 
@@ -377,7 +376,7 @@ def simulate(name: str, run: Run, cluster_name: str, *, ranks: int | None = None
 
 def simulation(run: ResolvedRun, cluster: Cluster, noise: Noise = STEADY, work: Work | None = None, *,
                as_published: bool = False) -> Simulation:
-    """One step. as_published: as for `ranvier.cost.step.step_cost`."""
+    """Simulate one step. as_published: as for `ranvier.cost.step.step_cost`."""
     work = work or Work()
     one = predict(run, cluster, work, exact=True)
     run = one.run
@@ -404,7 +403,7 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
         if not (0 <= found[0][0] < replicas and 0 <= found[0][1] < stages and 0 < found[1] < 1e6):
             raise ValueError
     except ValueError:
-        raise ConfigError("must be REPLICA:STAGE:FACTOR, of a replica and stage that are there",
+        raise ConfigError("must be REPLICA:STAGE:FACTOR, with an existing replica and stage",
                           code="malformed-slow-stage", where="--slow", value=text,
                           remedy=f"There are {replicas} replicas of {stages} stages, numbered from 0; for example "
                                  "`--slow 0:0:1.5`.") from None
@@ -412,7 +411,7 @@ def _slow(text: str, run: ResolvedRun) -> tuple[tuple[int, int], float]:
 
 
 def _document(name: str, simulation: Simulation, lost: Goodput | None) -> dict[str, object]:
-    shown = simulation.step.shown  # the slowest of those with a slow stage, else the first replica
+    shown = simulation.step.shown  # the slowest replica with a slow stage, else the first
     return {"recipe": name, "cluster": simulation.cluster.name, "ranks": simulation.run.mesh.size,
             "step_seconds": simulation.seconds, "pipeline_seconds": simulation.pipeline_seconds,
             "bubble_fraction": simulation.step.bubble_fraction, "replicas": simulation.step.replicas,

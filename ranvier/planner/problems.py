@@ -1,6 +1,6 @@
 """Every reason why a run cannot work: by its settings, its model family, its data settings and the disk.
 
-The settings alone are judged by `ranvier.config.rules`; here the model family and the task are asked as well.
+`ranvier.config.rules` checks settings alone; here the model family and the task are checked, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ranvier.optim.rules import rules_of
 
 PREVENT_A_CUT = ("model.", "lora.", "mesh.", "tensor.", "pipeline.boundaries", "pipeline.deferred", "optim.groups",
                  "optim.algorithm", "optim.options", "data.task", "data.options")
-"""Beginnings of the settings whose problems leave no model to cut into stages."""
+"""Prefixes of settings whose problems leave no model to cut into stages."""
 TOO_LARGE = (RuntimeError, OverflowError, MemoryError, ValueError, TypeError)
-"""Errors that torch raises for sizes that no tensor can have."""
+"""Errors that torch raises for impossible tensor sizes."""
 
 
 def problems(run: ResolvedRun, num_ranks: int | None = None, *, elsewhere: bool = True) -> list[RanvierError]:
-    """Everything that is known before anything is built. num_ranks: ranks that are started, where that is known.
-    elsewhere: the run may be for another machine, which may have data that is missing here."""
+    """All problems that are known before anything is built. num_ranks: number of started ranks, if known. elsewhere:
+    whether the run may be for another machine, which may have data that is missing here."""
     return [*families.problems(run), *_update_rule(run), *_freeze_policy(run),
             *rules.problems(run, num_ranks, num_blocks=_num_blocks(run)), *data_problems(run, elsewhere=elsewhere),
             *_missing_checkpoint(run)]
@@ -38,20 +38,20 @@ def problems(run: ResolvedRun, num_ranks: int | None = None, *, elsewhere: bool 
 
 def warnings(run: ResolvedRun, chosen: Collection[str] | None = None, asked: Run | None = None
              ) -> Iterator[RanvierError]:
-    """Settings that have no effect, or not the one that was meant. chosen, asked: see `ranvier.config.effects`."""
+    """Settings that have no effect, or not the intended one. chosen, asked: see `ranvier.config.effects`."""
     yield from effects.warnings(run, chosen, asked)
     yield from data_warnings(run)
     yield from rules.warnings(run)
 
 
 def cannot_be_laid_out(error: Exception) -> ConfigError:
-    """The error for a model whose sizes no tensor can have, from what torch raised."""
+    """The error for a model with impossible tensor sizes, from torch's error."""
     return ConfigError(f"cannot be laid out: {str(error).partition(chr(10))[0]}", code="model-not-laid-out",
                        where="model", remedy="Choose smaller sizes: a tensor of the model is larger than any can be.")
 
 
 def _num_blocks(run: Run) -> int | None:
-    """Blocks of the run's model; None where it cannot be built, which is a problem of the model or the task."""
+    """Number of blocks of the run's model; None if it cannot be built, which is a problem of the model or the task."""
     if run.model.num_layers > rules.MAX_LAYERS:
         return None
     try:
@@ -61,7 +61,7 @@ def _num_blocks(run: Run) -> int | None:
 
 
 def _update_rule(run: Run) -> Iterator[RanvierError]:
-    """An update rule of the user's that cannot be loaded."""
+    """Errors of a user's update rule that cannot be loaded."""
     try:
         rules_of(run.optim)
     except RanvierError as error:
@@ -69,7 +69,7 @@ def _update_rule(run: Run) -> Iterator[RanvierError]:
 
 
 def _freeze_policy(run: Run) -> Iterator[RanvierError]:
-    """A freeze policy of the user's that cannot be loaded."""
+    """Errors of a user's freeze policy that cannot be loaded."""
     if is_object_name(run.elastic.freeze):
         try:
             load_object(run.elastic.freeze, "elastic.freeze", POLICY_METHODS, run.elastic.options)

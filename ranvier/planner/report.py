@@ -19,17 +19,17 @@ from ranvier.planner.training import columns as columns_of
 from ranvier.system.terminal import TextTable, memory_unit, three_digits
 
 _ALIKE = 0.01
-"""Share of a step below which times count as equal: far less than the errors of predictions."""
+"""Relative difference below which step times count as equal: far less than prediction errors."""
 
 
 def four_digits(seconds: float) -> str:
-    """Significant ones: 5.800, 1235."""
+    """Seconds with four significant digits: 5.800, 1235."""
     return f"{seconds:#.4g}".removesuffix(".")
 
 
 def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTable:
-    """The fastest configurations, one a line, with the settings in which they differ (`common_settings` has the
-    others). Rates are as measured where anything was. goal: a training, of which each has its days and its cost."""
+    """The fastest configurations, one per line, with the settings in which they differ (`common_settings` has the
+    others). Rates are measured if possible. goal: a training, whose days and cost are shown for each."""
     shown = alternatives(plan)[:rows]
     axes = [axis for axis in shown[0].run.mesh.sizes
             if axis in ("data", "pipe") or any(found.run.mesh.sizes[axis] > 1 for found in shown)]
@@ -60,8 +60,8 @@ def table(plan: SearchResult, rows: int = 8, goal: Goal | None = None) -> TextTa
 
 
 def alternatives(plan: SearchResult) -> list[Candidate]:
-    """The configurations without those that differ from a faster one only in where optimizer states are and in whether
-    weight gradients are deferred; all of them where nothing else differs."""
+    """The configurations except those that differ from a faster one only in the placement of optimizer states and in
+    whether weight gradients are deferred; all if nothing else differs."""
     first: dict[object, Candidate] = {}
     for found in plan.best:
         run = found.run
@@ -89,7 +89,7 @@ _WORDS = ("recompute", "offload", "shard", "deferred", "precision", "scheme")
 
 
 def numbers(plan: SearchResult) -> str:
-    """Numbers that all configurations share: the batch, and the number format where only one was searched."""
+    """Numbers that all configurations share: the batch, and the number format if only one was searched."""
     run, tokens = plan.best[0].run, plan.best[0].cost.tokens
     formats = {found.run.precision for found in plan.best}
     parts = [f"batch {run.batch.global_size} of {tokens // run.batch.global_size:,} tokens",
@@ -100,7 +100,7 @@ def numbers(plan: SearchResult) -> str:
 
 
 def _further(shown: Sequence[Candidate]) -> dict[str, list[str]]:
-    """Columns that the table has only where its rows differ in them."""
+    """Columns that the table has only if its rows differ in them."""
     return {"stages per rank": [_stages(found.run) for found in shown],
             "deferred": ["no" if found.run.pipeline.defer_bytes == 0 else "yes" for found in shown],
             "precision": [found.run.precision for found in shown], "scheme": [scheme(found.run) for found in shown],
@@ -114,14 +114,14 @@ def _stages(run: ResolvedRun) -> str:
 
 
 def scheme(run: ResolvedRun) -> str:
-    """The scheme by which the products of the tensor mesh are computed; empty if a stage is one rank."""
+    """The scheme of the tensor mesh's products; empty if a stage is one rank."""
     if run.mesh.stage_size == 1:
         return ""
     return run.tensor.scheme + " by sequence" * run.tensor.shards_sequence
 
 
 def model_flops_per_device(candidate: Candidate) -> float:
-    """The model's own FLOPs of a step, a second and a device."""
+    """The model's own FLOPs of a step, per second and device."""
     return candidate.cost.model_flops / candidate.cost.seconds / candidate.run.mesh.size
 
 
@@ -156,7 +156,7 @@ that took longer."""
 
 
 def explanation(plan: SearchResult) -> list[str]:
-    """The bottleneck, and what memory excludes, in sentences."""
+    """The bottleneck, and what memory excludes, as sentences."""
     best, *others = alternatives(plan)
     second = others[0] if others else None
     cost = best.cost
@@ -219,8 +219,8 @@ def _bottleneck(worst: str, share: float, best: Candidate, plan: SearchResult) -
 
 
 def schedule_text(choices: Sequence[MemoryChoice], step: Cost | None = None) -> str:
-    """The schedule of the run, and what more or less memory would make of it. step: a whole step,
-    which has less of a bubble than the few microbatches that are simulated for a choice; None where it is not known."""
+    """The schedule of the run, and how more or less memory would change it. step: the cost of an entire step, whose
+    bubble is smaller than that of the few microbatches that are simulated for a choice; None if unknown."""
     own, *others = choices
     max_stored = own.limits.max_stored
     some = "" if own.num_microbatches == own.step_microbatches else f" of the step's {own.step_microbatches:,}"
@@ -245,7 +245,7 @@ def schedule_text(choices: Sequence[MemoryChoice], step: Cost | None = None) -> 
 
 
 def schedule_of(plan: SearchResult) -> tuple[MemoryChoice, ...]:
-    """Memory against speed for the fastest configuration; empty where `pipeline.memory` has no effect on it."""
+    """Memory against speed for the fastest configuration; empty if `pipeline.memory` has no effect on it."""
     return memory_curve(plan.best[0].run, laid_out(plan.best[0].run)[0], plan.cluster)
 
 
@@ -255,7 +255,7 @@ def waits_for_link(cost: Cost) -> bool:
 
 
 def offload_text(run: ResolvedRun) -> str:
-    """Placement of the optimizer states, with the share in host memory if that is a part of them."""
+    """Placement of the optimizer states, with the share in host memory if only a part is there."""
     share = run.optim.offload_share
     return f"hybrid {share:.1%}" if run.optim.offload == "hybrid" and share != "auto" else run.optim.offload
 
@@ -280,7 +280,7 @@ def describe(run: ResolvedRun) -> str:
 
 
 def document(plan: SearchResult, recipe: str, goal: Goal | None = None) -> dict[str, object]:
-    """The plan for JSON. goal: a training, which "training" is about."""
+    """The plan for JSON. goal: a training, described in "training"."""
     whole = None if goal is None else training(plan.best[0], plan.cluster, goal, plan.measured_over_predicted)
     return {"training": None if goal is None or whole is None else {"tokens": goal.tokens, **asdict(whole)},
             "recipe": recipe, "cluster": plan.cluster.name, "ranks": plan.ranks, "considered": plan.considered,
@@ -346,7 +346,7 @@ def course_lines(candidate: Candidate) -> list[str]:
 
 
 def stage_table(cost: Cost, rows: int = 16) -> TextTable:
-    """Milliseconds of the first stages: for a microbatch, and of averaging and update for a step."""
+    """Milliseconds of the first stages: per microbatch, and for averaging and update per step."""
     shown = [[str(row.stage), *(f"{1e3 * seconds:.3f}" for seconds in (
         row.forward_seconds, row.backward_seconds, row.weight_seconds, row.exchange_seconds, row.reduction_seconds,
         row.update_seconds))] for row in cost.stages[:rows]]

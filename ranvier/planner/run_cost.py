@@ -1,7 +1,7 @@
 """Cost of a run's step: its settings and counted blocks as input of `ranvier.cost.step`.
 
-Above the pipeline and the models, since it asks them which blocks are recomputed, what a sample is, and which layers of
-a block are split over the tensor mesh.
+It is above the pipeline and the models, which determine the recomputed blocks, the form of a sample, and the layers of
+a block that are split over the tensor mesh.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def run_cost(run: ResolvedRun, cluster: Cluster, stages: Stages, *, exact: bool 
 
 
 def unlimited_limits(run: ResolvedRun) -> Limits:
-    """As if any number of microbatches might be under way, which is no slower, and takes no simulation to find. The
-    bounds of a pipeline's time do not depend on what may wait; what follows it is shortest where nothing does:
-    gradients are summed beside the whole last backward."""
+    """Limits that allow any number of microbatches in flight, which is not slower, and needs no simulation. The bounds
+    of a pipeline's time do not depend on deferral; the time after the pipeline is shortest without deferral, since
+    gradient sums overlap with the entire last backward."""
     return Limits(in_flight=run.num_microbatches, deferred=(0,) * run.mesh.pipeline_size)
 
 
@@ -51,10 +51,11 @@ def widest_limits(run: ResolvedRun) -> Limits:
 
 
 def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
-    """A step of which `least_run_seconds` makes those of other meshes and microbatches. run: on one rank, with
-    microbatches of one sample, nothing of which is recomputed. blocks: counted for it.
+    """A step from which `least_run_seconds` derives those of other meshes and microbatches. run: on one rank, with
+    microbatches of one sample, without recomputation. blocks: counted for this run.
 
-    All layers but the largest are marked as recomputed, where what is inside them is large enough for `auto` to do so.
+    All layers except the largest are marked as recomputed, if they are large enough inside for `auto` to recompute
+    them.
     """
     step = step_of(run, [blocks], limits=unlimited_limits(run))
     layers = recomputed_runs(replace(run, memory=replace(run.memory, recompute=1)), [blocks])[0]
@@ -68,10 +69,10 @@ def sample_step(run: ResolvedRun, blocks: Sequence[BlockCost]) -> Step:
 
 
 def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple[float, float]:
-    """Lower bounds of the time of a run's step, by the operations of its products and the messages of its tensor mesh:
-    as if devices did nothing else, at the full rate of large products, and shared that equally; without recomputation,
-    and under `auto`. Of several layers, or of several microbatches under way, `auto` recomputes every layer of a stage,
-    so that one layer of the model at most is computed once. sample: as of `sample_step`."""
+    """Lower bounds of the time of a run's step, without recomputation and under `auto`, by the operations of its
+    products and the messages of its tensor mesh: as if devices did nothing else, at the full rate of large products,
+    evenly divided. With several layers, or several microbatches in flight, `auto` recomputes every layer of a stage, so
+    at most one layer of the model is computed only once. sample: from `sample_step`."""
     stages = (sample.stages[0], *(StageWork(blocks=()),) * (run.placement.num_stages - 1))
     ideal = replace(cluster, device=_without_latency(Same(cluster.device)))
     least, recomputing = least_seconds(replace(sample, run=run, stages=stages), ideal,
@@ -82,7 +83,7 @@ def least_run_seconds(run: ResolvedRun, cluster: Cluster, sample: Step) -> tuple
 
 @lru_cache(maxsize=64)
 def _without_latency(device: Same[Device]) -> Device:
-    """A device whose kernels take what their operations take at the full rate."""
+    """A device whose kernels take only the time of their operations at the full rate."""
     return replace(device.it, multiprocessors=None, memory_bandwidth=1e24, memory_share=1.0,
                    reduction_share=None, operation_seconds=0.0)
 
@@ -93,7 +94,7 @@ def run_pipeline(run: ResolvedRun, cluster: Cluster, stages: Stages, *, as_publi
 
 
 def step_of(run: ResolvedRun, stages: Stages, cluster: Cluster | None = None, limits: Limits | None = None) -> Step:
-    """One step of the run; cluster: as for `conditions_of`. limits: the schedule's, where they are known."""
+    """One step of the run. cluster: as for `conditions_of`. limits: the schedule's, if known."""
     recomputed = recomputed_runs(run, stages)
     limits = limits or run_limits(run, stages, recomputed, conditions_of(run, stages, recomputed, cluster))
     own, more = (families.flops_per_sample(run, recomputed=again) for again in (False, True))
@@ -118,16 +119,16 @@ def _blocks_of(stages: Stages, segments: Segments) -> list[BlockCost]:
 
 
 def states_per_parameter(run: ResolvedRun) -> float:
-    """Numbers that an update reads and writes of each parameter, on average: moments, averages and the master copy."""
+    """Average number of values that an update reads and writes per parameter: moments, averages and the master copy."""
     return _update_of(run)[0] + len(averages_of(run.optim)) + is_half(DTYPES[run.precision])
 
 
 SAVED_BYTES_PER_SECOND = 2e9
-"""Writing speed of all ranks together, to a shared file system: cautious, so that a large checkpoint is not cut off."""
+"""Write speed of all ranks together, to a shared file system: cautious, so that a large checkpoint has enough time."""
 
 
 def saved_bytes(run: ResolvedRun) -> float:
-    """Bytes of a checkpoint of the run: its parameters, and the states of those that train."""
+    """Bytes of a checkpoint of the run: its parameters, and the states of trained parameters."""
     model, sizes = families.model_of(run), element_bytes(run)
     states = sizes.state * states_per_parameter(run)
     return sum(one.numel * (sizes.parameter + states * one.trainable)
@@ -135,8 +136,8 @@ def saved_bytes(run: ResolvedRun) -> float:
 
 
 def _update_of(run: ResolvedRun) -> tuple[float, float]:
-    """Numbers that the optimizer keeps for each parameter of the run's model, on average, and operations of one update
-    beside what every element costs."""
+    """Average number of values that the optimizer keeps per parameter of the run's model, and operations of one update
+    in addition to those of every element."""
     rules = rules_of(run.optim)
     if rules.tensors is None:
         return len(rules.elementwise.states), 0.0
@@ -155,15 +156,14 @@ def _update_of_tensors(run: Run) -> tuple[float, float]:
 
 # Lower bounds of the device memory of a rank, by arithmetic on counted blocks: fast, and below `Work.memory`.
 #
-# `least_device_bytes` has the blocks of each stage as its ranks have them, `least_bytes_of_any_cut` the blocks of the
-# whole model on one rank. Of the states parameters, gradients and the optimizer's own; of the activations what a stage
-# stores under 1F1B, than which no schedule stores less. What else there is (buffers, messages, products under way) is
-# left out.
+# `least_device_bytes` uses the blocks of each stage as on its ranks, `least_bytes_of_any_cut` the blocks of the full
+# model on one rank. They count parameters, gradients and optimizer states, and the activations that a stage stores
+# under 1F1B, since no schedule stores less. All else (buffers, messages, products in progress) is left out.
 
 
 def least_device_bytes(run: ResolvedRun, stages: Stages) -> tuple[float, float]:
-    """Least bytes of the rank that needs most; and the part of the optimizer's states, all of which hybrid offload
-    keeps there. stages: the blocks of each, counted for the run."""
+    """Least bytes of the rank that needs most; and those of its optimizer states, all of which hybrid offload counts
+    there. stages: the blocks of each stage, counted for the run."""
     optim, sizes, pipe = run.optim, element_bytes(run), run.mesh.pipeline_size
     states = 0.0 if optim.offload in ("stream", "host") else sizes.state * states_per_parameter(run) / (
         run.mesh.num_replicas if optim.shard else 1)
@@ -193,11 +193,11 @@ def least_device_bytes(run: ResolvedRun, stages: Stages) -> tuple[float, float]:
 
 
 def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> float:
-    """Least bytes of the rank that needs most, however the blocks are cut into stages, and with all states of the
-    optimizer on the host. sample: all blocks, counted for one sample on one rank.
+    """Least bytes of the rank that needs most, for any cut into stages, and with all optimizer states on the host.
+    sample: all blocks, counted for one sample on one rank.
 
-    Of w_r(b), what a block needs on rank r, and any factors f_r that add up to 1, the rank that needs most has at least
-    the sum over blocks of the least f_r w_r(b); here f_r is in proportion to 1 / sum of w_r.
+    If a block b needs w_r(b) on rank r, then for any factors f_r that add up to 1, the rank that needs most needs at
+    least the sum over blocks of min over r of f_r w_r(b); here f_r is proportional to 1 / sum of w_r.
     """
     sizes, mesh = element_bytes(run), run.mesh
     of_each = (sizes.parameter + (0 if run.optim.update_in_backward else sizes.gradient)) / mesh.stage_size
@@ -209,7 +209,7 @@ def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> flo
     stored = Counter(min(most, mesh.pipeline_size - rank) for rank in range(mesh.pipeline_size))
 
     def total(values: Sequence[float]) -> float:
-        """Of all blocks, one after the other. values: of each kind."""
+        """The sum over all blocks. values: of each kind of block."""
         return sum([values[kind] for kind in kind_of])
 
     sums = {count: total([fixed + count * kept for fixed, kept in needs]) or 1.0 for count in stored}
@@ -219,7 +219,7 @@ def least_bytes_of_any_cut(run: ResolvedRun, sample: Sequence[BlockCost]) -> flo
 
 @lru_cache(maxsize=64)
 def _kinds(sample: Same[Sequence[BlockCost]], recompute: str) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Parameters of each kind of block, and the bytes that it keeps; and the kind of each block."""
+    """(parameters, kept bytes) of each kind of block; and the kind of each block."""
     kinds: dict[tuple[int, int], int] = {}
     kind_of = []
     for block in sample.it:

@@ -1,7 +1,7 @@
-"""Search for the fastest configuration on a cluster, and why the others lose.
+"""Search for the fastest configuration on a cluster, with the reasons why others lose.
 
-A best-first search. Each configuration waits in a queue with the least time that it can take, by what is known of it so
-far, and is looked at more closely when its turn comes:
+This is a best-first search. Each configuration waits in a queue with the least time that it can take, by what is known
+so far, and is examined more closely when its turn comes:
 
     bound        the operations of its products and the messages of its tensor mesh, at the device's full rates; of
                  those whose weights, gradients and stored operands need too much, with every layer recomputed
@@ -9,11 +9,11 @@ far, and is looked at more closely when its turn comes:
     limited      within the limits of its schedule, which are simulated, by the closed form
     simulated    by the engine's schedule, if its memory fits
 
-Each time is no shorter than the one before, so what is first when it is simulated is the fastest of all that fit, and
-most configurations are never counted. Memory is bounded from below, and predicted where that fits; where not, the ways
-to save it (activation recomputation, offload), which take longer, wait for their turn with their own times. What is
-left to choose (stages of each rank, the in-flight limit, chunks) is tried on the best. Where layers freeze the best are
-ranked by the whole run, with and without packing and the cache.
+Each time is no shorter than the previous one, so the first simulated configuration in the queue is the fastest of all
+that fit, and most configurations are never counted. Memory is bounded from below, and predicted if the bound fits;
+otherwise variants that save memory (activation recomputation, offload), which take longer, are queued with their own
+times. The remaining choices (stages per rank, the in-flight limit, chunks) are tried on the best. If layers freeze, the
+best are ranked by the entire run, with and without packing and the cache.
 """
 
 from __future__ import annotations
@@ -51,32 +51,34 @@ from ranvier.planner.work import Work
 from ranvier.schedule.computed_limits import are_searched
 
 _WANTED = 12
-"""Configurations that are simulated, at least, where so many fit."""
+"""Least number of configurations that are simulated, if this many fit."""
 _LOOKED_AT = 400
-"""Configurations that do not fit, before the search ends where none does, if the most frugal ones do not fit either."""
+"""Number of configurations that do not fit after which the search gives up, if the most frugal ones do not fit
+either."""
 _REPORTED = 50
-"""Configurations that are looked at between two lines of progress."""
+"""Number of configurations that are examined between two lines of progress."""
 _NEAR = 2.0
-"""Times the memory that there is: what needs more at least says nothing of a device's memory, and is not told."""
+"""Multiple of the existing memory: configurations that need more than this are not reported."""
 _COMPARED = 3
-"""Number of misfits that are simulated as the others are."""
+"""Number of configurations that do not fit but are simulated like the others."""
 _TUNED = 4
 """Number of fitting configurations for which other in-flight limits are tried."""
 _WORTH = 0.995
-"""Part of a step's time that other settings of its schedule must take at most."""
+"""Largest time of a step with other settings of its schedule, relative to the present time, that is worth the
+change."""
 _AMPLE = 1.06
-"""Times that a step with the `widest_limits` may take of one with those that are found: 0.80 to 1.052 in 40 cases."""
+"""Most time of a step with the `widest_limits`, relative to that with the limits found: 0.80 to 1.052 in 40 cases."""
 _FOLLOWED = 6
-"""Number of fitting configurations that are followed through a run whose layers freeze."""
+"""Number of fitting configurations whose entire run is predicted if layers freeze."""
 _ALIKE = 1.03
-"""Share of a step below which times count as equal where ranks share cores. Of such plans the one whose ranks wait
-least comes first, since waiting costs more there than the model knows."""
+"""Ratio of times below which plans count as equal if ranks share cores. Of such plans the one whose ranks wait for the
+fewest others comes first, since waiting costs more there than the model predicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Result of a search: the configurations that fit, the chosen one first and then by time; those that would be
-    faster and do not fit; and how many there were."""
+    faster but do not fit; and the number of all configurations."""
 
     cluster: Cluster
     ranks: int
@@ -84,17 +86,17 @@ class SearchResult:
     dropped: tuple[Candidate, ...]
     considered: int
     measured_over_predicted: float = 1.0
-    """Median of measured over predicted time, if some were measured."""
+    """Median of measured over predicted time, if any configurations were measured."""
     interrupted: bool = False
-    """Whether Ctrl-C ended the search before it had looked at all that could be faster."""
+    """Whether Ctrl-C ended the search before it had examined all configurations that could be faster."""
 
 
 def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] = SEARCHED, *, work: Work | None = None,
            progress: Callable[[str], None] = lambda line: None, interruptible: bool = False) -> SearchResult:
-    """The fastest configurations of the run's model and global batch on `ranks` devices. work: of searches before.
-    interruptible: KeyboardInterrupt ends the search with the best so far, where something fits.
+    """The fastest configurations of the run's model and global batch on `ranks` devices. work: counts of earlier
+    searches. interruptible: KeyboardInterrupt ends the search with the best so far, if any fits.
 
-    ConfigError where nothing is possible, with what is missing and the nearest thing that works.
+    ConfigError if nothing is possible, with the shortage and the nearest change that works.
     """
     if ranks > cluster.num_devices:
         raise ConfigError(f"is more than the {cluster.num_devices} devices of {cluster.name}",
@@ -143,8 +145,8 @@ def search(run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting] =
 
 def _explore(queue: _Queue, fitting: list[Candidate], dropped: list[Candidate], progress: Callable[[str], None],
              any_fits: Callable[[], bool], memory_saving: Callable[[ResolvedRun], Iterable[ResolvedRun]]) -> None:
-    """Look at the queue, from the least time that something can take, until the best is proven: what fits, and what
-    does not, added to the two lists."""
+    """Examine the queue in order of least possible time, until the best is proven. Adds configurations to `fitting` and
+    `dropped`."""
     looked_at, is_proven = 0, False
     while queue.waiting and not (is_proven and len(fitting) >= _WANTED):
         known, found, is_first = queue.next()
@@ -153,7 +155,7 @@ def _explore(queue: _Queue, fitting: list[Candidate], dropped: list[Candidate], 
             progress(f"{looked_at:,} looks at {queue.added:,} configurations, {len(fitting)} fit" + (
                 f", the best takes {min(each.cost.seconds for each in fitting):.4g} s" if fitting else ""))
         if known is _Known.SIMULATED:
-            is_proven = True  # what waits takes longer
+            is_proven = True  # all that wait take longer
         elif found is not None and found.fits:
             fitting.append(found)
         elif found is not None:
@@ -166,19 +168,19 @@ def _explore(queue: _Queue, fitting: list[Candidate], dropped: list[Candidate], 
 
 def _tune_best(fitting: Sequence[Candidate], cluster: Cluster, work: Work, searched: Sequence[Setting]
                ) -> list[Candidate]:
-    """What fits, the chosen one first and then by time: the fastest with tuned limits, chunks and optimizer states, and
-    followed through a run whose layers freeze."""
+    """The fitting configurations, the chosen one first and then by time: the fastest with tuned limits, chunks and
+    optimizer states, and with the prediction of the entire run if layers freeze."""
     best = sorted(fitting, key=lambda found: found.cost.seconds)
     best[:_TUNED] = [_tune(found, cluster, work, "in-flight", searched) for found in best[:_TUNED]]
     least = inf
     for place, found in enumerate(best):
-        if found.cost.pipeline_seconds < least:  # which neither chunks nor whole states change
+        if found.cost.pipeline_seconds < least:  # changed by neither chunks nor unsharded states
             best[place] = _tune_reduction(found, cluster, work, searched)
             least = min(least, best[place].cost.seconds)
     best.sort(key=lambda found: found.cost.seconds)
     best[:_FOLLOWED] = sorted((_follow_freezing(found, cluster, work, searched) for found in best[:_FOLLOWED]),
                               key=Candidate.ranked_seconds)
-    if best[0].course:  # the times of others are of steps, not of whole runs
+    if best[0].course:  # the times of the others are of steps, not of runs
         best = [found for found in best if found.course]
     if cluster.device.cores is not None:
         alike = [found for found in best if found.ranked_seconds() <= _ALIKE * best[0].ranked_seconds()]
@@ -188,7 +190,7 @@ def _tune_best(fitting: Sequence[Candidate], cluster: Cluster, work: Work, searc
 
 
 def check_precision(run: Run, cluster: Cluster) -> None:
-    """ConfigError where the cluster's file does not say how fast it computes in the run's number format."""
+    """ConfigError if the cluster's file has no rate for the run's number format."""
     if run.precision not in cluster.device.rates:
         raise ConfigError(f"has no rate on {cluster.device.name}", code="precision-without-rate", where="precision",
                           value=run.precision,
@@ -196,7 +198,7 @@ def check_precision(run: Run, cluster: Cluster) -> None:
 
 
 class _Known(IntEnum):
-    """Key by which the time of a configuration is cached."""
+    """How the time of a configuration is known."""
 
     BOUND = 0
     COUNTED = 1
@@ -205,23 +207,23 @@ class _Known(IntEnum):
 
 
 _Waiting = tuple[float, int, _Known, Candidate, bool]
-"""Seconds, number, how they are known, the configuration, and whether it is the first of its mesh and microbatch."""
+"""Seconds, number, how the seconds are known, configuration, and whether it is the first of its mesh and microbatch."""
 
 
 class _Queue:
-    """Configurations by the least time that each can take, of equal ones by number. What cannot be is left out."""
+    """Configurations in order of the least time that each can take, then of their number, without impossible ones."""
 
     def __init__(self, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> None:
         self.cluster, self.work, self._searched = cluster, work, searched
         self.waiting: list[_Waiting] = []
         self._samples: dict[object, Step] = {}
         self.too_large: list[tuple[float, int, ResolvedRun]] = []
-        """Configurations that fit only with recomputation, by their bounds without."""
+        """Configurations that fit only with recomputation, by their bounds without it."""
         self.added = 0
 
     def add(self, run: ResolvedRun, known: _Known) -> None:
-        """A configuration: the first of its mesh and microbatch by its bound, those that save memory as counted, unless
-        they need too much at least."""
+        """Add a configuration: the first of its mesh and microbatch by its bound, memory saving variants by their
+        counted time, unless even their least memory is too much."""
         self.added += 1
         with suppress(RanvierError):
             if known is _Known.BOUND:
@@ -234,8 +236,8 @@ class _Queue:
             heapq.heappush(self.waiting, (seconds, self.added, known, found, known is _Known.BOUND))
 
     def next(self) -> tuple[_Known, Candidate | None, bool]:
-        """Look at the first once more: how its time was known, and the configuration once it is known whether it
-        fits."""
+        """Examine the first configuration more closely; returns how its time was known, and the configuration once it
+        is known whether it fits."""
         least, number, known, found, is_first = heapq.heappop(self.waiting)
         run, settled = found.run, False
         try:
@@ -252,13 +254,13 @@ class _Queue:
                 case _Known.COUNTED:
                     if reason := self.least_excess(run):
                         return known, replace(found, reason=reason), is_first
-                    if run.placement.per_rank == 1:  # of several stages no more is known before they are simulated
+                    if run.placement.per_rank == 1:  # for several stages no more is known before the simulation
                         found = self._count(run, limited=True)
                 case _Known.LIMITED:
                     fits_without = False if self._with_least_share(run).optim.offload_share != 0.0 else None
                     run = candidates.with_share(run, self.cluster, self.work, fits_without=fits_without)
                     if run.optim.offload == "hybrid" and run.optim.offload_share in (0.0, 1.0) and not is_first:
-                        return known, None, is_first  # none, or stream, which are in the queue
+                        return known, None, is_first  # same as none or stream, which are in the queue
                     found = candidates.with_memory(replace(found, run=run), self.cluster, self.work, exact=False)
                     if not found.fits:
                         return known, found, is_first
@@ -271,14 +273,15 @@ class _Queue:
         return known, found if settled else None, is_first
 
     def least_of_too_large(self) -> list[Candidate]:
-        """A few of those that were never counted, with their times: what more memory would be good for."""
+        """A few of the configurations that were never counted, with their times, to show what more memory would
+        gain."""
         found = [Candidate(run=run, cost=self._count(run).cost, reason=self.least_excess(run))
                  for _, _, run in heapq.nsmallest(_COMPARED, self.too_large)]
         return [each for each in found if each.reason]
 
     def _is_too_large(self, run: ResolvedRun) -> bool:
-        """Whether the run does not fit by what is known of it before its blocks are counted; where recomputation is
-        searched, not even if that is selective."""
+        """Whether the run cannot fit by what is known before its blocks are counted; if recomputation is searched, not
+        even with selective recomputation."""
         if self.cluster.device.cores is not None:
             return False
         memories = [run.memory] if "recompute" not in self._searched or run.memory.recompute != "none" else [
@@ -288,7 +291,7 @@ class _Queue:
                    for memory in memories)
 
     def _sample(self, run: ResolvedRun) -> Step:
-        """One sample on one rank: all runs of a search differ in nothing else on which it depends."""
+        """The step of one sample on one rank, by all settings on which it depends in a search."""
         key = run.tensor, run.precision
         if key not in self._samples:
             alone = resolve(replace(run, memory=Memory(), pipeline=replace(
@@ -305,7 +308,7 @@ class _Queue:
                                                 exact=False, limits=None if limited else unlimited_limits(run)))
 
     def _with_least_share(self, run: ResolvedRun) -> ResolvedRun:
-        """The run with the least share of the states in host memory with which a rank fits, if that share is open."""
+        """The run with the least share of the states in host memory for which a rank fits, if that share is open."""
         if run.optim.offload_share != "auto":
             return run
         share = 0.0
@@ -315,7 +318,7 @@ class _Queue:
         return replace(run, optim=replace(run.optim, offload_share=share))
 
     def least_excess(self, run: ResolvedRun, times: float = 1.0) -> str:
-        """The least excess of a rank's memory over its device's, in words; empty if unknown."""
+        """Description of the least memory of a rank, if it exceeds the device's; else empty."""
         if self.cluster.device.cores is not None:
             return ""
         (least, states), usable = least_device_bytes(run, self.work.stages(run)), usable_bytes(self.cluster.device)
@@ -331,7 +334,7 @@ def _simulate(candidate: Candidate, cluster: Cluster, work: Work) -> Candidate:
 
 
 def _follow_freezing(candidate: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
-    """Through the whole run, the fastest way of those that it may take, where its layers freeze."""
+    """The candidate with the fastest of its possible courses, if its layers freeze."""
     run = candidate.run
     runs = elastic_variants(run) if "elastic" in searched and run.elastic.freeze != "none" else [run]
     followed = [replace(candidate, run=run, course=course(run, cluster, work)) for run in runs]
@@ -339,9 +342,9 @@ def _follow_freezing(candidate: Candidate, cluster: Cluster, work: Work, searche
 
 
 def _add_more_stages(fitting: list[Candidate], cluster: Cluster, work: Work) -> None:
-    """Add those that have two or four stages on each rank, and are faster than all. The limits of many stages take
-    seconds to find: tried are only those of the fastest of each mesh and microbatch, in the order of their times with
-    ample limits, and only as long as these are short enough."""
+    """Add candidates with two or four stages per rank that are faster than all others. The limits of many stages take
+    seconds to find, so only the fastest candidate of each mesh and microbatch is tried, in order of the times with
+    ample limits, and only while these are short enough."""
     best, waiting = min(each.cost.seconds for each in fitting), list[tuple[float, int, Candidate]]()
     fastest, faster, given = dict[object, Candidate](), dict[object, Candidate](), tuple(fitting)
     for candidate in sorted(fitting, key=lambda candidate: candidate.cost.seconds):
@@ -368,7 +371,7 @@ def _group(candidate: Candidate) -> object:
 
 
 def _tune_reduction(candidate: Candidate, cluster: Cluster, work: Work, searched: Sequence[Setting]) -> Candidate:
-    """With another size of chunks, and with whole optimizer states on each replica, where that is worth it."""
+    """The candidate with another size of chunks, and with unsharded optimizer states, if that is worth it."""
     best = _tune(candidate, cluster, work, "chunks", searched)
     if "shard" in searched and candidate.run.optim.shard:
         run = replace(candidate.run, optim=replace(candidate.run.optim, shard=False))
@@ -379,7 +382,7 @@ def _tune_reduction(candidate: Candidate, cluster: Cluster, work: Work, searched
 
 def _tune(candidate: Candidate, cluster: Cluster, work: Work, name: Literal["in-flight", "chunks"],
           searched: Sequence[Setting]) -> Candidate:
-    """With another in-flight limit, or size of chunks, where that is worth it."""
+    """The candidate with another in-flight limit, or size of chunks, if that is worth it."""
     variants = candidates.in_flight_variants if name == "in-flight" else candidates.chunk_variants
     for run in variants(candidate.run) if name in searched else ():
         candidate = _better_of(candidate, _simulate(replace(candidate, run=run), cluster, work), cluster, work)
@@ -387,8 +390,8 @@ def _tune(candidate: Candidate, cluster: Cluster, work: Work, name: Literal["in-
 
 
 def _better_of(found: Candidate, other: Candidate, cluster: Cluster, work: Work) -> Candidate:
-    """The other one where it fits and is worth it."""
+    """`other` if it fits and is worth it, else `found`."""
     if other.cost.seconds >= _WORTH * found.cost.seconds:
         return found
-    other = candidates.with_memory(other, cluster, work)  # which may take slower limits of the schedule
+    other = candidates.with_memory(other, cluster, work)  # this may choose slower limits of the schedule
     return other if other.fits and other.cost.seconds < _WORTH * found.cost.seconds else found

@@ -1,11 +1,11 @@
-"""A whole cluster, simulated: the pipeline of one replica exactly, of many replicas by sampling, and runs that fail.
+"""Simulation of an entire cluster: the pipeline of one replica exactly, many replicas by sampling, and failures.
 
-Replicas do the same at the same times, so that one stands for all of them. With random times each is different and the
-step lasts as long as the slowest: some are simulated, and the largest of all is that of as many draws from a log-normal
-law that fits them (Blom, 1958). A stage of several ranks is as slow as its slowest: its factor
-is drawn from the law of the largest of so many (exactly, by the inverse of its distribution). Of a long batch with
-random times the first part is simulated: what is left takes as long for each microbatch as the second half of that
-part, and what replicas differ by grows as the square root of the number of microbatches.
+Without random times all replicas are the same, so one stands for all. With random times each is different and the step
+lasts as long as the slowest: some replicas are simulated, and the largest of all is estimated as that of as many draws
+from a fitted log-normal distribution (Blom, 1958). A stage of several ranks is as slow as its slowest rank: its factor
+is drawn from the distribution of the largest of that many draws (exactly, by the inverse of the distribution function).
+Only the first part of a long batch with random times is simulated: each later microbatch takes as long as in the second
+half of that part, and differences between replicas grow as the square root of the number of microbatches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from ranvier.schedule.simulator import DIRECT, Simulated, StageTimes, Way, simul
 
 _NORMAL = NormalDist()
 SAMPLED = 48
-"""Replicas that are simulated where times are random."""
+"""Number of replicas that are simulated if times are random."""
 _LONG = 256
-"""Microbatches of a batch, or eight times the stages if that is more, of which no further ones are simulated where
-times are random."""
+"""Most microbatches of a batch that are simulated if times are random, or eight times the stages if that is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ STEADY = Noise()
 @dataclass(frozen=True, kw_only=True)
 class StepSimulation:
     """One step of all replicas' pipelines. shown: the replica whose actions are kept, the slowest of those with a slow
-    rank, else the first one; of a long batch it has a part of the microbatches. busy_seconds: in which a rank computes,
-    on average over all."""
+    rank, else the first; for a long batch it has only a part of the microbatches. busy_seconds: compute seconds of a
+    rank, on average over all ranks."""
 
     seconds: float
     shown: Simulated
@@ -66,7 +65,7 @@ class StepSimulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they do nothing, until the last replica is done."""
+        """Share of all ranks' time in which they are idle, until the last replica is done."""
         return 1.0 - self.busy_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -81,11 +80,11 @@ class Simulation:
     pipeline_seconds: float
     """Simulated seconds of the pipeline, with a partial last microbatch and shared cores considered."""
     seconds: float
-    """Seconds of the whole step: the pipeline, and what follows it."""
+    """Seconds of the entire step: the pipeline, and what follows it."""
     memory: tuple[RankMemory, ...]
     """Predicted memory of each stage."""
     excess: str
-    """Description of what does not fit; empty if all does."""
+    """Description of what does not fit; empty if everything fits."""
 
 
 def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: Policy, in_flight: int, *,
@@ -94,10 +93,10 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
                   sampled: int = SAMPLED, cores: int | None = None, placement: StagePlacement | None = None,
                   defer_last: int | None = None, max_stored: int | None = None, alternating: bool = False
                   ) -> StepSimulation:
-    """One batch through all replicas. stage_size: ranks of a stage. sampled: replicas simulated where each is
-    different; those with a slow rank always are, and count beside the others' largest. cores: ranks of a pipeline that
-    may compute at once. placement: which stages each has; by default one. defer_last, max_stored, alternating: as
-    of `simulate`."""
+    """Simulate one batch on all replicas. stage_size: ranks of a stage. sampled: number of replicas simulated if each
+    is different; those with a slow rank are always simulated, separately from the estimate for the others. cores: ranks
+    of a pipeline that may compute at the same time. placement: which stages each rank has; by default one. defer_last,
+    max_stored, alternating: as for `simulate`."""
     count = num_microbatches if noise.is_none else min(num_microbatches, max(_LONG, 8 * len(stages)))
 
     def run(replica: int, count: int = count) -> Simulated:
@@ -122,7 +121,7 @@ def simulate_step(stages: Sequence[StageTimes], num_microbatches: int, policy: P
     assert shown is not None, "there is at least one replica"
 
     def whole(alike: Sequence[int]) -> list[float]:
-        """Seconds of the whole batch, on replicas that are alike."""
+        """Seconds of the entire batch, on replicas with the same distribution."""
         if count == num_microbatches or not alike:
             return [seconds[replica] for replica in alike]
         times, middle = num_microbatches / count, mean(seconds[replica] for replica in alike)
@@ -167,9 +166,9 @@ def _factor(noise: Noise, replica: int, stage_size: int) -> Callable[[int, Actio
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """mtbf_seconds: mean time between two failures of one rank. restart_seconds: from a failure to the next step.
-    checkpoint_steps: steps between checkpoints; stall_seconds: what one holds the run up; write_seconds: from its copy
-    until it is on the disk, and the next one can begin, while the run goes on."""
+    """Failures of a run. mtbf_seconds: mean time between failures of one rank. restart_seconds: from a failure to the
+    next step. checkpoint_steps: steps between checkpoints; stall_seconds: how long a checkpoint delays the run;
+    write_seconds: from its copy until it is on the disk and the next one can begin, while the run continues."""
 
     mtbf_seconds: float
     restart_seconds: float = 300.0
@@ -180,8 +179,8 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """share: of the time in which steps were made that count. best_steps: between checkpoints, by Daly's formula, and
-    not before the one before is written."""
+    """Goodput of a run. share: share of time spent on steps that count. best_steps: steps between checkpoints by Daly's
+    formula, at least until the previous checkpoint is written."""
 
     share: float
     failures_per_day: float
@@ -189,7 +188,7 @@ class Goodput:
 
 
 _LARGEST_EXPONENT = 700.0
-"""Beyond it a run makes no progress, and exp overflows."""
+"""Above this a run makes no progress, and exp overflows."""
 
 
 def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
@@ -198,7 +197,7 @@ def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
     rate = ranks / failures.mtbf_seconds
     work = failures.checkpoint_steps * step_seconds
     interval = failures.stall_seconds + max(work, failures.write_seconds)
-    lost = failures.restart_seconds + failures.write_seconds  # while one is written the one before is the last
+    lost = failures.restart_seconds + failures.write_seconds  # until one is written, the previous one counts
     exponent = rate * interval
     share = work / ((1 / rate + lost) * math.expm1(exponent)) if exponent < _LARGEST_EXPONENT else 0.0
     best = best_interval(max(failures.stall_seconds, 1e-3), 1 / rate) / step_seconds
@@ -207,7 +206,7 @@ def goodput(step_seconds: float, ranks: int, failures: Failures) -> Goodput:
 
 
 def best_interval(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of work between two checkpoints that lose least, by Daly (2006), equation 37."""
+    """Seconds of work between two checkpoints that lose the least time, by Daly (2006), equation 37."""
     if stall_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     ratio = stall_seconds / (2 * mtbf_seconds)

@@ -1,4 +1,4 @@
-"""Cost of a whole training by a plan: days, device hours, dollars and kilowatt hours for a number of tokens."""
+"""Cost of an entire training with a plan: days, device hours, dollars and kilowatt hours for a number of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_TOKENS = 1e18
 
 
 def tokens_of(text: str) -> float:
-    """A number of tokens: 15T, 300B, 2e9. ConfigError for what is none."""
+    """Parse a number of tokens: 15T, 300B, 2e9. ConfigError for other text."""
     value = _number(text)
     if not 1 <= value <= _MOST_TOKENS:
         raise ConfigError("is not a number of tokens", code="malformed-tokens", where="--tokens", value=text,
@@ -35,7 +35,7 @@ def tokens_of(text: str) -> float:
 
 
 def dollars_of(text: str) -> float:
-    """A sum of dollars: 2M, 500k, 1250.50. ConfigError for what is none."""
+    """Parse a sum of dollars: 2M, 500k, 1250.50. ConfigError for other text."""
     value = _number(text)
     if not 0 < value <= _MOST_TOKENS:
         raise ConfigError("is not a sum of dollars", code="malformed-budget", where="--budget", value=text,
@@ -44,7 +44,7 @@ def dollars_of(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """With a unit of _UNITS; 0 for what is none."""
+    """Parse a number with a unit of _UNITS; 0 for other text."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     return float(found[1]) * _UNITS[found[2]] if found else 0.0
 
@@ -53,14 +53,14 @@ def check_finite(where: str, value: float | None) -> None:
     """ConfigError for an option that is NaN or infinite."""
     if value is not None and not isfinite(value):
         raise ConfigError("must be a finite number", code="not-finite-option", where=where, value=value,
-                          remedy="Leave it out for none.")
+                          remedy="Give a number, or leave the option out.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Goal of a training. tokens: of all steps together. deadline_days, budget: dollars; None for none. mtbf_hours:
-    between two failures of one rank, on average; None for no failures. keeps_interval: whether the run's own
-    checkpoint.every stays; else the plan has the best one."""
+    """Goal of a training. tokens: of all steps together. deadline_days, budget (in dollars): None for no limit.
+    mtbf_hours: mean time between failures of one rank; None for no failures. keeps_interval: whether the run's own
+    checkpoint.every stays; else the plan has the best interval."""
 
     tokens: float
     deadline_days: float | None = None
@@ -71,13 +71,13 @@ class Goal:
 
 def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mtbf_hours: float | None, *,
             flags: Collection[str] = (), keeps_interval: bool = False) -> Goal | None:
-    """The goal that options describe. flags: settings given beside them. ConfigError where an option needs a number of
-    tokens, and where a flag gives another length."""
+    """The goal that options describe. flags: settings given in addition. ConfigError if an option needs a number of
+    tokens, or if a flag sets another length."""
     for where, value in (("--deadline", deadline), ("--budget", budget), ("--mtbf-hours", mtbf_hours)):
         check_finite(where, value)
         if value is not None and tokens is None:
             raise ConfigError("needs a number of tokens", code="goal-without-tokens", where=where, value=value,
-                              remedy="Give `--tokens 300B`, say, too.")
+                              remedy="Also give, for example, `--tokens 300B`.")
     for name in ("train.steps", "train.epochs"):
         if tokens is not None and name in flags:
             raise ConfigError(f"is another length of the run than `--{name}`", code="tokens-beside-length",
@@ -88,9 +88,9 @@ def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mt
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A whole training by one configuration. goodput: the share of its time in steps that count; 1 without failures.
-    best_checkpoint_steps: between checkpoints that lose least; None without failures. checkpoint_steps: between those
-    of the run. dollars, kilowatt_hours: None where the cluster's file has no price or power. steps: of the plan's
+    """An entire training with one configuration. goodput: share of its time in steps that count; 1 without failures.
+    best_checkpoint_steps: checkpoint interval that loses the least time; None without failures. checkpoint_steps: the
+    run's interval. dollars, kilowatt_hours: None if the cluster's file has no price or power. steps: of the plan's
     batch."""
 
     devices: int
@@ -133,7 +133,7 @@ def training(candidate: Candidate, cluster: Cluster, goal: Goal, measured_over_p
 
 
 def for_goal(result: SearchResult, goal: Goal | None) -> ResolvedRun:
-    """The best plan's run, with as many steps as the goal's tokens take, and the interval of its checkpoints."""
+    """The best plan's run, with the number of steps for the goal's tokens, and the interval of its checkpoints."""
     run = result.best[0].run
     if goal is None:
         return run
@@ -144,8 +144,8 @@ def for_goal(result: SearchResult, goal: Goal | None) -> ResolvedRun:
 
 def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory], mtbf_hours: float, *,
                 steps: int | None = None) -> Failures:
-    """Cost of failures for a run. memory: of its stages, as predicted, which has the copies that a checkpoint makes.
-    steps: of the whole run; None: its own."""
+    """Cost of failures for a run. memory: predicted for its stages, including the copies that a checkpoint makes.
+    steps: of the entire run; None for its own number."""
     copied = max((entry.host.get("checkpoint", 0) for entry in memory), default=0)
     writing = saved_bytes(run) / SAVED_BYTES_PER_SECOND
     return Failures(mtbf_seconds=mtbf_hours * 3600, checkpoint_steps=run.checkpoint.every or steps or run.train.steps,
@@ -154,7 +154,7 @@ def failures_of(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]
 
 
 def columns(several: list[Training]) -> dict[str, list[str]]:
-    """Header -> cells of a table, one for each; without those of which nothing is known."""
+    """Header -> cells of a table, one per training; without columns for which nothing is known."""
     table = {"days": [_days(training.days) for training in several],
              "device\nhours": [f"{training.device_hours:,.0f}" for training in several]}
     if any(training.dollars is not None for training in several):
@@ -168,12 +168,12 @@ def columns(several: list[Training]) -> dict[str, list[str]]:
 
 
 def _days(days: float) -> str:
-    """With two digits where one behind the point would say nothing."""
+    """Days as text, with two significant digits if one decimal place is not enough."""
     return f"{days:,.1f}" if days >= 1 else f"{days:.2g}"
 
 
 def check_goal(result: SearchResult, goal: Goal) -> None:
-    """ConfigError where the fastest of a number of devices that is given does not meet the goal."""
+    """ConfigError if the fastest plan for a given number of devices does not meet the goal."""
     found = training(result.best[0], result.cluster, goal, result.measured_over_predicted)
     if not found.meets(goal):
         raise _unmet(result.cluster, goal, [(result, found)])
@@ -184,16 +184,16 @@ def check_goal(result: SearchResult, goal: Goal) -> None:
 
 def fewest_devices(run: Run, cluster: Cluster, goal: Goal, search: Callable[[int], SearchResult]
                    ) -> list[tuple[SearchResult, Training]]:
-    """The plans for 1, 2, 4, ... nodes, up to the first that meets the goal, which is the last of them: more devices
-    cost more, since they wait for each other more. Numbers of devices that could not meet the deadline at their peak
-    are left out. ConfigError where the cluster has too few, or those that are in time cost too much; where no number
-    has a plan, the search's own for the most devices."""
+    """The plans for 1, 2, 4, ... nodes, up to the first that meets the goal: more devices cost more, since they wait
+    for each other more. Numbers of devices that could not meet the deadline even at their peak are skipped. ConfigError
+    if the cluster has too few devices, or if those that meet the deadline cost too much; if no number has a plan, the
+    search's own error for the most devices."""
     tried: list[tuple[SearchResult, Training]] = []
     refused: ConfigError | None = None
     for count in _counts(run, cluster, goal):
         try:
             result = search(count)
-        except ConfigError as error:  # it does not fit so few, or there is no mesh of so many
+        except ConfigError as error:  # it does not fit this few devices, or has no mesh of this many
             refused = error
             continue
         tried.append((result, training(result.best[0], cluster, goal, result.measured_over_predicted)))
@@ -216,8 +216,8 @@ def _counts(run: Run, cluster: Cluster, goal: Goal) -> Iterator[int]:
 
 
 def _least_days(run: Run, cluster: Cluster, goal: Goal, devices: int) -> float:
-    """A lower bound for every number format that a plan may choose: at the devices' peak, and of frozen weights with no
-    backward."""
+    """A lower bound of the days, for every number format that a plan may choose: at the devices' peak, without a
+    backward for frozen weights."""
     alone = resolve_with_least(run)
     flops = families.flops_per_sample(alone) / families.tokens_of(alone) * goal.tokens
     if run.lora.rank or run.elastic.freeze != "none":
@@ -248,7 +248,7 @@ def _unmet(cluster: Cluster, goal: Goal, tried: list[tuple[SearchResult, Trainin
 
 
 def changed_cluster(cluster: Cluster, text: str) -> Cluster:
-    """The cluster with one number multiplied: "between.bandwidth=2". ConfigError for what it does not have."""
+    """The cluster with one number multiplied: "between.bandwidth=2". ConfigError for a number that it does not have."""
     key, _, factor = text.partition("=")
     tree: dict[str, Any] = asdict(cluster)
     *path, last = key.strip().split(".")

@@ -1,7 +1,7 @@
-"""Plans that are run here for a few steps: before a run starts, to take the fastest of them, and for `plan --measure`.
+"""Runs plans here for a few steps: before a run starts, to choose the fastest plan, and for `plan --measure`.
 
-Predictions know the devices by nominal figures. They order meshes well, and do not know whether, on this machine, one
-rank with all cores is faster than a rank for each core.
+Predictions use nominal figures of the devices. They order meshes well, but cannot tell whether on this machine one rank
+with all cores is faster than one rank per core.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ranvier.system import child
 _TRIAL_STEPS, _TRIAL_WARMUP = 7, 3
 """Steps of each trial before a run, and those at its start that do not count."""
 _START_SECONDS = 10.0
-"""Until the ranks of a trial have started and loaded their data, about."""
+"""Approximate seconds until the ranks of a trial have started and loaded their data."""
 _LARGEST_SHARE = 0.1
 """Largest share of the run's predicted time: a longer trial costs more than it is likely to save."""
 _ALIKE = 1.03
-"""Times that differ by less are alike: the best predicted of them is taken."""
+"""Times that differ by less count as equal: the plan with the best prediction is chosen."""
 
 Measure = Callable[[ResolvedRun], float]
-"""Seconds of a step of this run, measured. LaunchError where it cannot be run."""
+"""Measures seconds of a step of a run. LaunchError if it cannot be run."""
 
 
 def measured_here(run: ResolvedRun) -> float:
-    """A `Measure` that starts ranks of its own."""
+    """A `Measure` that starts its own ranks."""
     with tempfile.TemporaryDirectory(prefix="ranvier-trial-") as folder:
         return step_seconds(run, Path(folder) / "run", steps=_TRIAL_STEPS, warmup=_TRIAL_WARMUP)
 
@@ -48,8 +48,8 @@ def measured_here(run: ResolvedRun) -> float:
 class StartTrial:
     """Chooses among the plans of a run by running them.
 
-    tell: takes what is found, line by line. read: reads a run's data, which comes before everything else: without it no
-    trial can run, and all of them find it in the cache.
+    tell: receives the results, line by line. read: reads a run's data, which comes first: without data no trial can
+    run, and all trials then find it in the cache.
     """
 
     def __init__(self, tell: Callable[[str], None], measure: Measure = measured_here,
@@ -58,8 +58,8 @@ class StartTrial:
 
     def choose(self, run: Run, cluster: Cluster, ranks: int, searched: Sequence[Setting],
                best: Sequence[Candidate]) -> ResolvedRun:
-        """One of the plans `best` (the best predicted first) for `ranks` devices, or of those for one rank with all
-        cores. searched: what the plans differ in. DataError where the run's data cannot be read."""
+        """Choose one of the plans `best` (best prediction first) for `ranks` devices, or a plan for one rank with all
+        cores. searched: settings in which the plans differ. DataError if the run's data cannot be read."""
         first = best[0].run
         tried = _different(best, run.launch.trial)
         if cluster.device.cores is not None and ranks > 1 and "mesh" in searched:
@@ -69,7 +69,7 @@ class StartTrial:
         seconds = sum(_START_SECONDS + _TRIAL_STEPS * found.cost.seconds for found in tried)
         steps = known_steps(run)
         if steps is not None and seconds > _LARGEST_SHARE * steps * best[0].cost.seconds:
-            self._tell(f"no trial of meshes: {len(tried)} would take about {seconds:.0f} s, and the run about "
+            self._tell(f"no trial of meshes: {len(tried)} would take about {seconds:.0f} s, but the run only about "
                        f"{steps * best[0].cost.seconds:.0f} s; {_text(first)} is predicted to be the fastest")
             return first
         self._read(first, self._tell)
@@ -91,13 +91,13 @@ class StartTrial:
 
 
 def _different(best: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The best of each mesh; where the mesh is given, the best microbatches."""
+    """The best plan of each mesh; if the mesh is given, the best microbatches."""
     meshes = {str(found.run.mesh): found for found in reversed(best)}
     return sorted(meshes.values(), key=best.index)[:count] if len(meshes) > 1 else list(best[:count])
 
 
 def _plan_single_rank(run: Run, cluster: Cluster, searched: Sequence[Setting]) -> list[Candidate]:
-    """The best plan for one rank, where it may be alone and fits."""
+    """The best plan for one rank, if a single rank is allowed and fits."""
     try:
         return list(search(run, replace(cluster, nodes=1, devices_per_node=1), 1, searched).best[:1])
     except RanvierError:
@@ -110,23 +110,23 @@ def _text(run: ResolvedRun) -> str:
 
 # --- plans that are measured ------------------------------------------------------------------------------------------
 
-# The best few of a plan, each run for some steps on this machine, and the plan as they show it.
+# Runs the best few configurations of a plan for some steps on this machine, and corrects the plan by their times.
 #
-# What the model leaves out is much the same for neighbours in a plan, so that the median of measured over predicted
-# corrects the others, too.
+# What the model omits is similar for neighbours in a plan, so the median of measured over predicted time corrects the
+# others, too.
 
 
 STEPS, WARMUP = 10, 4
 """Steps of each run, and those at its start that do not count."""
 _SECONDS = 600.0
 _EVALUATED = 32
-"""Samples of the evaluation at the end, of tasks that have samples: it is not measured."""
+"""Samples of the final evaluation, for tasks that count samples: it is not measured."""
 
 
 def measure_plan(plan: SearchResult, count: int, progress: Callable[[str], None] = lambda line: None) -> SearchResult:
-    """The plan with the seconds of a step of its first `count` configurations: the fastest of them first, then ordered
-    by what was measured and, where nothing was, by the prediction times the median of measured over predicted.
-    LaunchError where a run fails."""
+    """The plan with measured seconds of a step for its first `count` configurations: the fastest of these first, the
+    rest in order of the measured time, or else of the prediction times the median of measured over predicted.
+    LaunchError if a run fails."""
     tried = []
     with tempfile.TemporaryDirectory(prefix="ranvier-plan-") as folder:
         for number, found in enumerate(plan.best[:count]):
@@ -141,8 +141,8 @@ def measure_plan(plan: SearchResult, count: int, progress: Callable[[str], None]
 
 
 def step_seconds(run: Run, folder: Path, *, steps: int = STEPS, warmup: int = WARMUP) -> float:
-    """The median step of a short run of its own processes; the first `warmup` do not count. LaunchError where it
-    fails."""
+    """The median step time of a short run in separate processes, without the first `warmup` steps. LaunchError if the
+    run fails."""
     folder.mkdir(parents=True)
     run = replace(run, run_dir=None, resume="none", checkpoint=Checkpoint(every=0), elastic=Elastic(), log=Log(),
                   launch=replace(run.launch, trial=0), max_restarts=0,

@@ -30,11 +30,11 @@ from ranvier.planner.count import predict as predict_memory
 from ranvier.precision import DTYPES
 
 _MOST_COUNTED = 4
-"""Samples of a row up to which blocks are counted as they are: with more, products are large, and panels full."""
+"""Samples of a row up to which blocks are counted directly: with more, products are large, and panels full."""
 
 
 class Work:
-    """The blocks of a run's model, counted once for each tensor mesh and microbatch, as the run would have them."""
+    """The blocks of a run's model as in the run, counted once for each tensor mesh and microbatch."""
 
     def __init__(self) -> None:
         self._counted: dict[object, list[BlockCost]] = {}
@@ -58,7 +58,7 @@ class Work:
         return self._selective[id(blocks)]
 
     def _share_costs(self, run: ResolvedRun, share: int, frozen: int) -> list[BlockCost]:
-        """Costs of the blocks for so many samples of a row."""
+        """Costs of the blocks for `share` samples of a row."""
         key = _kind(run), _counting(run), frozen, share
         if key not in self._counted:
             self._counted[key] = _count(run, share, frozen) if share <= _MOST_COUNTED else _all_larger(
@@ -72,7 +72,7 @@ class Work:
         return [blocks[start:stop] for start, stop in pairwise([0, *self.boundaries(run, frozen), len(blocks)])]
 
     def boundaries(self, run: ResolvedRun, frozen: int = 0) -> tuple[int, ...]:
-        """First block of each stage after the first, by the run's own cut with so many frozen layers."""
+        """First block of each stage after the first, by the run's own cut with `frozen` frozen layers."""
         cut = run.placement, run.pipeline.boundaries, run.pipeline.partition
         key = _kind(run), _counting(run), frozen, run.batch.microbatch_size, cut
         if key not in self._cuts:
@@ -80,7 +80,7 @@ class Work:
         return self._cuts[key]
 
     def memory(self, run: ResolvedRun, frozen: int = 0, *, cluster: Cluster | None = None) -> tuple[RankMemory, ...]:
-        """Memory as `ranvier check` predicts it, with the blocks that are counted already. cluster: as for
+        """Memory as predicted by `ranvier check`, with the blocks that are already counted. cluster: as for
         `conditions_of`."""
         key = run, frozen, Same(cluster)
         if key not in self._memories:
@@ -102,14 +102,14 @@ class Work:
         return predict_memory(run, model, table, layout, self._needs.setdefault(kind, {}), cluster=cluster)
 
     def problem(self, run: ResolvedRun, cluster: Cluster, frozen: int = 0) -> RanvierError | None:
-        """Why the cluster does not hold it; None where it fits."""
+        """Why the run does not fit the cluster; None if it fits."""
         try:
             return shortage(run, cluster, self.memory(run, frozen, cluster=cluster))
         except RanvierError as error:
             return error
 
     def stage_bytes(self, run: ResolvedRun, frozen: int) -> Callable[[int, int, int], int]:
-        """`device_bytes_of_stages`, made once for each run and number of frozen layers."""
+        """`device_bytes_of_stages`, cached for each run and number of frozen layers."""
         key = _kind(run), run.mesh, run.batch, run.pipeline, run.optim, run.memory, frozen
         if key not in self._stage_bytes:
             self._stage_bytes[key] = device_bytes_of_stages(run, frozen)
@@ -117,7 +117,7 @@ class Work:
 
 
 def _kind(run: ResolvedRun) -> object:
-    """Key of the facts that decide one rank's part of each block, without the microbatch."""
+    """Key of the facts that determine one rank's part of each block, without the microbatch."""
     sizes = tuple(run.mesh[axis] for axis in run.mesh.stage_axes)
     return sizes, run.tensor, run.precision, run.model, run.lora, _data(run), run.device_type
 
@@ -128,7 +128,7 @@ def _data(run: ResolvedRun) -> tuple[object, ...]:
 
 
 def _cut(run: ResolvedRun, blocks: Sequence[BlockCost], freezes: bool) -> tuple[int, ...]:
-    """freezes: as AutoPipe cuts, for which a block without a backward costs a third."""
+    """The cut into stages. freezes: cut like AutoPipe, for which a block without a backward costs a third."""
     num_stages = run.placement.num_stages
     if run.pipeline.boundaries is not None:
         return check_boundaries(run.pipeline.boundaries, len(blocks), num_stages)
@@ -174,8 +174,8 @@ def _all_larger(half: Sequence[BlockCost], most: Sequence[BlockCost], share: int
 
 
 def _larger(half: BlockCost, most: BlockCost, further: float, kernels: Mapping[int, Kernels]) -> BlockCost:
-    """A block's cost for more samples of a row, by those for half of `_MOST_COUNTED` and for all of them: its sums
-    grow by equal amounts, and its kernels are as many, each larger."""
+    """A block's cost for more samples of a row, extrapolated from those for half of `_MOST_COUNTED` and for all of it:
+    its sums grow linearly, and its kernels are the same number, each larger."""
     products = tuple((tokens + round(further * (tokens - fewer)), inputs, outputs) for (fewer, *_), (
         tokens, inputs, outputs) in zip(half.float8_products, most.float8_products, strict=True))
 
@@ -209,7 +209,7 @@ def shortage(run: ResolvedRun, cluster: Cluster, memory: Sequence[RankMemory]) -
 
 
 def _on_nodes(mesh: Mesh, per_node: int) -> set[tuple[int, ...]]:
-    """The stages of the ranks of a node, for every kind of node that there is."""
+    """The stages of the ranks of a node, for every kind of node."""
     found, seen, first = set(), set(), 0
     while first < mesh.size and (place := first % (mesh.pipeline_size * mesh.stage_size)) not in seen:
         seen.add(place)

@@ -440,7 +440,7 @@ def test_the_command_measures(capsys):
     code, out, err = command(capsys, "plan", "gpt-tiny", "--cluster", "laptop", "--ranks", "1", "--measure", "1",
                              "--model.num-layers", "1", "--model.hidden", "32", "--search", "mesh,microbatch")
     assert code == 0, err
-    assert "s per step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times what is predicted", out)
+    assert "s per step predicted" in err and re.search(r"Measured steps take \d+\.\d\d times the predicted time", out)
 
 
 def test_what_cannot_be_measured(monkeypatch, tmp_path):
@@ -509,7 +509,7 @@ def test_memory_against_speed_of_the_best_plan(capsys, tmp_path):
      "pipeline.boundaries: "),
     (["simulate", "gpt-tiny", "--cluster", "h200"], "mesh: needs 4 devices, and H200 has 1"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--slow", "0:9:2"],
-     "--slow: must be REPLICA:STAGE:FACTOR, of a replica and stage that are there (got '0:9:2')"),
+     "--slow: must be REPLICA:STAGE:FACTOR, with an existing replica and stage (got '0:9:2')"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--draw", "/no/such/folder/x.png"],
      "--draw: cannot be written"),
     (["simulate", "gpt-tiny", "--cluster", "laptop", "--draw", "."], "--draw: cannot be written: it is a folder"),
