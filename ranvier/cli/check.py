@@ -1,6 +1,6 @@
-"""Everything that is wrong with a configuration, at once, and what it would come to: stages and memory per rank.
+"""All problems of a configuration at the same time, with its stages and its memory per rank.
 
-Runs for any number of ranks on any machine: models are built on the meta device, so no weight exists.
+Works for any number of ranks on any machine: models are built on the meta device, so no weights are allocated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_LOCAL_RANKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Result of `ranvier check`. `stages` is None where problems prevent a cut."""
+    """Result of `ranvier check`. `stages` is None if problems prevent a cut."""
 
     problems: tuple[RanvierError, ...]
     warnings: tuple[RanvierError, ...]
@@ -48,21 +48,21 @@ class Report:
     memory: tuple[RankMemory, ...]
     tensor_mesh: TensorMeshFacts | None
     machine: MachineMemory | None
-    """Memory that all ranks would need together on this machine, and what is available; None for more ranks than a
+    """Memory that all ranks would need together on this machine, and the available memory; None for more ranks than a
     machine has."""
     planned: str | None = None
-    """The mesh and microbatch in the place of auto."""
+    """The mesh and microbatch size chosen for auto."""
     schedule_note: str = ""
     """Note on how the available memory has changed the schedule."""
     schedule: tuple[MemoryChoice, ...] = ()
-    """The schedule's limits for the run's `pipeline.memory`, then for others."""
+    """The schedule's limits for the run's `pipeline.memory`, then for other values."""
     learning_rate: str = ""
     """The schedule of the learning rate in words."""
     padding: str = ""
-    """The share of padding in words, where data is padded and has been prepared."""
+    """The share of padding in words, if data is padded and has been prepared."""
 
     cluster: str = ""
-    """The memory of a device of the cluster that was named, and what ranks need of it, in words."""
+    """The memory of a device of the named cluster, and the memory that ranks need, in words."""
 
     def document(self) -> dict[str, object]:
         """The report for JSON."""
@@ -81,8 +81,8 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMemory:
-    """Host memory, if all ranks ran on this machine. needed_bytes: tensors (on CPU those of the device too) and
-    processes. available_bytes: what could be allocated now."""
+    """Host memory, if all ranks ran on this machine. needed_bytes: tensors (on CPU also those of the device) and
+    processes. available_bytes: memory that could be allocated now."""
 
     needed_bytes: int
     available_bytes: int
@@ -101,7 +101,7 @@ def this_machine(run: ResolvedRun, memory: Sequence[RankMemory]) -> MachineMemor
 
 
 def _machine_warnings(run: ResolvedRun, machine: MachineMemory | None) -> Iterator[ConfigError]:
-    """Ranks may run elsewhere, so this is not a problem of the configuration."""
+    """A warning if this machine has too little memory; not an error, since ranks may run elsewhere."""
     if machine is not None and machine.needed_bytes > machine.available_bytes:
         needed, free = machine.needed_bytes / 2**20, machine.available_bytes / 2**20
         yield ConfigError(f"would be too small: {counted(run.mesh.size, 'rank')} would take {needed:,.0f} MiB, and "
@@ -111,17 +111,17 @@ remedies(run, shared=run.launch.device != "cuda")) + ".")
 
 
 def _missing_here(run: ResolvedRun, found: Sequence[RanvierError]) -> list[RanvierError]:
-    """Weights and data that are not on this machine: likewise."""
+    """Warnings for weights and data that are not on this machine, since ranks may run elsewhere."""
     reported = set(map(str, found))
-    hub = [ConfigError("names no file or folder here, so that a run looks for it on the Hugging Face hub",
+    hub = [ConfigError("names no file or folder here, so a run looks for it on the Hugging Face hub",
                        code="data-from-hub", where=setting, value=name,
-                       remedy="If it is meant to be a file, give its path from ./ or / on.")
+                       remedy="If it is meant to be a file, give a path that begins with ./ or /.")
            for setting, name in hub_names(run)]
     return [problem for problem in (*missing_weights(run), *data_problems(run), *hub) if str(problem) not in reported]
 
 
 def _fits(run: ResolvedRun, cluster: Cluster | None, memory: Sequence[RankMemory]) -> bool:
-    """Whether it fits the devices of the cluster, or without one this machine."""
+    """Whether the run fits the devices of the cluster, or without a cluster this machine."""
     if cluster is not None:
         return shortage(run, cluster, memory) is None
     machine = this_machine(run, memory)
@@ -148,8 +148,8 @@ def _cluster_line(cluster: Cluster, memory: Sequence[RankMemory]) -> str:
 
 
 def as_dict(problem: RanvierError) -> dict[str, object]:
-    """An error as JSON has it: code, where, value (text unless JSON can hold it), message, remedy, and the settings to
-    set, each with its value, or null for any other than now."""
+    """An error for JSON: code, where, value (as text unless JSON can represent it), message, remedy, and the settings
+    to change, each with its new value, or null for any value other than the present one."""
     value = problem.value if isinstance(problem.value, (str, int, float, bool, type(None))) else str(problem.value)
     return {"code": problem.code, "where": problem.where, "value": value, "message": problem.what,
             "remedy": problem.remedy, "set": settings_of(problem)}
@@ -157,9 +157,9 @@ def as_dict(problem: RanvierError) -> dict[str, object]:
 
 def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = None, *,
           chosen: Collection[str] | None = None, cluster: str | None = None) -> Report:
-    """Look at `run` as a whole. Never raises for what a user can set. chosen: settings that have a value of the
-    user's (`Merged.chosen`); None: those that differ from their defaults. cluster: shipped name or file of the cluster
-    whose memory is compared; None: this machine's. ConfigError if there is no such cluster."""
+    """Check all of `run`. Never raises for a user's settings. chosen: settings whose value comes from the user
+    (`Merged.chosen`); None for those that differ from their defaults. cluster: shipped name or file of the cluster
+    whose memory is compared; None for this machine. ConfigError if there is no such cluster."""
     place = None if cluster is None else load_cluster(cluster)
     if place is not None:
         ranks_per_node = ranks_per_node or place.devices_per_node
@@ -203,14 +203,14 @@ def check(run: Run, num_ranks: int | None = None, ranks_per_node: int | None = N
 
 
 _SHOWN_STAGES = 6
-"""Most stages that are shown; of more, the first and last ones, and between them the one that needs most memory."""
+"""Most stages that are shown; of more stages, the first and last ones, and between them the one with most memory."""
 
 
 def print_report(report: Report, values: Sequence[tuple[str, str, str]], *, everything: bool = False) -> None:
-    """The report for people, on standard output: first what is wrong, last the settings.
+    """Print the report for people on standard output: problems first, settings last.
 
-    values: (name, value, origin) of every setting. everything: with the categories of memory, all stages, other limits
-    of the schedule, and the settings that have their defaults.
+    values: (name, value, origin) of every setting. everything: also print the categories of memory, all stages, other
+    limits of the schedule, and the settings that have their defaults.
     """
     screen = Screen(sys.stdout)
     for problem in report.problems:

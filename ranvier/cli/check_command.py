@@ -35,7 +35,7 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     No rank is started, and no weights are allocated.
     """
     if split is not None:
-        # Imported here because tests of models are a tool above the command, not part of it.
+        # Imported here because ranvier.testing is a tool above the command, not part of it.
         from ranvier.testing.split import SplitError, check_named
 
         try:
@@ -56,17 +56,17 @@ def check(recipe: str | None, allow_code: bool, split: str | None, ranks: int | 
     if cluster is None and ranks is None and resolved.run.launch.cluster is None:
         resolved = options.use_fp32_on_cpu(resolved)
     values, origins = read.flatten(resolved.run), dict(resolved.origins)
-    for setting, code in named_code.objects_of(values):  # before the import, which may do anything
+    for setting, code in named_code.objects_of(values):  # before the import, which may run any code
         print(f"imports {code} for {read.flag(setting)}, from {origins[setting]}", flush=True,
               file=sys.stderr if as_json else sys.stdout)
     if ranks is None and cluster is None and open_axes_of(resolved.run):
-        ranks = local_devices(resolved.run.launch.device)  # which `train` would start
+        ranks = local_devices(resolved.run.launch.device)  # as many as `train` would start
     report = check_run(resolved.run, ranks, ranks_per_node, chosen=resolved.chosen,
                        cluster=cluster)
     report = dataclasses.replace(report, problems=(*resolved.problems, *report.problems),
                                  warnings=(*report.warnings, *missing_data(resolved)))  # a problem when it starts
     for setting, value in read.flatten(with_pretrained(resolved.run)[0]).items():
-        if value != values[setting]:  # the sizes of the weights
+        if value != values[setting]:  # sizes taken from the weights
             values[setting], origins[setting] = value, "model.pretrained"
     if resolved.run.train.epochs is not None:
         values["train.steps"] = "by train.epochs"

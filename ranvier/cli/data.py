@@ -27,8 +27,8 @@ def prepare(recipe: str, processes: int | None, quiet: bool, as_json: bool, allo
             **flags: str | None) -> int:
     """Write the token files of RECIPE into the cache, once for all runs with the same data settings.
 
-    A run writes missing token files when it starts, in one process. This command writes them before, in parallel, and
-    prints the share of padding.
+    A run writes missing token files when it starts, in one process. This command writes them in advance, in parallel,
+    and prints the share of padding.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

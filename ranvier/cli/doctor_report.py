@@ -1,4 +1,4 @@
-"""Findings of `ranvier doctor`: versions, hardware, and the value of each `auto` here. For every bug report."""
+"""Findings of `ranvier doctor`, for bug reports: versions, hardware, and the value of each `auto` on this machine."""
 
 from __future__ import annotations
 

@@ -80,8 +80,7 @@ def evaluate(model: Path, sets: tuple[str, ...], harness: str | None, lm_eval_pa
 
 
 def _name_datasets(given: Sequence[str]) -> dict[str, str]:
-    """NAME=DATA by name; data without a name goes by the name of its file. ConfigError for a name that is there
-    twice."""
+    """NAME=DATA by name; data without a name gets the name of its file. ConfigError for a repeated name."""
     found: dict[str, str] = {}
     for text in given:
         name, equals, data = text.partition("=")
@@ -94,8 +93,8 @@ def _name_datasets(given: Sequence[str]) -> dict[str, str]:
 
 
 def _run(trained: Trained, flags: Mapping[str, str], reads_data: bool) -> ResolvedRun:
-    """The run of the evaluation. reads_data: whether the run's data settings are used. ConfigProblems for settings that
-    cannot be."""
+    """The run of the evaluation. reads_data: whether the run's data settings are used. ConfigProblems for invalid
+    settings."""
     from ranvier.config.resolve import resolve
     from ranvier.planner.problems import problems
 

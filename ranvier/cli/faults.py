@@ -1,4 +1,4 @@
-"""The command with faults (`ranvier.testing.faults`), to see what a run does with them.
+"""The `ranvier` command with injected faults (`ranvier.testing.faults`), to see how a run handles them.
 
     python -m ranvier.cli.faults --fault kill:rank=1,call=200 -- train gpt-tiny --run-dir runs/killed
 """

@@ -1,4 +1,4 @@
-"""`ranvier generate`: texts that a trained model writes."""
+"""`ranvier generate`: continues texts and chats with a trained model."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
     sampling = Sampling(**{name: value for name, value in flags.items() if value is not None})
     asked = _prompts(prompts, file)
     if "" in stop:
-        raise ConfigError("is empty, and every text has it", code="stop-empty", where="stop", value="",
+        raise ConfigError("is empty, and every text contains it", code="stop-empty", where="stop", value="",
                           remedy="Give a text, or leave it out.")
     found = open_model(model, tell_once, ema=ema)
     writer = _writer(found, tokenizer, chat)
     if isinstance(writer, TextPrompts) and (token := next(filter(None, map(writer.special_in, asked)), None)):
         tell_once(f"a prompt has the text {token}: special tokens in prompts are encoded as plain characters; with "
-                  "--chat the model's template writes them")
+                  "--chat the model's template inserts them")
     folder = found.origin if found.tokenizer is None else found.tokenizer.parent
     if flags["repetition_penalty"] is None:
         sampling = replace(sampling, repetition_penalty=generation_config.repetition_penalty(folder))
@@ -101,7 +101,7 @@ def generate(model: Path, prompts: tuple[str, ...], file: Path | None, chat: boo
 
 
 def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
-    """Texts, or lists of messages. ConfigError where there are none, or a line is neither."""
+    """The prompts: texts, or lists of messages. ConfigError if there are none, or a line is neither."""
     from ranvier.data.tables import JSON_LINES
 
     found: list[Any] = list(given)
@@ -119,7 +119,7 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[Any]:
         try:
             document: Any = parse_json(line)
             only = document["prompt"] if "prompt" in document else document["messages"]
-            json.dumps(document, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
+            json.dumps(document, ensure_ascii=False).encode()  # no tokenizer accepts half of a surrogate pair
             found.append(document if {"tools", "chat_template_kwargs"} & document.keys() else only)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError("is not a JSON object with a field prompt or messages", code="prompt-not-json",
@@ -151,7 +151,7 @@ def _writer(model: LanguageModel, tokenizer: Path | None, chat: bool) -> Writer:
 
 def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: World, mesh: Mesh, sampling: Sampling, *,
            stop: Sequence[str], max_tokens: int, scheme: str, precision: str, as_json: bool) -> None:
-    """Collective; rank 0 prints."""
+    """Generate the answers; collective. Rank 0 prints them."""
     from ranvier.config.run import TensorParallel
     from ranvier.inference.generate import StopWords
     from ranvier.inference.generate import generate as texts_of
@@ -174,7 +174,7 @@ def _write(model: LanguageModel, writer: Writer, asked: Sequence[Any], world: Wo
 
 
 def _complete(rounds: Iterator[list[Text]], stops: StopWords, stream: TextIO | None) -> Iterator[Text]:
-    """Texts as they become complete; stream: where the only one is printed while it is written."""
+    """Texts as they become complete. stream: where a single text is printed while it is generated."""
     printed = 0
     for texts in rounds:
         if stream is not None:

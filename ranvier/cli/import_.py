@@ -33,7 +33,7 @@ def import_model(model: Path, out: Path, precision: str | None, quiet: bool, as_
     from ranvier.checkpoint.hf.import_model import import_model as make
     from ranvier.data.offline.pretrained_models import local_path
 
-    check_free(out)  # before anything is fetched
+    check_free(out)  # before anything is downloaded
     with prose(as_json, quiet):
         recipe = make(local_path(model, print), out, precision=precision)
         print(f"written to {out}, with its settings in run.toml")

@@ -35,12 +35,12 @@ def join(run: Path, ranks: int, data: int | None, pipe: int | None, row: int | N
     sizes = {axis: size for axis, size in (("data", data), ("pipe", pipe), ("row", row), ("col", col))
              if size is not None}
     given = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {
-        name: value for name, value in os.environ.items() if name != "RANK"}  # which a shell or container may have
+        name: value for name, value in os.environ.items() if name != "RANK"}  # a shell or container may have set RANK
     started = detect(given)
     if started is None:
         return _start(run, ranks)
     if started.launcher != "local":
-        raise ConfigError(f"starts its ranks itself, and {started.launcher} has started this process",
+        raise ConfigError(f"starts its ranks itself, but {started.launcher} has started this process",
                           code="join-under-launcher", where="ranvier join",
                           remedy=f"Run ranvier join outside of {started.launcher}.")
 

@@ -1,7 +1,7 @@
-"""The command `ranvier` and its subcommands; --help imports nothing heavy.
+"""The command `ranvier` and its subcommands; --help imports no large package.
 
-Exit codes: 0 success, 1 the run failed, 2 a user error, printed in one line each on standard error, 130 Ctrl-C. With
---json user errors are the document on standard output, too.
+Exit codes: 0 success, 1 the run failed, 2 a user error, 130 Ctrl-C. User errors are printed on standard error, one line
+each; with --json they are also the document on standard output.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _CONNECT_THREAD = "ranvier-connect"
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line `args` (None: that of this process) and exit."""
+    """Run the command line `args` (None for that of this process) and exit."""
     outlive_readers()
-    # Imports, and counting a model, make very many objects that stay, and few cycles: at Python's own pace collections
-    # take a fifth of the time of `check`. Ranks set it back (`work_as_rank`).
+    # Imports, and counting a model, create very many persistent objects and few cycles: with Python's own thresholds
+    # collections take a fifth of the time of `check`. Ranks restore the thresholds (`work_as_rank`).
     gc.set_threshold(200_000, 20, 100)
-    atexit.register(gc.freeze)  # the collections at the end look at no object of torch's: they take half a CPU second
+    atexit.register(gc.freeze)  # so that the final collections, half a CPU second, skip torch's objects
     code = run_command(args)
     if any(thread.name == _CONNECT_THREAD for thread in threading.enumerate()):
-        # It returns from C++ at some time, and while the interpreter ends that aborts the process.
+        # Its return from C++ while the interpreter ends would abort the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[World], World] | None = None) -> int:
-    """Run the command line `args` (None: that of this process); returns the exit code. Errors are printed.
+    """Run the command line `args` (None for that of this process); returns the exit code. Errors are printed.
 
     change_world: applied by `train` to the world of each rank before its use; for fault injection.
     """
@@ -75,12 +75,12 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
     except RanvierError as error:
         print_problems([error], as_json=as_json)
         return 2
-    except OSError as error:  # of a path that cannot even be looked up: `Path.is_file` and its like raise it
+    except OSError as error:  # for a path that cannot even be looked up, from `Path.is_file` and similar calls
         if error.filename is None or error.errno not in (errno.EACCES, errno.ENAMETOOLONG):
             raise
         print_problems([RanvierError(f"cannot be used: {error.strerror}", code="path-unusable",
                                      where=os.fsdecode(error.filename),
-                                     remedy="Name a path that this user may reach.")], as_json=as_json)
+                                     remedy="Name a path that this user may access.")], as_json=as_json)
         return 2
     except click.exceptions.UsageError as error:
         text = _usage_text(error)
@@ -96,19 +96,19 @@ def run_command(args: Sequence[str] | None = None, *, change_world: Callable[[Wo
 
 
 def _check_characters(words: Sequence[str]) -> None:
-    """UsageError for a word that no process can be given, such as one with a null character: it cannot be a path."""
+    """UsageError for a word that cannot be passed to a process, such as one with a null character."""
     for word in words:
         try:
             is_possible = b"\0" not in os.fsencode(word)
         except UnicodeEncodeError:
             is_possible = False
         if not is_possible:
-            raise click.UsageError(f"no command line can have the word {word!a:.80}")
+            raise click.UsageError(f"no command line can contain the word {word!a:.80}")
 
 
 def _usage_text(error: click.exceptions.UsageError) -> str:
-    """The message for a wrong command line. A setting that is called otherwise in other programs is named, and what a
-    missing RECIPE may be."""
+    """The message for a wrong command line. It names the setting for another program's name of it, and the possible
+    values of a missing RECIPE."""
     from ranvier.config.aliases import NAMES
     from ranvier.config.read import flag, name_elsewhere, recipe_names
 

@@ -23,13 +23,13 @@ cluster_option = click.option("--cluster", required=True,
 
 
 def complete_recipe(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Completions for a shell: the shipped recipes that begin so, and files."""
+    """Completions for a shell: the shipped recipes that begin with the given text, and files."""
     found = [CompletionItem(name) for name in read.recipe_names() if name.startswith(begun)]
     return [*found, CompletionItem(begun, type="file")]
 
 
 def _values(setting: read.Setting) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Completions for a shell: the values of a setting that begin as the given text."""
+    """Completions for a shell: the values of a setting that begin with the given text."""
     known = ["true", "false"] if setting.is_yes_no else words(setting.annotation)
     return lambda context, parameter, begun: [word for word in known if word.startswith(begun)]
 
@@ -51,7 +51,7 @@ NUMBER_FORMATS = click.Choice(["fp32", "bf16", "fp16", "fp64"])
 
 @contextmanager
 def prose(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Text for people is printed inside: with --json on standard error, with --quiet not at all."""
+    """Context for printing text for people: with --json on standard error, with --quiet not at all."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(
             nowhere if quiet else sys.stderr if as_json else sys.stdout):
         yield
@@ -125,7 +125,7 @@ class SettingsCommand(click.Command):
     """A command with every field of the run as a flag. Its help lists the most common flags, all, or a section's."""
 
     def __init__(self, *args: Any, common: Sequence[str] = COMMON, **kwargs: Any) -> None:
-        """common: the settings that --help lists."""
+        """Make the command with its options. common: the settings that --help lists."""
         super().__init__(*args, **kwargs)
         self.common = common
         for setting in read.settings().values():
@@ -172,7 +172,7 @@ class SettingsCommand(click.Command):
 
 
 def _section(name: str) -> str:
-    """The section of a setting; those at the top of the tree are of the run."""
+    """The section of a setting; settings at the top level are in the section of the run."""
     return name.rpartition(".")[0] or "run"
 
 
@@ -193,13 +193,13 @@ def read_recipe(recipe: str, flags: Mapping[str, str | None], *, allow_code: boo
 
 
 def use_fp32_on_cpu(resolved: read.Merged) -> read.Merged:
-    """`resolved` in fp32 where a CPU would have the bf16 of a preset or of a folder: there it needs more memory, since
-    master copies come on top, and most CPUs compute slower in it."""
+    """`resolved` in fp32 if it would run on a CPU in the bf16 of a preset or of a folder: there bf16 needs more memory,
+    for additional master copies, and is slower on most CPUs."""
     import torch
 
     from ranvier.launch.cuda_environment import cuda_defaults
 
-    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them when it is first used, which is below
+    os.environ.update(cuda_defaults(os.environ))  # CUDA reads them at its first use, which is below
     origin, run = resolved.origins["precision"], resolved.run
     if not origin.startswith(("preset ", "folder ")) or (run.launch.device != "cpu" and torch.cuda.is_available()):
         return resolved

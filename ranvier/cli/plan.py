@@ -14,11 +14,11 @@ from ranvier.errors import ConfigError
 
 
 def _single_value(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """The value of an option that holds for all clusters: none of them would have had the first of two."""
+    """The single value of an option that applies to all clusters; ConfigError if it is repeated."""
     if len(values) > 1:
-        raise ConfigError("is given more than once, and holds for all clusters", code="repeated-option",
+        raise ConfigError("is given more than once, but applies to all clusters", code="repeated-option",
                           where=f"--{parameter.name}", value=", ".join(map(str, values)),
-                          remedy="Give it once, or `nodes` and `price_per_hour` in a file of each cluster.")
+                          remedy="Give it once, or set `nodes` and `price_per_hour` in a file for each cluster.")
     return values[0] if values else None
 
 

@@ -24,8 +24,8 @@ class ConfigProblems(Exception):
 
 
 def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -> None:
-    """Print one line each, on local rank 0 only: before ranks are connected, all of them find the same problems.
-    as_json: print them as a document on standard output, too."""
+    """Print one line for each problem, on local rank 0 only: before ranks are connected, all find the same problems.
+    as_json: also print them as a document on standard output."""
     from ranvier.launch.launchers import detect
 
     try:
@@ -42,12 +42,12 @@ def print_problems(problems: Sequence[RanvierError], *, as_json: bool = False) -
 
 
 def _json_value(value: object) -> object:
-    """JSON has no NaN and no infinity."""
+    """`value` for JSON, which has no NaN and no infinity."""
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def missing_data(resolved: read.Merged) -> list[ConfigError]:
-    """Problems of a model without a recipe: it needs data, and a preset needs the tokenizer of its vocabulary."""
+    """Problems of a model without a recipe: it needs data, and a preset needs the tokenizer for its vocabulary."""
     run, origins = resolved.run, resolved.origins
     is_preset = run.model.preset is not None and run.model.pretrained is None
     if not is_preset and not origins["model.pretrained"].startswith("folder "):
@@ -68,7 +68,7 @@ def missing_data(resolved: read.Merged) -> list[ConfigError]:
 
 
 def settings_of(problem: RanvierError) -> dict[str, object]:
-    """Settings that the remedy changes, for JSON: null for any other value than now."""
+    """Settings that the remedy changes, for JSON: null for any value other than the present one."""
     return {name: None if value is ... else value for name, value in problem.settings.items()}
 
 
@@ -78,6 +78,6 @@ def print_error(text: str) -> None:
 
 
 def print_warnings(warnings: Iterable[RanvierError]) -> None:
-    """Print one line each on standard error."""
+    """Print one line for each warning on standard error."""
     for warning in warnings:
         print(f"ranvier: warning: {warning}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A subcommand's work as one rank: its errors end all ranks, and become the exit code."""
+"""A subcommand's work on one rank: its errors end all ranks, and determine the exit code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 _COLLECTIONS = gc.get_threshold()
-"""Python's own pace of collections, at which a rank works: tensors in cycles are freed in time."""
+"""Python's own thresholds of garbage collection, which ranks use so that tensors in cycles are freed in time."""
 
 
 def tell_once(text: str) -> None:
-    """Print `text` on standard error in one of the processes that run this command: the one that starts the ranks, or
-    rank 0 of another launcher."""
+    """Print `text` on standard error in only one of the processes that run this command: the process that starts the
+    ranks, or rank 0 of another launcher."""
     started = detect(os.environ)
     if started is None or (started.launcher != "local" and started.rank == 0):
         print_stderr(text)
 
 
 def work_as_rank(world: World, work: Callable[[], object]) -> int:
-    """Do `work` on this rank of `world`, then leave it. Returns the exit code."""
+    """Do `work` on this rank of `world`, and leave the world. Returns the exit code."""
     from ranvier.launch import failures
 
     gc.set_threshold(*_COLLECTIONS)

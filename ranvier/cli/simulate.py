@@ -25,7 +25,7 @@ from ranvier.cli import options
               help="Write a picture: each stage's actions, and each policy's bubble over depth, in-flight limit and "
                    "jitter.")
 @click.option("--as-published", is_flag=True,
-              help="As AxoNN, Megatron-LM and DeepSpeed were published: products have no panels, and but for AxoNN's "
+              help="As AxoNN, Megatron-LM and DeepSpeed were published: products have no panels, and except in AxoNN's "
                    "schedule a stage does not compute while it sends or receives.")
 @options.json_option
 def simulate(recipe: str, cluster: str, ranks: int | None, jitter: float, slow: Sequence[str], mtbf_hours: float | None,

@@ -53,7 +53,7 @@ def train(context: click.Context, /, recipe: str, allow_code: bool, quiet: bool,
 
     resolved = options.use_fp32_on_cpu(resolved)
     started = detect(os.environ, resolved.run.launch.launcher)
-    # open for as long as the process lives: what ends it may still print
+    # open until the process ends, since its end may still print
     stream = open(os.devnull, "w", encoding="utf-8") if quiet else sys.stderr if as_json else sys.stdout  # noqa: SIM115
 
     def say(line: str) -> None:
@@ -82,7 +82,7 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
            ) -> tuple[Run, ResolvedRun, list[RanvierError]]:
     """The run with the sizes of its pretrained model, the run without any `auto`, and warnings.
 
-    started: this rank; None before ranks are started. tell: takes lines about a trial.
+    started: this rank; None before ranks are started. tell: receives lines about a trial.
 
     ConfigProblems if the run cannot work. With `--resume auto` and another number of ranks than the mesh needs, the run
     gets another mesh.
@@ -123,8 +123,8 @@ def _close(resolved: read.Merged, started: Started | None, tell: Callable[[str],
 
 
 def _plan_before(asked: Run, ranks: int) -> ResolvedRun | None:
-    """The run with the plan of the run that it resumes, where all that was given agrees with it and it needs at most
-    `ranks` ranks; None where there is none."""
+    """The run with the plan of the run that it resumes, if all given settings agree with that plan and it needs at most
+    `ranks` ranks; else None."""
     from ranvier.planner.auto import open_axes_of
 
     path = None if asked.run_dir is None else asked.run_dir / "run.toml"
@@ -154,14 +154,14 @@ def _planned_flags(before: Run, after: ResolvedRun) -> list[str]:
 
 
 def _memory_hint(run: ResolvedRun) -> str:
-    """The predicted memory, since the kernel may have killed for lack of it, and how to go on."""
+    """The predicted memory, since the kernel may have killed a rank for lack of memory, and how to continue."""
     from ranvier.train.memory import prediction_text
 
     return f"{prediction_text(run)}\n{_newest(run)}"
 
 
 def _newest(run: ResolvedRun) -> str:
-    """How to go on."""
+    """How to continue the run."""
     from ranvier.checkpoint.manifest import checkpoints
     from ranvier.train.saving import checkpoint_folder
 
@@ -177,12 +177,12 @@ def _train_as_rank(run: ResolvedRun, run_dir: Path, name: str, world: World,
     from ranvier.train.loop import train as train_loop
 
     def work() -> None:
-        if world.rank == 0:  # not before `start`, where the other ranks would wait for a rank 0 that has exited
+        if world.rank == 0:  # only here, since an exit of rank 0 before `start` would leave the other ranks waiting
             check_folder(run_dir, run.resume)
         try:
             summary = train_loop(run, name, world, stream=stream, origins=origins)
         except KeyboardInterrupt as error:
-            if world.is_whole_run and not error.args:  # not saved; of others the supervisor or launcher tells
+            if world.is_whole_run and not error.args:  # not saved; otherwise the supervisor or launcher reports it
                 print(f"ranvier: interrupted\n{_newest(run)}", file=sys.stderr)
             raise
         if as_json and world.rank == 0:

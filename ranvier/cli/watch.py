@@ -20,17 +20,17 @@ _NO_PAGE_YET = b"""<!doctype html><meta charset="utf-8"><meta http-equiv="refres
 <meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
 <p>There is no report here yet: a run writes it 20 seconds after its first step begins, and at its end."""
 _OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
-"""Host headers that are answered: a page from elsewhere whose name points here (DNS rebinding) has another."""
+"""Accepted Host headers: a page from elsewhere whose name resolves to this machine (DNS rebinding) has another."""
 
 
-@click.command(short_help="Show a run's report while it goes on.")
+@click.command(short_help="Show a run's report while it is in progress.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1; by default a free one.")
 def watch(run: Path, port: int) -> int:
-    """Serve report.html of the folder RUN at an address that is printed, until Ctrl-C. The page reloads itself while
-    the run goes on. Only programs on this machine can connect; from elsewhere use an SSH tunnel."""
+    """Serve report.html of the folder RUN at a printed address, until Ctrl-C. The page reloads itself while the run is
+    in progress. Only programs on this machine can connect; from elsewhere use an SSH tunnel."""
     with server_of(run, port) as server:
-        waits = "" if (run / _NAME).exists() else ", which is not there yet"
+        waits = "" if (run / _NAME).exists() else ", which does not exist yet"
         if not run.exists():
             print_stderr(f"ranvier: there is no folder {run}. The page waits for a run that is started with "
                          f"--run-dir {run}; if one has been started, name the folder that it has printed.")
@@ -40,7 +40,8 @@ def watch(run: Path, port: int) -> int:
 
 
 def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page on 127.0.0.1, not started. RanvierError where other files are, or the port is taken."""
+    """A server of the page on 127.0.0.1, not started. RanvierError if the folder is not a run's, or the port is
+    taken."""
     try:
         names = set(os.listdir(run))
     except FileNotFoundError:  # the run has not begun
@@ -54,22 +55,22 @@ def server_of(run: Path, port: int = 0) -> ThreadingHTTPServer:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, run / _NAME))
     except OSError as error:
         raise RanvierError(f"cannot be used: {error.strerror or error}", code="port-not-usable", where="--port",
-                           value=port, remedy="Leave it out, which takes a free one.") from error
+                           value=port, remedy="Leave it out to use a free port.") from error
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers for one file, with a tag that changes with it."""
+    """Serves one file, with an ETag that changes with it."""
 
     def __init__(self, page: Path, *args: object) -> None:
         self._page = page
         super().__init__(*args)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """The page."""
+        """Answer with the page."""
         self._answer(with_body=True)
 
     def do_HEAD(self) -> None:
-        """Its tag."""
+        """Answer with the page's headers only."""
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
@@ -95,4 +96,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+        """Log nothing."""

@@ -1,4 +1,4 @@
-"""Ranks to test with, references to compare with, faults to inject: public, because users need them too."""
+"""Ranks for tests, references for comparison, faults to inject: public, because users need them too."""
 
 from ranvier.testing.blocks import check_blocks
 from ranvier.testing.split import SplitError, SplitOutcome, check_split

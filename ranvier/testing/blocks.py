@@ -3,7 +3,7 @@
     check_blocks(module, ranvier.blocks_of(module, cut=["layer1", "layer2"]), inputs)     # raises ModelError
 
 Blocks run one after the other in this process, but as on stages: each gets a copy of the state, and the gradients of
-its state return to the block before it.
+its state return to the previous block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ranvier.models.blocks_of import carried_output
 
 _SEED = 0
 _SMALL = 1e-3
-"""Tensors that are smaller than this times the largest of their kind are compared on that scale."""
+"""Tensors smaller than this times the largest of their kind are compared on that scale."""
 
 
 def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: State, *,
@@ -32,7 +32,7 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
     """Compare `module` with its blocks, as `ranvier.blocks_of` returns them; neither is changed.
 
     Args:
-        sample: inputs as a microbatch has them: a tensor, or a dict by names of forward's arguments.
+        sample: inputs as in a microbatch: a tensor, or a dict by names of forward's arguments.
         output: as for `blocks_of`.
         training: the mode. Dropout draws from torch's generator, with one seed for both.
         tolerance: largest relative error of outputs, buffers, and gradients of a random weighting of the outputs.
@@ -68,7 +68,7 @@ def check_blocks(module: nn.Module, blocks: Mapping[str, nn.Module], sample: Sta
 
 
 def _error(found: Tensor, expected: Tensor, among: Mapping[str, Tensor], kind: str) -> float:
-    """Relative to the tensor, or to a small share of the largest of its kind."""
+    """The error relative to the tensor, or to a small share of the largest tensor of its kind."""
     scale = max(float(tensor.norm()) for name, tensor in among.items() if name.startswith(kind))
     difference = float((found - expected).norm()) if found.shape == expected.shape else float("inf")
     return difference / (max(float(expected.norm()), _SMALL * scale) or 1.0)

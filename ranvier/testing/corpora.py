@@ -1,4 +1,4 @@
-"""Conformance test of a corpus of your own.
+"""Conformance test of your own corpus.
 
     check_corpus(MyCorpus())
 """
@@ -16,8 +16,8 @@ _LOOKED_AT = 1000
 def check_corpus(corpus: Corpus, *, max_bytes: int = 100_000) -> None:
     """Read up to 1000 documents, twice, and once with a small limit on their bytes.
 
-    AssertionError where the corpus lacks something, has no text, changes from one reading to the next, gives something
-    else than documents of Unicode text, or less of a document than was asked for.
+    AssertionError if the corpus lacks an attribute, has no text, changes from one reading to the next, yields anything
+    other than documents of Unicode text, or less of a document than requested.
     """
     missing = missing_attribute(corpus, CORPUS_ATTRIBUTES)
     assert missing is None, f"{type(corpus).__name__} has no {missing}"

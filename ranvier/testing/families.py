@@ -1,4 +1,4 @@
-"""Conformance test of a model family of your own, in seconds on a CPU.
+"""Conformance test of your own model family, in seconds on a CPU.
 
     check_family(MyFamily(), Transformer(num_layers=3, hidden=16, vocab=50, sequence=8), head="tokens")
 """
@@ -21,15 +21,15 @@ from ranvier.models.family import FAMILY_ATTRIBUTES, ModelFacts, ModelFamily, Ta
 from ranvier.plan.block_costs import block_costs
 
 _FLOPS_WITHIN = 3.0
-"""Counts of operations leave out different small parts; a factor above this one is a mistake."""
+"""Counts of operations omit different small parts; a ratio above this is a mistake."""
 
 
 def check_family(family: ModelFamily, settings: Transformer, head: str) -> None:
-    """Build and run `family` with small `settings` that it can have.
+    """Build and run `family` with small, valid `settings`.
 
-    AssertionError, with the method that is at fault, where the family lacks a method, contradicts itself or its
-    settings, builds other blocks on the meta device or in another dtype, mixes the samples of a microbatch, or is far
-    off in its count of FLOPs.
+    AssertionError, with the method at fault, if the family lacks a method, contradicts itself or its settings, builds
+    other blocks on the meta device or in another dtype, mixes the samples of a microbatch, or has a count of FLOPs that
+    is far off.
     """
     missing = missing_attribute(family, FAMILY_ATTRIBUTES)
     assert missing is None, f"{type(family).__name__} has no {missing}"
@@ -99,7 +99,8 @@ def _build(model: Model) -> dict[str, nn.Module]:
 
 
 def _check_parameters(model: Model, blocks: Mapping[str, nn.Module]) -> None:
-    """Initial values by name, ties between parameters that exist, alike blocks of the same shapes."""
+    """Check that parameters have initial values, that ties name existing parameters, and that alike blocks have the
+    same shapes."""
     parameters = {f"{name}.{inner}": parameter for name, block in blocks.items()
                   for inner, parameter in block.named_parameters()}
     for group in model.tied:
@@ -117,7 +118,7 @@ def _check_parameters(model: Model, blocks: Mapping[str, nn.Module]) -> None:
 
 def _check_independence(family: ModelFamily, model: Model, blocks: Mapping[str, nn.Module], settings: Transformer,
                         head: str) -> None:
-    """The loss of three samples is the sum of the losses of each, and gradients are finite."""
+    """Check that the loss of three samples is the sum of their own losses, and that gradients are finite."""
     inputs, targets = _varied_samples(family, settings, head)
     total, weight = _loss(model, blocks, inputs, targets)
     assert torch.isfinite(total), f"loss: is {float(total.detach())} for a sample"

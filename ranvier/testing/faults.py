@@ -4,13 +4,14 @@
 
 The command with faults is `python -m ranvier.cli.faults`.
 
-A fault belongs to one rank and is triggered once (slow: and stays). Its trigger is that rank's N-th `call` (a message
-that it sends or a collective that it starts; their order is the same in every run, unlike that of polls and waits), the
-N-th `message` that it sends, or a number of `seconds` after the start. `of` restricts what is counted: `of=state` and
-`of=order` count only messages of that kind, `of=transition` counts from the first transition to another mesh.
+A fault belongs to one rank and is triggered once (slow stays from then on). Its trigger is that rank's N-th `call` (a
+message that it sends or a collective that it starts; their order is the same in every run, unlike that of polls and
+waits), the N-th `message` that it sends, or a number of `seconds` after the start. `of` restricts what is counted:
+`of=state` and `of=order` count only messages of that kind, `of=transition` counts from the first transition to another
+mesh.
 
     kind        effect                                                                  parameters
-    kill        SIGKILL: the process ends at once
+    kill        SIGKILL: the process ends immediately
     stop        SIGSTOP: the process exists but does nothing, as if its machine hung
     delay       the rank sleeps before its next message                                 for=SECONDS
     slow        the rank sleeps before every message and collective: a straggler        for=SECONDS
@@ -19,7 +20,7 @@ N-th `message` that it sends, or a number of `seconds` after the start. `of` res
     allocation  an allocation beyond the available memory fails
     disk        files cannot grow beyond a size: writes fail, as on a full disk         bytes=SIZE, for=SECONDS
 
-kill, stop and disk affect the whole process: with ranks that are threads, all of them.
+kill, stop and disk affect the entire process: if ranks are threads, all ranks.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ def parse(text: str) -> Fault:
 
 
 def faulty(world: World, faults: Sequence[Fault]) -> World:
-    """`world` itself, which has those of `faults` that are for its rank from now on. Seconds count from this call. A
-    copy would not learn that ranks are lost or join, and what was started with the first world waits for all of them.
+    """Inject those of `faults` that are for this rank into `world`, and return `world` itself. Seconds count from this
+    call. A copy would not see ranks that are lost or join, although other parts of the program use the original world.
 
     ConfigError for a fault of a rank that does not exist.
     """
@@ -160,7 +161,7 @@ class _Plan:
         self._transition: tuple[int, int, float] | None = None
         """Calls, messages and time at the start of the first transition."""
         self._lock = threading.Lock()  # checkpoints are written, and send messages, on another thread
-        # Faults of the whole process do not wait for a call of the rank.
+        # Faults of the entire process do not wait for a call of the rank.
         self._timed = [fault for fault in faults if fault.kind in _OF_PROCESSES and fault.seconds is not None]
         self._waiting = [fault for fault in faults if fault not in self._timed]
         self._start_timers(None)
@@ -171,7 +172,7 @@ class _Plan:
                 _call_later(fault.seconds, self._trigger, fault)
 
     def transition(self) -> None:
-        """Called before the ranks of another mesh connect."""
+        """Record the first transition; called before the ranks of another mesh connect."""
         if self._transition is None:
             self._transition = (self._calls, self._messages, time.monotonic())
             self._start_timers("transition")
@@ -205,7 +206,7 @@ class _Plan:
         return sent >= fault.message
 
     def collective(self) -> None:
-        """Called before a collective starts."""
+        """Trigger due faults; called before a collective starts."""
         for fault in self._take(None):
             self._trigger(fault)
 
@@ -281,7 +282,7 @@ class _FaultyBackend:
 
 
 class _FaultyTransport:
-    """A `protocol.Transport`; all but sends are those of the inner one."""
+    """A `protocol.Transport`; everything except sends is that of the inner one."""
 
     def __init__(self, inner: Transport, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan
@@ -296,7 +297,7 @@ class _FaultyTransport:
 
 
 class _FaultyGroup:
-    """A `protocol.Group`; what is not a collective is that of the inner one."""
+    """A `protocol.Group`; everything except collectives is that of the inner one."""
 
     def __init__(self, inner: Group, plan: _Plan) -> None:
         self._inner, self._plan = inner, plan

@@ -1,4 +1,4 @@
-"""Conformance test of a freeze policy of your own, in a second.
+"""Conformance test of your own freeze policy, in a second.
 
     check_freeze_policy(MyPolicy)
 """
@@ -16,11 +16,11 @@ from ranvier.elastic.freezing import Facts, FreezePolicy, FrozenLayers, Remember
 
 
 def check_freeze_policy(make: Callable[[], FreezePolicy], *, cases: Positive = 100, seed: int = 0) -> None:
-    """Ask fresh policies from `make` through made-up runs of many depths, with gradients that vanish, grow or are NaN,
-    losses and learning rates that fall, and outputs that change less and less.
+    """Evaluate fresh policies from `make` in synthetic runs of many depths, with gradients that vanish, grow or are
+    NaN, falling losses and learning rates, and outputs that change less and less.
 
-    AssertionError, with the run, where an answer is neither a number of layers nor a set of them, or where a policy
-    that is restored from its state answers otherwise than the one that went on.
+    AssertionError, with the run, if an answer is neither a number of layers nor a set of layers, or if a policy that is
+    restored from its state answers differently from the original.
     """
     check_arguments(check_freeze_policy, locals())
     for case in range(cases):
@@ -56,7 +56,7 @@ def _facts(choose: random.Random, evaluation: int, frozen: FrozenLayers, layers:
 
 
 def _restore(policy: FreezePolicy, make: Callable[[], FreezePolicy], text: str) -> FreezePolicy | None:
-    """A fresh policy with the state of this one; None where policies keep none."""
+    """A fresh policy with the state of this one; None if policies keep no state."""
     if not isinstance(policy, Remembers):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Public name of the memory tracker, which runs use, too: see `ranvier.system.memory_tracker`."""
+"""Public name of the memory tracker, which runs also use: see `ranvier.system.memory_tracker`."""
 
 from ranvier.system.memory_tracker import MemoryPlace, MemoryTracker, StorageKind
 

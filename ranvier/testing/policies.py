@@ -1,4 +1,4 @@
-"""Conformance test of a schedule policy of your own, in a second.
+"""Conformance test of your own schedule policy, in a second.
 
     class BackwardOnly:                                 # a `ranvier.schedule.schedule.Policy`
         name, defers = "lifo", False
@@ -36,7 +36,7 @@ def _draw_time(factors: random.Random, stage: int, action: Action) -> float:
 
 
 class _Watched:
-    """A policy whose every choice is checked: it is ready, and it is the same when asked again."""
+    """A policy whose choices are checked: each must be ready, and the same when asked again."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.name, self.defers = policy, policy.name, policy.defers
@@ -54,8 +54,9 @@ class _Watched:
 def check_policy(policy: Policy, *, cases: Positive = 200, seed: int = 0) -> None:
     """Run `policy` through simulated pipelines with random depths, limits, times, delays and frozen stages.
 
-    AssertionError, with the settings and every stage's actions, where a batch does not end, something runs twice or out
-    of order, a bound is passed, or the policy chooses what is not ready or changes its mind.
+    AssertionError, with the settings and every stage's actions, if a batch does not end, an action runs twice or out of
+    order, a bound is exceeded, or the policy chooses an action that is not ready or chooses differently when asked
+    again.
     ConfigError for an object that lacks a part of `Policy`.
     """
     check_arguments(check_policy, locals())
@@ -81,8 +82,8 @@ def check_policy(policy: Policy, *, cases: Positive = 200, seed: int = 0) -> Non
 
 def check_run(run: Simulated, stages: list[StageTimes], num_microbatches: int, policy: Policy, *, in_flight: int,
               defer_bytes: int, training: bool, placement: StagePlacement | None = None) -> None:
-    """AssertionError unless `run` did every action once, in microbatch order, after what it needs and within bounds.
-    Several stages of a rank have no bounds of their own."""
+    """AssertionError unless `run` did every action once, in microbatch order, after its dependencies and within bounds.
+    If a rank has several stages, the stages have no bounds of their own."""
     limit = policy.in_flight(in_flight, num_microbatches)
     everything = list(range(num_microbatches))
     placement = placement or StagePlacement(num_ranks=len(stages))
@@ -118,7 +119,8 @@ def _spans_of(run: Simulated, stage: int, placement: StagePlacement) -> list[tup
 
 
 def _check_dependencies(run: Simulated, placement: StagePlacement) -> None:
-    """A forward starts after that of the stage before has ended, a return after that of the stage behind."""
+    """Check that a forward starts after that of the previous stage has ended, and a return after that of the next
+    stage."""
     stages = [_spans_of(run, stage, placement) for stage in range(placement.num_stages)]
     ends = [{(action.kind in "BC", action.microbatch): stop for action, _, stop in spans if action.kind != "W"}
             for spans in stages]

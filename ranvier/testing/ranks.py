@@ -30,10 +30,10 @@ Result = TypeVar("Result")
 
 
 def run_ranks(fn: Callable[[World], Result], size: Positive, *, timeout_seconds: Seconds = 60.0) -> list[Result]:
-    """`fn(world)` on `size` ranks that are threads of this process; their results in rank order.
+    """Run `fn(world)` on `size` ranks that are threads of this process; returns their results in rank order.
 
-    Raises the first failure of any rank, with a note that names the rank; ranks that wait for a message or a collective
-    are woken by it and end too. RanksFailed with every thread's stack when some have not ended in `timeout_seconds`.
+    Raises the first failure of any rank, with a note that names the rank; the failure also wakes and ends ranks that
+    wait for a message or a collective. RanksFailed with stacks if some threads have not ended in `timeout_seconds`.
     """
     check_arguments(run_ranks, locals())
     shared, store = InProcessWorld(size), dist.HashStore()

@@ -1,4 +1,4 @@
-"""A single-process reference in plain PyTorch, to compare every mesh, policy and frozen prefix with.
+"""A single-process reference in plain PyTorch, for comparison with every mesh, policy and frozen prefix.
 
     reference = Reference(model, seed=0, dtype=torch.float64)
     loss = reference.forward_backward(microbatches)          # of the whole global batch
@@ -24,7 +24,7 @@ from ranvier.plan.formats import BlockFormats
 from ranvier.tensor.quantized_weight import QuantizedWeight
 
 Example = tuple[Any, ...]
-"""Arguments of `Microbatch`: inputs, targets and, where dropout needs them, sample numbers."""
+"""Arguments of `Microbatch`: inputs, targets and, if dropout needs them, sample numbers."""
 
 
 class Reference:
@@ -106,7 +106,8 @@ class Reference:
                 for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def train_batch(self, microbatches: Sequence[Microbatch | Example]) -> float:
-        """One step; returns the loss. Unused parameters are not updated, and none is if no target is valid."""
+        """Take one step; returns the loss. Unused parameters are not updated; if no target is valid, none is
+        updated."""
         loss = self.forward_backward(microbatches)
         if loss == loss and self._optimizer is not None:
             for parameter in self.parameters.values():

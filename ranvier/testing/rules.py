@@ -1,4 +1,4 @@
-"""Conformance test of an update rule of your own, in a second.
+"""Conformance test of your own update rule, in a second.
 
     class Signs:                                       # a `ranvier.optim.rules.ElementwiseRule`
         states = ()
@@ -30,8 +30,8 @@ _STEPS = 3
 def check_rule(rule: ElementwiseRule | TensorRule, *, seed: int = 0) -> None:
     """Update a few tensors in fp64 and in fp32, whole and in parts.
 
-    An elementwise rule must give the same whatever the cut, and a tensor rule on two rows and two columns what it gives
-    on one rank. Both must change parameters and states alone, in place, and must be free of random numbers.
+    An elementwise rule must give the same result whatever the cut, and a tensor rule the same on two rows and two
+    columns as on one rank. Both must change only parameters and states, in place, and must not use random numbers.
     AssertionError, with what differs, otherwise.
     """
     for dtype in (torch.float64, torch.float32):

@@ -4,9 +4,9 @@
 
     ranvier check --split my_model:sample                  # sample() returns (model, sample) or (model, sample, loss)
 
-Ranks are threads of this process. Each mesh and scheme runs the whole chain of blocks forward and backward once.
-Without a loss, floats [B, S, H] are given twice: as a model's inputs, the same on every column, and as its residual
-stream.
+Ranks are threads of this process. Each mesh and scheme runs the full chain of blocks forward and backward once.
+Without a loss, floats [B, S, H] are passed in two ways: as a model's inputs, the same on every column, and as its
+residual stream.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ SCHEMES: dict[Scheme, TensorParallel] = {
     "stationary-sequence": TensorParallel(sequence_sharding=True),
     "megatron-sequence": TensorParallel(scheme="megatron", sequence_sharding=True)}
 Feed = Literal["replicated", "stream"]
-"""Meaning of floats [B, S, H]: the same on every column, or split as the scheme splits the residual stream."""
+"""Meaning of floats [B, S, H]: the same on every column, or split like the scheme's residual stream."""
 MESHES = ((1, 2), (2, 1), (2, 2), (2, 3))
 """Rows and columns."""
 Sample = Microbatch | tuple[Any, ...] | Tensor | dict[str, Tensor]
 """A `Microbatch`, (inputs, targets), or inputs."""
 _SEED = 0
 _SMALL = 1e-3
-"""Gradients that are smaller than this times the largest are compared on that scale: some are zero but for rounding,
-such as that of the bias of keys."""
+"""Gradients smaller than this times the largest are compared on that scale: some are zero except for rounding, such as
+that of the bias of keys."""
 _DRAWS = ("draws random numbers, which ranks in one process cannot draw alike; Dropout of ranvier.tensor.layers can, "
           "and an engine compares what columns in processes of their own draw")
 _NOTHING = 1e-5
-"""The same for gradients relative to outputs and the loss: all of them may be zero but for rounding."""
+"""The same for gradients relative to outputs and the loss: all gradients may be zero except for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,13 @@ class SplitOutcome:
     scheme: Scheme
     status: Literal["agrees", "cannot be divided", "refused", "differs"]
     error: float | None = None
-    """Largest relative error of a tensor, where the model ran."""
+    """Largest relative error of a tensor, if the model ran."""
     tensor: str = ""
     """The tensor that has this error."""
     reason: str = ""
     """Why the model did not run."""
     inputs: Feed = "replicated"
-    """Way in which it was given floats [B, S, H]."""
+    """How floats [B, S, H] were passed."""
 
     def __str__(self) -> str:
         about = self.reason.partition(" (got ")[0] if self.error is None else f"{self.error:.1e} ({self.tensor})"
@@ -89,7 +89,7 @@ class SplitOutcome:
 
 
 class SplitError(ModelError):
-    """A model that is refused on some mesh and scheme, or computes other numbers there. `outcomes` has all results."""
+    """A model that is refused on some mesh and scheme, or gives different results there. `outcomes` has all results."""
 
     outcomes: tuple[SplitOutcome, ...] = ()
 
@@ -98,23 +98,24 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
                 *, loss: Loss | None = None, meshes: Sequence[tuple[int, int]] = MESHES,
                 schemes: Sequence[Scheme] = tuple(SCHEMES), tolerance: float = 1e-9,
                 timeout_seconds: float = 60.0, inputs: Feed | Literal["auto"] = "auto") -> tuple[SplitOutcome, ...]:
-    """Compare `model` on each mesh (rows, columns) and scheme that the mesh allows with itself on one rank, in fp64.
+    """Compare `model` on each mesh (rows, columns) and each scheme of that mesh with itself on one rank, in fp64.
 
     Args:
         model: as for `Engine`, or one module; it is not changed. Parameters get a little noise, so that none is zero;
             ends of a tie are compared separately.
         sample: a `Microbatch`, (inputs, targets), or inputs; two samples or more, divided over the rows. Gradients of
             floating-point inputs are compared too.
-        loss: for models that have none; without any, outputs are compared, and gradients of a random weighting of them.
+        loss: for models that have none; without any loss, outputs are compared, and gradients of their random
+        weighting.
         meshes: (rows, columns) pairs. schemes: names in `SCHEMES`.
         tolerance: largest relative error of outputs, loss, and gradients of inputs and of each parameter.
         timeout_seconds: longest wait for a message between the ranks, which are threads.
-        inputs: what floats [B, S, H] of the sample are. "stream": the residual stream, as a block in the middle of a
-            model gets it; "replicated": the same on every column, as its first block does. "auto" is "replicated" with
-            a loss, since the model begins with its data, and without one both, which must agree.
+        inputs: the meaning of floats [B, S, H] of the sample. "stream": the residual stream, as for a block in the
+            middle of a model; "replicated": the same on every column, as for its first block. "auto" is "replicated"
+            with a loss, since the model begins with its data, and without a loss both, which must agree.
 
-    Raises ModelError for a sample that does not fit, SplitError where the model differs or is refused, with the first
-    such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are no error, unless no mesh can
+    Raises ModelError for a sample that does not fit, SplitError if the model differs or is refused, with the first
+    such mesh, scheme and tensor, or line of code. Sizes that a mesh cannot divide are not an error, unless no mesh can
     divide them.
     """
     check_arguments(check_split, locals(), but=("model", "sample"))
@@ -133,7 +134,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
                          remedy="Give (inputs, targets).")
     before = _random_states()
     expected = _run(whole, batch, None, has_loss)
-    if draws := _random_states() != before:  # or a library has drawn, which was imported now
+    if draws := _random_states() != before:  # or a library that was just imported has drawn
         before = _random_states()
         _run(whole, batch, None, has_loss)
         draws = _random_states() != before
@@ -157,7 +158,7 @@ def check_split(model: Model | nn.Module | Sequence[nn.Module], sample: Sample,
 
 
 def _random_states() -> tuple[object, ...]:
-    """The states of the generators that code of a block may draw from."""
+    """The states of the generators from which a block's code may draw."""
     _, words, *places = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), cast(np.ndarray, words).tobytes(), *places
 
@@ -180,19 +181,19 @@ def _stream_layout(x: object, cols: int, settings: TensorParallel) -> tuple[int,
 
 
 def _has_stream(batch: Microbatch, cols: int, scheme: Scheme) -> bool:
-    """Whether an input could be the residual stream, and columns split that."""
+    """Whether an input could be the residual stream, and columns split the stream."""
     return any(_stream_layout(x, cols, SCHEMES[scheme]) is not None for x in tree_leaves(batch.inputs))
 
 
 def _differs(scheme: Scheme, row: int, col: int) -> bool:
-    """Whether the scheme exists on the mesh, and is not another one there."""
+    """Whether the scheme exists on the mesh, and differs from other schemes there."""
     settings = SCHEMES[scheme]
     return row == 1 if settings.scheme == "megatron" else col > 1 or not settings.shards_sequence
 
 
 def check_named(target: str, *, as_json: bool = False) -> None:
-    """`check_split` of what the function "module:function" returns; prints every outcome. SplitError as there,
-    ConfigError for what is not such a function."""
+    """Run `check_split` on the result of the function "module:function", and print every outcome. SplitError as in
+    `check_split`, ConfigError if there is no such function."""
     model, sample, loss = _call_target(target)
     try:
         outcomes, failed = check_split(model, sample, loss=loss), None
@@ -205,7 +206,7 @@ def check_named(target: str, *, as_json: bool = False) -> None:
 
 
 def _call_target(target: str) -> tuple[Model | nn.Module, Sample, Loss | None]:
-    """Result of the function "module:function", with None for a loss that it leaves out."""
+    """Result of the function "module:function", with None for an omitted loss."""
     made = call_named(target, "split", "split-function-raised")
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError("must return (model, sample) or (model, sample, loss)", code="split-function-result",
@@ -238,7 +239,7 @@ def _raise_first(outcomes: tuple[SplitOutcome, ...], tolerance: float) -> None:
 
 
 def _no_loss(outputs: State, targets: object) -> tuple[Tensor, float]:
-    """Replaces a loss where outputs are compared: never called."""
+    """Placeholder for a loss if outputs are compared: never called."""
     raise AssertionError("outputs are compared")
 
 
@@ -249,7 +250,7 @@ def _prepare(model: Model) -> Model:
     for name, build in model.blocks.items():
         built = build()
         for path, layer in built.named_modules():
-            if isinstance(layer, Splittable):  # a copy would have lost its parameters' hooks
+            if isinstance(layer, Splittable):  # a copy loses its parameters' hooks
                 check_plain(layer, f"{name}.{path}" if path else name)
         module = copy.deepcopy(built).double().train()
         rebind_attributes(built, dict(zip(built.modules(), module.modules(), strict=True)), name, check_only=True)
@@ -275,7 +276,7 @@ def _to_double(batch: Microbatch) -> Microbatch:
 
 def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: bool,
          feed: Feed = "replicated") -> dict[str, Tensor]:
-    """Every tensor to compare, by name: whole ones, or (with a mesh) this rank's parts with their layouts."""
+    """Every tensor to compare, by name: full tensors, or (with a mesh) this rank's parts with their layouts."""
     given = as_named_tensors(cast(State, batch.inputs), "the inputs")
     layouts = {name: ColumnLayout(mesh, *split) for name, x in given.items()
                if mesh is not None and feed == "stream"
@@ -292,7 +293,7 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
             state = block(state)
     outputs = {f"output {name}".strip(): x for name, x in as_named_tensors(state, "the last block").items()}
     wanted = {name: x for name, x in outputs.items() if x.requires_grad}
-    found = {name: _copy(x) for name, x in outputs.items()}  # a loss may write gradients over them
+    found = {name: _copy(x) for name, x in outputs.items()}  # a loss may overwrite them with gradients
     if has_loss:
         total = model.loss(state, batch.targets)[0].reshape(())
         found["loss"] = total.detach().clone()
@@ -314,7 +315,7 @@ def _run(model: Model, batch: Microbatch, mesh: TensorMesh | None, has_loss: boo
 
 
 def _samples(batch: Microbatch) -> Tensor:
-    """The numbers of the samples, which `_to_double` gives where the user has not."""
+    """The numbers of the samples, which `_to_double` adds if the user has not given them."""
     assert batch.samples is not None
     return batch.samples
 
@@ -326,7 +327,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The gradient of one whole output, of all rows' parts together, the same on every rank."""
+    """The gradient of one full output, of all rows' parts together, the same on every rank."""
     shape = list(x.shape)
     if mesh is not None and shape:
         shape[0] = sum(mesh.over_rows.gather_number(shape[0]))
@@ -334,7 +335,7 @@ def _weighting(name: str, x: Tensor, mesh: TensorMesh | None) -> Tensor:
 
 
 def _own_part(whole: Tensor, part: Tensor, mesh: TensorMesh | None) -> Tensor:
-    """The part of a whole tensor that has the place and layout of `part`."""
+    """The part of a full tensor that has the place and layout of `part`."""
     if mesh is None:
         return whole
     layout, size = layout_of_tensor(part), part.shape[0] if part.dim() else 0
@@ -342,7 +343,7 @@ def _own_part(whole: Tensor, part: Tensor, mesh: TensorMesh | None) -> Tensor:
         sizes = mesh.over_rows.gather_number(size)
         whole = whole.narrow(0, sum(sizes[:mesh.row]), size)
     if layout is None or layout.dim is None or whole.shape[layout.sharded_dim] != layout.size:
-        return whole  # what local_map has returned is not a shard of it: its shape or its values will differ
+        return whole  # the result of local_map is not a shard of it: its shape or its values will differ
     return _shard(whole, layout)
 
 
@@ -371,7 +372,7 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
         return outcome(status="cannot be divided", reason=str(error))
     except RanksFailed as error:
         return outcome(status="refused", reason=str(error).partition("\n")[0])
-    except Exception as error:  # of the model's own code, which fails on parts of tensors
+    except Exception as error:  # from the model's own code, which fails on parts of tensors
         kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
         return outcome(status="refused", reason=f"{kind}{str(error).partition(chr(10))[0]}")
     errors = {}
@@ -387,7 +388,7 @@ def _outcome(whole: Model, batch: Microbatch, expected: dict[str, Tensor], shape
 
 def _compare(whole: Model, batch: Microbatch, expected: dict[str, Tensor], mesh: TensorMesh, has_loss: bool,
              feed: Feed) -> dict[str, tuple[float, float]]:
-    """Name -> (norm of the difference, norm of what is expected), each of this rank's part."""
+    """Name -> (norm of the difference, norm of the expected tensor), each for this rank's part."""
     samples = _samples(batch)
     count = len(samples)
     start, stop = part(count, mesh.num_rows, mesh.row)

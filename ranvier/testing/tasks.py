@@ -1,4 +1,4 @@
-"""Conformance test of a task of your own, in seconds.
+"""Conformance test of your own task, in seconds.
 
     check_task(MyTask(), run, output=lambda targets: torch.randn(len(targets), 2))
 """
@@ -25,11 +25,11 @@ _LOOKED_AT = 8
 
 
 def check_task(task: Task, run: Run, output: Callable[[Targets], State] | None = None) -> Prepared:
-    """Prepare the data of `run`, which should be small, and look at its samples and scores. Returns the data.
+    """Prepare the data of `run`, which should be small, and check its samples and scores. Returns the data.
 
-    output: makes random outputs of the model for targets, so that the scoring is tried too.
-    AssertionError, with the method at fault, where the task lacks one, or gives samples that depend on the order or on
-    other samples, tensors of other shapes, or scores that depend on how samples are shared among ranks.
+    output: makes random outputs of the model for targets, so that the scoring is tested too. AssertionError, with the
+    method at fault, if the task lacks a method, or gives samples that depend on the order or on other samples, tensors
+    of wrong shapes, or scores that depend on how samples are divided among ranks.
     """
     missing = missing_attribute(task, TASK_ATTRIBUTES)
     assert missing is None, f"{type(task).__name__} has no {missing}"
@@ -78,7 +78,7 @@ def _check_samples(name: str, data: Dataset, again: Dataset, repeats: bool) -> N
 
 
 def _check_lengths(name: str, data: Dataset, numbers: np.ndarray) -> None:
-    """Samples with lengths of their own are the same where they are padded less."""
+    """Check that samples of different lengths are the same with less padding."""
     lengths = sample_lengths(data)
     if lengths is None:
         return
@@ -96,7 +96,8 @@ def _take_samples(data: Dataset, numbers: np.ndarray, epoch: int = 0) -> tuple[S
 
 
 def _check_scoring(data: Prepared, output: Callable[[Targets], State]) -> None:
-    """The scores of one rank that sees all samples are those of two that share them, padding or not."""
+    """Check that one rank with all samples gives the same scores as two ranks that share them, with or without
+    padding."""
     assert data.scoring is not None
     numbers = np.arange(min(len(data.eval), 2 * _LOOKED_AT))
     targets, samples = data.eval.targets(numbers), torch.from_numpy(numbers)

@@ -1,4 +1,4 @@
-"""Conformance test of trackers: the events of a good run, of a run that fails, and of one that never starts.
+"""Conformance test of trackers: the events of a successful run, of a run that fails, and of a run that never starts.
 
     check_tracker(lambda: MyTracker(folder))
 """
@@ -17,14 +17,14 @@ from ranvier.train.events import EndEvent, EvalEvent, Event, NoteEvent, StartEve
 
 
 def example_step(step: int, **changed: Any) -> StepEvent:
-    """A step as a run might have it."""
+    """An example of a step's event."""
     return replace(StepEvent(step=step, loss=8 - 0.1 * step, tokens=4096.0, step_seconds=0.5, wait_seconds=0.05,
                              bubble_fraction=0.1, grad_norm=1.5, learning_rate=1e-3, flops_per_second=2e10,
                              model_flops_utilisation=0.4), **changed)
 
 
 def example_run(run_dir: Path, steps: int = 4) -> list[Event]:
-    """The events of a run in which everything happens once: a skipped step, an evaluation, a note, an end."""
+    """The events of a run with one of each kind: a skipped step, an evaluation, a note, an end."""
     skipped = example_step(2, loss=math.nan, tokens=0.0, grad_norm=math.nan, stepped=False)
     events: list[Event] = [StartEvent(recipe="example", run_dir=run_dir, mesh=Mesh(data=2, pipe=2), steps=steps,
                                       settings={"policy": "message-driven"}, stages="stage 0: embedding, head")]
@@ -44,9 +44,9 @@ def example_run(run_dir: Path, steps: int = 4) -> list[Event]:
 
 
 def check_tracker(make: Callable[[], Tracker], run_dir: Path = Path("run")) -> None:
-    """Feed fresh trackers from `make` with whole and broken runs.
+    """Feed fresh trackers from `make` with complete and failed runs.
 
-    AssertionError, or the tracker's own error, when one does not stand it.
+    AssertionError, or the tracker's own error, if a tracker fails.
     """
     check_arguments(check_tracker, locals())
     for events in (example_run(run_dir), example_run(run_dir)[:3], example_run(run_dir, steps=1), []):
