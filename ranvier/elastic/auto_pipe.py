@@ -189,8 +189,7 @@ class _Candidate:
         return self._predict(boundaries)
 
     def _even(self) -> tuple[int, ...]:
-        """The cut with the most even work of ranks with several stages each. Cached blocks stay together, as one
-        block."""
+        """The cut with the most even work found, for ranks with several stages. Cached blocks stay together, as one."""
         together = max(self.situation.cached, 1)
         costs = [self.sums[together], *(sum(times) for times in self.times[together:])]
         return tuple(edge + together - 1 for edge in partition_for(costs, self.situation.placement))

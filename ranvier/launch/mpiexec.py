@@ -61,7 +61,7 @@ def mpi_available() -> str | None:
         return "mpi4py is not installed (pip install 'ranvier[mpi]')"
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        return "no mpiexec beside the interpreter or on PATH (pip install 'ranvier[mpi]')"
+        return "no mpiexec next to the interpreter or on PATH (pip install 'ranvier[mpi]')"
     try:
         starter = flavour(_output(mpiexec, "--version"))
         library = flavour(_output(*child.python("-c", _VERSION_PROGRAM)))
@@ -80,7 +80,7 @@ def mpiexec_command(num_ranks: int, command: Sequence[str]) -> list[str]:
     """
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise LaunchError("is neither beside the interpreter nor on PATH", code="mpiexec-missing", where="mpiexec",
+        raise LaunchError("is neither next to the interpreter nor on PATH", code="mpiexec-missing", where="mpiexec",
                           remedy="pip install 'ranvier[mpi]', or set `--comm.transport torch`.")
     arguments = [mpiexec, "-n", str(num_ranks)]
     if flavour(_output(mpiexec, "--version")) == "open-mpi":

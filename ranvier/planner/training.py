@@ -80,7 +80,7 @@ def goal_of(tokens: str | None, deadline: float | None, budget: float | None, mt
                               remedy="Also give, for example, `--tokens 300B`.")
     for name in ("train.steps", "train.epochs"):
         if tokens is not None and name in flags:
-            raise ConfigError(f"is another length of the run than `--{name}`", code="tokens-beside-length",
+            raise ConfigError(f"sets another length of the run than `--{name}`", code="tokens-beside-length",
                               where="--tokens", value=tokens, remedy="Give one of them.")
     return None if tokens is None else Goal(tokens=tokens_of(tokens), deadline_days=deadline, budget=budget,
                                             mtbf_hours=mtbf_hours, keeps_interval=keeps_interval)

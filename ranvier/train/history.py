@@ -19,7 +19,7 @@ class History:
         self.steps: list[Mapping[str, Any]] = []
         """Lines of metrics.jsonl; after a rollback a step has several."""
         self.eval_losses: dict[int, float] = {}
-        """Step -> held-out loss, for steps with an evaluation; so are the accuracies."""
+        """Step -> held-out loss, for steps with an evaluation; likewise `accuracies`."""
         self.accuracies: dict[int, float] = {}
         self.scores: dict[str, float] = {}
         """Metrics of the last evaluation: eval_accuracy, eval_count, ..."""

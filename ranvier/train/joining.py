@@ -146,7 +146,7 @@ def _connections(world: World) -> tuple[Group, CommandChannel]:
 
 # --- a process that joins ---------------------------------------------------------------------------------------------
 
-# One process that joins a run under way (`ranvier join`): from the run's folder to its place among the ranks.
+# One process that joins a running run (`ranvier join`): from the run's folder to its place among the ranks.
 #
 #     folder -> store -> the run's published facts -> the same data -> request -> call -> connections -> verdict
 #

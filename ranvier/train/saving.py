@@ -316,7 +316,7 @@ class Saving:
         problem = self.checkpoints.broadcast_from_rank0(problem or "")
         if problem:
             newest = self.checkpoints.broadcast_from_rank0(next(map(str, listed(self.checkpoints.folder)), ""))
-            existing = f"the newest that is there is {newest}" if newest else "there is none"
+            existing = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             raise UnsavedError(f"is not on the disk, so the run is not done: {problem}; {existing}",
                                code="unsaved", where=f"checkpoint {step_folder(self.checkpoints.folder, step)}",
                                remedy="Free space there or choose another `--checkpoint.dir`, and resume with "
@@ -350,7 +350,7 @@ class Saving:
 
 
 _TOLD = frozenset(name for name in read.settings() if not name.startswith("log."))
-"""Settings that a checkpoint contains: trackers, their projects and servers are private to whoever ran it."""
+"""Settings that a checkpoint contains: trackers, their projects and servers are private to the user who ran it."""
 
 PLACE = ("mesh.", "batch.microbatch_size", "pipeline.", "tensor.", "comm.", "launch.", "log.", "memory", "checkpoint.",
          "model.compile", "model.attention_kernel", "optim.offload", "optim.bucket_size", "optim.chunk_buckets",
