@@ -218,7 +218,7 @@ def mpi_start_watch(started: Started, timeout_seconds: float, stopped_seconds: f
         yield
         return
     launcher = next(reversed(find_launcher_processes(started.launcher)), None)
-    detector = StoppedRankDetector(0 if started.launcher == "local" else stopped_seconds)  # else our supervisor does it
+    detector = StoppedRankDetector(0 if started.launcher == "local" else stopped_seconds)  # our supervisor does it
     done, end_of_body = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: other threads; the child uses none of theirs
