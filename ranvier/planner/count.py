@@ -147,8 +147,8 @@ def predict(run: ResolvedRun, model: Model, stages: StageTable, layout: Layout, 
 
 def _beyond_backward(states: _States, working: Mapping[str, int], costs: Sequence[BlockCost], on_mesh: _MeshNeeds
                      ) -> int:
-    """Bytes beyond those of the backward when nothing of it is left: of the end of a step, or of an evaluation beside
-    the parameters whose place averages have taken."""
+    """Bytes that the end of a step, or an evaluation with averages in place of the parameters, needs beyond those of
+    the backward, whose memory is free by then."""
     evaluation = states.averaged + max(cost.kept_bytes + cost.loss_bytes + max(
         on_mesh.working.get(cost.name, cost.forward_bytes), cost.loss_forward_bytes) for cost in costs)
     needed = max(states.at_end, evaluation if states.averaged else 0)
@@ -221,10 +221,10 @@ def _likeness(layout: Layout, pipe: int) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class _Untrained:
-    """What blocks have beside what trains in the run's precision, which no layout has.
+    """Buffers, and frozen parameters in fp32, of the model's blocks, which no layout contains.
 
-    buffers: of each block, without values and in their formats; one of several blocks is one tensor. saved: those that
-    checkpoints have. in_fp32: names of parameters that stay in fp32.
+    buffers: of each block, on the meta device in their number formats; a buffer of several blocks is one tensor. saved:
+    those that checkpoints contain. in_fp32: names of parameters that stay in fp32.
     """
 
     buffers: Sequence[Sequence[Tensor]]
@@ -232,7 +232,7 @@ class _Untrained:
     in_fp32: frozenset[str]
 
     def on_rank(self, layout: Layout, pipe: int) -> tuple[int, tuple[int, ...], frozenset[str]]:
-        """Of a rank's blocks: bytes of all buffers, those of each that checkpoints have, and `in_fp32`."""
+        """For a rank's blocks: bytes of all buffers, bytes of each buffer that checkpoints contain, and `in_fp32`."""
         blocks = layout.blocks_on(pipe)
         return (storage_bytes([buffer for block in blocks for buffer in self.buffers[block]]),
                 tuple(buffer.nbytes for block in blocks for buffer in self.saved[block]), self.in_fp32)
@@ -253,7 +253,7 @@ def _untrained(run: ResolvedRun, model: Model) -> _Untrained:
             for name, buffer in part.named_buffers(recurse=False):
                 dtype = formats.format_of(f"{path}.{name}".removeprefix("."), buffer)
                 like = on_meta.setdefault((id(buffer), dtype), torch.empty_like(buffer, dtype=dtype, device="meta"))
-                if buffer.untyped_storage()._cdata not in parameters:  # whose views they may be
+                if buffer.untyped_storage()._cdata not in parameters:  # it is not a view of one
                     buffers[-1].append(like)
                 if name not in part._non_persistent_buffers_set:
                     saved[-1].append(like)
@@ -262,7 +262,7 @@ def _untrained(run: ResolvedRun, model: Model) -> _Untrained:
 
 @dataclass(frozen=True, kw_only=True)
 class _States:
-    """Bytes that persist between steps on a rank, and what updates need beside them.
+    """Bytes that persist between steps on a rank, and those that updates need in addition.
 
     device, host: category -> bytes. at_end: bytes on the device when all backwards have run. updates: place of a block
     among those of the rank -> bytes on the device when it is updated, which is after its own backward. averaged: bytes
@@ -368,7 +368,7 @@ def _states(run: ResolvedRun, layout: Layout, pipe: int, runs: Sequence[range], 
     if len(gradients.chunks) == 1 and not optim.update_in_backward:  # all gradients are there when its sum begins
         at_end, passing = max(at_end, passing), 0
     device["arriving"] = passing
-    if run.mesh.count(run.mesh.over(splits_samples=True)) > 1:  # which send each other their buffers then
+    if run.mesh.count(run.mesh.over(splits_samples=True)) > 1:  # these ranks send each other their buffers
         at_end += buffers
     if optim.shard:
         device["reduction"] += gather_bytes(gradients, dtype.itemsize)
@@ -598,7 +598,7 @@ def _gradient_bytes(run: ResolvedRun, costs: Sequence[BlockCost], segments: Sequ
 
 
 def _waiting_bytes(run: ResolvedRun, costs: Sequence[BlockCost], num_stages: int) -> int:
-    """Bytes of the first gradients of tied parameters while the backward has not come to their other ends."""
+    """Bytes of the first gradients of tied parameters until the backward reaches their other ends."""
     tied = costs[-1].num_trainable - costs[-1].num_owned if num_stages == 1 else 0
     return tied * max(DTYPES[run.precision].itemsize, _gradient_dtype(run).itemsize)
 
@@ -624,8 +624,8 @@ def _tied_gradients(run: ResolvedRun, layout: Layout, stage: int) -> TiedGradien
 
 
 def _largest_values(run: ResolvedRun, layout: Layout, stage: int) -> list[int]:
-    """For each block of a stage, bytes that the values of its largest quantized weight take while they are made, for a
-    product that multiplies with them."""
+    """For each block of a stage, peak bytes of the dequantized values of its largest quantized weight, for a
+    product."""
     found = dict.fromkeys(layout.blocks(stage), 0)
     for p in layout.parameters_of(layout.stages.rank_of(stage)):
         if p.quantized is not None and p.block in found:

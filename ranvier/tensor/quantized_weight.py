@@ -34,8 +34,8 @@ def quantized_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> in
 
 
 def values_bytes(elements: int, weight_format: str, dtype: torch.dtype) -> int:
-    """Most bytes of the values of so many elements while they are made: those of int8 are in fp32 before they are in
-    half precision, and the scales of nf4 always."""
+    """Peak bytes of dequantizing this number of elements: int8 values are in fp32 before they are in half precision,
+    and the scales of nf4 always."""
     wide = torch.promote_types(dtype, torch.float32)
     if weight_format == "nf4":
         return elements * dtype.itemsize + elements // BLOCK * wide.itemsize
