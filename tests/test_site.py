@@ -117,7 +117,10 @@ def _text(node: ast.AST) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Call) and (
+            ast.unparse(node.value.func) == "counted"):
+        return f"\0 {_text(node.value.args[1])}s"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left) + _text(node.right)
     return "\0"

@@ -80,7 +80,7 @@ def test_newer_ones_of_another_beginning_are_told_of(tmp_path):
 
     assert on(Mesh(), lambda engine: work(engine, None)) == [[]]  # a damaged one is passed over
     (told,), = on(Mesh(), lambda engine: work(engine, tmp_path / "step-2"))
-    assert "step-3 is saved beside newer checkpoints" in told and ": step-4 in" in told
+    assert "step-3 is saved next to newer checkpoints" in told and ": step-4 in" in told
 
 
 def test_damaged_ones_do_not_count_as_kept(tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def test_the_command_takes_another_mesh_for_one_that_is_open(train, capsys):
 def test_the_command_keeps_a_mesh_that_fits_and_that_of_a_run_that_does_not_resume(train, capsys, flags):
     mesh, _ = train(0, 2, *flags)
     assert mesh == Mesh(data=2, pipe=1 if flags else 2)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resumes with" not in capsys.readouterr().err
 
 
 def test_restarts_are_for_the_launcher_where_there_is_one(train, capsys):

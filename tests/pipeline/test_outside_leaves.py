@@ -72,4 +72,4 @@ def test_a_trainable_tensor_of_no_block_is_told(case, mesh):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run_ranks(rank, 2)
-    assert bool(sum("of no block" in str(one.message) for one in told)) == is_told
+    assert bool(sum("outside all blocks" in str(one.message) for one in told)) == is_told
