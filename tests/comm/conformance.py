@@ -1,4 +1,4 @@
-"""What every backend must do: cases that take a World and raise when it does not. Run by test_*.py of this folder."""
+"""Requirements on backends: cases that take a World and raise if one is not met. Run by test_*.py of this folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def a_subset_is_a_world_of_its_own(world: World) -> None:
-    """Made again and again, of all numbers of ranks, while the whole goes on."""
+    """Subsets of several sizes are created one after another, while groups of all ranks continue to work."""
     backend, rank = world.backend, world.rank
     whole = backend.group("whole", [range(world.size)])
     for count in (world.size, 1, world.size - 1, world.size):
@@ -54,7 +54,7 @@ def a_subset_is_a_world_of_its_own(world: World) -> None:
 
 
 def run_cases(world: World, names: Sequence[str]) -> int:
-    """Run these cases one after another; names the one that fails."""
+    """Run these cases one after another; the error names the case that fails."""
     for name in names:
         try:
             globals()[name](world)
@@ -69,7 +69,7 @@ def message(number: int, *tensors: Tensor, kind: MessageKind = MessageKind.FORWA
 
 
 def everyone(world: World, purpose: str, capacity_bytes: int = 4096) -> tuple[Transport, list[int]]:
-    """A transport with edges to and from all others."""
+    """A transport with edges to and from all other ranks."""
     others = [rank for rank in range(world.size) if rank != world.rank]
     transport = world.backend.transport(purpose)
     transport.connect(others, others, capacity_bytes)
@@ -78,7 +78,7 @@ def everyone(world: World, purpose: str, capacity_bytes: int = 4096) -> tuple[Tr
 
 def receive(transport: Transport) -> Message:
     arrived = transport.wait(30.0)
-    assert arrived is not None, "nothing came within 30 s"
+    assert arrived is not None, "no message arrived within 30 s"
     return arrived
 
 
@@ -88,7 +88,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 
 def random(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Small whole numbers, whose sums are exact in every dtype."""
+    """Small integers, whose sums are exact in every dtype."""
     return torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -109,7 +109,7 @@ def edges_are_fifo(world: World) -> None:
 
 
 def whichever_arrives_first(world: World) -> None:
-    """The last rank sends at once, the others only when rank 0 has told them that it has that message."""
+    """The last rank sends immediately, the others only after rank 0 has told them that it has that message."""
     transport, others = everyone(world, "any source")
     if world.rank == 0:
         assert receive(transport).source == world.size - 1
@@ -150,7 +150,7 @@ def all_kinds_of_tensors(world: World) -> None:
 
 
 def shapes_change_and_outgrow_the_capacity(world: World) -> None:
-    """Both directions at once, in sizes around the capacity of 2000 bytes, up and down, all sent before any is read."""
+    """Both directions at once, sizes that rise and fall around the capacity of 2000 bytes, all sent before any read."""
     transport, others = everyone(world, "capacity", 2000)
     sizes = [0, 1, 300, 600, 10, 1_000_000, 5, 400_000, 1_500_000, 1_000_000, 3, 499, 500, 501, 1]
     for number, size in enumerate(sizes):
@@ -190,7 +190,7 @@ def tensors_may_change_after_send(world: World) -> None:
 
 
 def received_tensors_stay(world: World) -> None:
-    """A message's tensors are its own, however many come after it."""
+    """A message's tensors are not overwritten by later messages."""
     transport, others = everyone(world, "kept", 4096)
     for number in range(50):
         for other in others:
@@ -244,7 +244,7 @@ def poll_returns_all(world: World) -> None:
 
 
 def edges_can_be_added(world: World) -> None:
-    """A ring first, then the other direction; a message for an edge that is not open yet waits for it."""
+    """First a ring, then the other direction; a message for an edge that is not open yet waits until it is."""
     transport = world.backend.transport("late edges")
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     transport.connect([before], [after], 1000)
@@ -292,7 +292,7 @@ def misuse_is_named(world: World) -> None:
 # Collectives.
 
 def partitions(size: int) -> list[list[list[int]]]:
-    """All ranks, each alone, every other one, and uneven ones in an order of their own."""
+    """All ranks, one rank each, every other rank, and uneven groups that are not in rank order."""
     made = [[list(range(size))], [[rank] for rank in range(size)]]
     if size > 2:
         made += [[list(range(0, size, 2)), list(range(1, size, 2))], [list(range(1, size)), [0]]]
@@ -341,7 +341,7 @@ def _check_collectives(group, dtype: torch.dtype, size: int) -> None:
 
 
 def _check_along_a_dim(group, brought: list[Tensor], summed: Tensor, size: int) -> None:
-    """The second of three dims is gathered, and divided: pieces lie apart in the whole."""
+    """Gathers and divides along the second of three dims, so that pieces are not contiguous in the full tensor."""
     members = len(group.ranks)
     mine = brought[group.index].view(size, members, 2).movedim(0, 2).contiguous()  # [members, 2, size]
     whole = mine.new_empty(members, members * 2, size)
@@ -355,7 +355,7 @@ def _check_along_a_dim(group, brought: list[Tensor], summed: Tensor, size: int) 
 
 
 def large_pieces_along_a_dim(world: World) -> None:
-    """Pieces that a backend may send from and to their places, instead of copying them together."""
+    """Pieces that a backend may send and receive in place, instead of packing them."""
     group, size = world.backend.group("large pieces", [range(world.size)]), 40_000
     for dtype in (torch.float64, torch.bfloat16):
         brought = [random(rank, dtype, world.size * size, 2) for rank in group.ranks]
@@ -406,7 +406,7 @@ def results_are_the_same_to_the_bit(world: World) -> None:
 
 
 def uneven_all_to_all(world: World) -> None:
-    """Member i sends i + j rows to member j, one of them none."""
+    """Member i sends (i + j) % size rows to member j, so one member gets none."""
     group = world.backend.group("uneven", [range(world.size)])
     sent = [(world.rank + other) % world.size for other in range(world.size)]
     received = [(world.rank + other) % world.size for other in range(world.size)]
@@ -419,7 +419,7 @@ def uneven_all_to_all(world: World) -> None:
 
 
 def many_under_way_at_once(world: World) -> None:
-    """Two groups interleaved, twenty collectives each, waited for in another order than they were called."""
+    """Two groups interleaved, twenty rounds of collectives, waited for in reverse call order."""
     first = world.backend.group("first", [range(world.size)])
     second = world.backend.group("second", [list(range(world.size))])
     work, checks = [], []
@@ -448,7 +448,7 @@ def many_under_way_at_once(world: World) -> None:
 
 
 def shards_of_all_sizes_under_way_at_once(world: World) -> None:
-    """From small ones to such as travel to one member at a time, twice, with and without a buffer of the caller's."""
+    """From small sizes to those sent to one member at a time, each twice, with and without a buffer of the caller."""
     group = world.backend.group("sizes", [range(world.size)])
     work, checks = [], []
     for number, size in enumerate(2 * [1000, 500_000, 30_000, 100_000]):
@@ -467,7 +467,7 @@ def shards_of_all_sizes_under_way_at_once(world: World) -> None:
 
 
 def work_may_be_forgotten(world: World) -> None:
-    """A collective whose work and tensor the caller drops still ends, and writes into no memory in use again."""
+    """A collective whose work and tensor the caller drops still completes, and does not write into reused memory."""
     group = world.backend.group("forgotten", [range(world.size)])
     others = []
     for _ in range(300):
@@ -481,7 +481,7 @@ def work_may_be_forgotten(world: World) -> None:
 
 
 def collectives_return_at_once(world: World) -> None:
-    """Rank 0 calls while the others have not; its work is not done, and it can go on."""
+    """Rank 0's call returns, with work that is not done, before the others have called."""
     group = world.backend.group("asynchronous", [range(world.size)])
     transport, others = everyone(world, "go")
     tensor = torch.ones(10)
@@ -507,7 +507,7 @@ def collectives_return_at_once(world: World) -> None:
 
 
 def volumes_are_counted(world: World) -> None:
-    """In the format in which they travel, whatever its size; tests/comm/test_wire.py counts them on the way."""
+    """In the format that is sent, whatever its size; tests/comm/test_wire.py counts bytes on the wire."""
     group, n = world.backend.group("volume", [range(world.size)]), world.size
     alone = world.backend.group("alone", [[rank] for rank in range(n)])
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int16):
@@ -581,7 +581,7 @@ COLLECTIVES = ("collectives_agree_with_plain_sums", "zero_dim_tensors_reduce", "
 
 
 def leave_messages_behind(world):
-    """Large messages that nobody reads, and a transport that was closed before: shutting down works, twice too."""
+    """Large messages that are never read, and a transport closed before: closing the backend works, also twice."""
     transport, others = everyone(world, "pipe", 100)
     early, _ = everyone(world, "closed early")
     for other in others:

@@ -1,4 +1,4 @@
-"""CUDA tensors: over NCCL with two devices, and what one device and Gloo or MPI can show. Run with -m gpu."""
+"""CUDA tensors: over NCCL with two devices, and what can be tested with one device and Gloo or MPI. Run with -m gpu."""
 
 import time
 
@@ -21,7 +21,7 @@ def devices(count: int):
 
 
 def messages(world: World) -> bool:
-    """Both directions at once, sizes that change, messages without tensors between them, order kept, memory reused."""
+    """Both directions at the same time, changing sizes, messages without tensors, order kept, memory reused."""
     device = torch.device("cuda", world.rank % torch.cuda.device_count())
     transport, (other,) = conformance.everyone(world, "pipe", 1 << 16)
     sizes = [10, 1_000_000, 0, 3, 5_000_000, 100]
@@ -66,7 +66,7 @@ def collectives(world: World) -> bool:
 
 
 def overlap(world: World) -> bool:
-    """A receive is posted only when its header has come: a device that waits for a message goes on computing."""
+    """A receive is posted only when its header has arrived: a device that waits for a message continues to compute."""
     device = torch.device("cuda", world.rank % torch.cuda.device_count())
     transport, (other,) = conformance.everyone(world, "pipe", 1 << 16)
     group = world.backend.group("start", [range(2)])
@@ -87,7 +87,7 @@ def overlap(world: World) -> bool:
 
 @devices(1)
 def test_the_allocator_is_not_told_what_nccl_does_with_shared_memory():
-    """Told of another stream, it gives memory to nobody before that has ended. Whoever tells it takes its lock."""
+    """The allocator reuses memory only when all recorded streams have ended, and recording takes its lock."""
     device = torch.device("cuda", 0)
     side = torch.cuda.Stream(device)
     for share, told in ((lambda tensor: tensor, True), (_as_foreign_memory, False)):

@@ -1,4 +1,4 @@
-"""A rank that computes without end is found by how long its actions took before; one that may take long is let be."""
+"""A rank that computes without end is detected by how long its earlier actions took; long waits are exempt."""
 
 import bdb
 import re
@@ -29,7 +29,7 @@ def look(judge, action, seconds):
 
 def test_the_limit_follows_from_the_actions_before():
     judge, _ = watch()
-    assert judge.limit("forward 0") is None, "the first ones may compile"
+    assert judge.limit("forward 0") is None, "the first actions may compile"
     for seconds in (0.1, 40.0, 0.1):
         judge.record("forward 1", seconds)
         judge.record("a wait for the forward of microbatch 1 from pipe 0", 100.0)
@@ -78,7 +78,7 @@ class _Debugger(bdb.Bdb):
                                   lambda look: ChainedWork(CompletedWork(), look).wait()],
                          ids=["a breakpoint", "a collective"])
 def test_what_waits_does_not_hang(wait):
-    """And what follows has its own time."""
+    """Time spent waiting does not count, and the next action has its own limit."""
     found, (judge, told) = [], watch(4.0)
     wait(lambda: found.append(is_waiting(sys._getframe())) or look(judge, "forward 1", 1000.0))
     assert found == [True] and not is_waiting(sys._getframe())
@@ -92,7 +92,7 @@ def test_what_waits_does_not_hang(wait):
 
 
 def test_the_board_judges_and_says_for_how_long():
-    """Looks are counted: a process that was stopped meanwhile has not hung."""
+    """Checks are counted instead of seconds: a process that was stopped for a while has not hung."""
     judge, told = watch(0.3)
     store = HashStore()
     board = Board(store, 0, Mesh(pipe=2), interval_seconds=0.05, hang=judge)
@@ -120,14 +120,14 @@ def test_the_board_judges_and_says_for_how_long():
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Of a process that has compiled nothing."""
+    """The record of a process that has compiled nothing."""
     found = Compilations()
     monkeypatch.setattr("ranvier.comm.board.COMPILATIONS", found)
     return found
 
 
 def test_a_compilation_does_not_hang(compilations):
-    """Nor is it what other actions of its kind are compared with."""
+    """Nor are other actions of its kind compared with it."""
     judge, told = watch(0.3)
     board = Board(HashStore(), 0, Mesh(pipe=2), interval_seconds=0.05, hang=judge)
     try:
@@ -147,7 +147,7 @@ def test_a_compilation_does_not_hang(compilations):
 
 
 def test_a_wait_lasts_until_others_have_compiled(compilations, monkeypatch):
-    """And ends in time where they have not, or where the one that compiled is gone."""
+    """It ends in time if they have not compiled, or if the rank that compiles is gone."""
     store, calls = HashStore(), []
     boards = [Board(store, rank, Mesh(pipe=2), interval_seconds=0.02) for rank in range(2)]
 
@@ -167,7 +167,7 @@ def test_a_wait_lasts_until_others_have_compiled(compilations, monkeypatch):
         time.sleep(0.2)
         boards[1].close()
         assert boards[0].wait("it", 1, receive, 0.3) is None
-        assert len(calls) == 7, "one that publishes no more is not waited for"
+        assert len(calls) == 7, "a rank that no longer publishes is not waited for"
     finally:
         for board in boards:
             board.close()

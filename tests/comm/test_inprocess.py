@@ -110,7 +110,7 @@ def test_collectives_end_in_call_order():
         for _ in range(500):
             work = [group.all_reduce(torch.ones(size)) for size in (10_000, 1, 100)]
             while not work[2].done():
-                time.sleep(0)  # the others may run
+                time.sleep(0)  # lets the other threads run
             assert work[0].done() and work[1].done()
 
     run_ranks(run, 3)
@@ -132,7 +132,7 @@ def test_close_is_idempotent_and_closes_what_was_made():
 @pytest.mark.parametrize(("call", "sum_of_all"), [
     ("all_gather", False), ("all_to_all", False), ("all_reduce", True), ("reduce_scatter", True)])
 def test_a_collective_allocates_no_more_than_with_other_backends(call, sum_of_all):
-    """So that measured memory is what is predicted; each has made a copy of the whole."""
+    """So that measured memory equals predicted memory; the full tensor used to be copied."""
     half = 500_000
 
     def rank(world):

@@ -1,4 +1,4 @@
-"""The wire form: every message comes back as it was, and bytes that are none are refused."""
+"""The wire format: every message is decoded as it was encoded, and bytes that are not a message are refused."""
 
 import json
 import struct
@@ -57,7 +57,7 @@ def test_round_trip(sent):
 
 
 def test_a_buffer_that_begins_at_an_odd_place_is_refused():
-    """Its tensors would be read from bytes beside theirs."""
+    """Its tensors would be read from the bytes next to their own."""
     encoded = encode(Message(MessageKind.FORWARD, 0, 0, {"x": torch.ones(3)}))
     with pytest.raises(ValueError, match="not a place for a tensor"):
         decode(torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:], 0)

@@ -24,7 +24,7 @@ HERE = "tests.comm.test_mixed"
 
 
 def large_message(world: World) -> bool:
-    """Rank 0 sends and then waits for a collective, which rank 1 joins when the message is there."""
+    """Rank 0 sends, then waits for a collective that rank 1 joins after the message has arrived."""
     transport, _ = conformance.everyone(world, "pipe", 1000)
     group = world.backend.group("together", [range(world.size)])
     if world.rank == 0:
@@ -37,7 +37,7 @@ def large_message(world: World) -> bool:
 
 
 def test_sends_advance_while_the_engines_thread_is_elsewhere():
-    """Whether the message above needs that depends on MPI: within a machine a receiver may copy it by itself."""
+    """Whether the message above needs this depends on MPI: within a machine a receiver may copy the message itself."""
     advanced = threading.Event()
     transport = SimpleNamespace(sends_in_flight=1, advance_sends=advanced.set)
     backend = MixedBackend(SimpleNamespace(rank=0, size=1, transport=lambda purpose, on_host: transport,

@@ -1,4 +1,4 @@
-"""MPI through mpi4py, in processes that mpiexec starts; and what can be told without starting it."""
+"""MPI through mpi4py, in processes that mpiexec starts; and what can be tested without starting it."""
 
 import subprocess
 import sys
@@ -28,8 +28,8 @@ def mpi(function):
 
 
 def told_by_rank(world: World, cases: list, mixed: list) -> list:
-    """The number of cases that hold, also where collectives are torch's, the largest error of a gradient on columns,
-    whether MPI ends in order, and shared memory that would outlive a killed rank."""
+    """The number of cases that hold, the same with torch's collectives, the largest error of a gradient on columns,
+    whether MPI shuts down in order, and shared memory that would outlive a killed rank."""
     from tests.tensor.test_tensor_real_processes import errors
 
     assert isinstance(world.backend, MixedBackend)
@@ -43,7 +43,7 @@ def told_by_rank(world: World, cases: list, mixed: list) -> list:
 @mpi
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_conformance_gradients_and_an_orderly_shutdown(size):
-    """All in one start; a case that fails is named."""
+    """All cases run in one start; the error names the case that fails."""
     cases = [*conformance.MESSAGES, *conformance.COLLECTIVES]
     mixed = MIXED if size == 2 else cases
     for count, mixed_count, error, finalized, named in run_processes(
@@ -56,7 +56,7 @@ def longest_gap(world: World) -> float:
     group = world.backend.group("together", [range(world.size)])
     group.barrier()
     time.sleep(0.3)
-    assert transport.poll() == [] and transport.longest_gap_seconds == 0.0, "nothing was under way"
+    assert transport.poll() == [] and transport.longest_gap_seconds == 0.0, "no message was in flight"
     if world.rank == 0:
         transport.send(1, conformance.message(0, conformance.torch.ones(1_000_000)))
         time.sleep(0.2)
@@ -127,7 +127,7 @@ def gap_and_late_collective(world: World, *arguments: object) -> list:
 @pytest.mark.slow
 @mpi
 def test_the_longest_gap_and_a_collective_that_does_not_end():
-    """The gap counts while a message is under way; arguments and results are JSON."""
+    """The gap counts while a message is in flight; arguments and results are JSON."""
     arguments = [1, "two", [3.5, None]]
     ranks = run_processes(f"{HERE}:gap_and_late_collective", 2, "mpi", args=arguments)
     assert [told for told, _, _ in ranks] == [[rank, 2, "mpi", "run_processes", *arguments] for rank in range(2)]
@@ -191,7 +191,7 @@ def test_flavours(text):
 
 @pytest.fixture
 def pretend(monkeypatch, tmp_path):
-    """A folder with an interpreter of this name, and an mpiexec whose --version says what is given."""
+    """Writes an mpiexec with the given --version text, by default next to the interpreter."""
     def make(version: str, folder: Path = tmp_path) -> str:
         path = folder / "mpiexec"
         path.write_text(f"#!/bin/sh\necho '{version}'\n")

@@ -1,5 +1,5 @@
-"""Tensors of a CUDA device over MPI, with device addresses and without, on a fake device and a fake MPI: the numbers
-arrive, the host never waits, and MPI gets no memory in which the device still works."""
+"""Tensors of a CUDA device over MPI, with device addresses and without, on a fake device and a fake MPI: the values
+arrive, the host never waits, and MPI gets no memory that the device still uses."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def bytes_of(buffer):
 
 
 class Comm:
-    """One rank of two, and what each has sent to the other. moved: the places of what MPI has read and written."""
+    """One rank of two, and what each has sent to the other. moved: where MPI's buffers for reads and writes are."""
 
     def __init__(self, cuda, rank, lines):
         self._cuda, self._rank, self._lines, self.moved = cuda, rank, lines, []
@@ -92,7 +92,7 @@ class Comm:
 
 
 class SlowEvent(FakeEvent):
-    """Reached when it is asked for the third time."""
+    """Completed at its third query."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -114,7 +114,7 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize("aware", [False, True])
 def test_messages(cuda, aware):
-    """Small and large ones, without tensors, and with tensors of the host; in order."""
+    """Small and large messages, without tensors and with tensors of the host, arrive in order."""
     lines = {(0, 1): deque(), (1, 0): deque()}
     comms = [Comm(cuda, rank, lines) for rank in range(2)]
     ends = [MPITransport(MPI, comm, "pipeline", DEVICE, aware) for comm in comms]
@@ -124,7 +124,7 @@ def test_messages(cuda, aware):
     for number, size in enumerate(sizes):
         tensor = torch.full((size,), float(number), device=DEVICE)
         ends[0].send(1, Message(MessageKind.FORWARD, 1, number, {"": tensor, "more": tensor.to(torch.int64)[:2]}))
-        assert number or not comms[0].moved  # the device has not made it yet
+        assert number or not comms[0].moved  # the device has not computed the tensor yet
         if size:
             tensor.fill_(-1.0)
     ends[0].send(1, Message(MessageKind.CREDIT, 1, 9))
@@ -143,14 +143,14 @@ def test_messages(cuda, aware):
         assert message.tensors["more"].dtype is torch.int64
     assert [one.kind for one in arrived[-2:]] == [MessageKind.CREDIT, MessageKind.STATE]
     devices = [place for comm in comms for place in comm.moved if place is not None]
-    assert devices == [1] * (2 * 4 if aware else 0)  # what has no bytes has no second part
+    assert devices == [1] * (2 * 4 if aware else 0)  # a message without bytes has no second part
     assert not cuda.host_reads
     for end in ends:
         end.close()
 
 
 def test_a_thread_beside_the_engines_neither_allocates_nor_frees_device_memory(cuda):
-    """It would wait behind a cudaFree, which waits for the device, which may wait for what this thread has to send."""
+    """It would wait for a cudaFree, which waits for the device, which may wait for data that this thread sends."""
     lines = {(0, 1): deque(), (1, 0): deque()}
     comms = [Comm(cuda, rank, lines) for rank in range(2)]
     ends = [MPITransport(MPI, comm, "pipeline", DEVICE, True) for comm in comms]
@@ -172,7 +172,7 @@ def test_a_thread_beside_the_engines_neither_allocates_nor_frees_device_memory(c
 
 @pytest.mark.parametrize("aware", [False, True])
 def test_collectives(cuda, aware):
-    """They begin in the order of calls, none before its tensors are made."""
+    """Collectives begin in call order, each after its tensors are computed."""
     begun = []
 
     def broadcast(out, root):
@@ -202,7 +202,7 @@ def library(kinds="", query=None, monkeypatch=None):
 
 
 def test_what_a_library_says(monkeypatch):
-    """MPI 4.1's info, or the function of Open MPI and MPICH; the variables that switch it off come first."""
+    """MPI 4.1's info, or the function of Open MPI and MPICH; variables that switch the support off take precedence."""
     for name in mpi_backend._SWITCHES:
         monkeypatch.delenv(name, raising=False)
     assert mpi_backend._cuda_aware(library("system,cuda:device"))
@@ -217,7 +217,7 @@ def test_what_a_library_says(monkeypatch):
 
 @pytest.mark.parametrize("peer", [0, 1])
 def test_all_ranks_agree(monkeypatch, peer):
-    """One rank whose library takes no addresses, as on a node with another module, has all of them stage."""
+    """If one rank's library takes no device addresses, as on a node with another module, all ranks use host memory."""
     def reduce(in_place, least, op):
         least[0] = min(least[0], peer)
         return SimpleNamespace(Test=lambda: True)

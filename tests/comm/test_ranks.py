@@ -1,4 +1,4 @@
-"""What run_ranks and run_processes promise to those who test with them."""
+"""Guarantees that run_ranks and run_processes give to tests."""
 
 import os
 import threading
@@ -77,7 +77,7 @@ def _are_killed(transport: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_processes_that_do_not_end_are_killed(tmp_path):
-    """Over both transports at the same time, for all of it is waiting; on loaded cores a start takes ten seconds."""
+    """Both transports at the same time, since the test mostly waits; on loaded cores a start takes ten seconds."""
     transports = ["torch", "mpi"] if UNUSABLE is None else ["torch"]
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(_are_killed, transport, tmp_path) for transport in transports]:

@@ -41,7 +41,7 @@ def told_by_rank(world: World, cases: list, arguments: list) -> dict:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict]:
-    """What each of two processes tells, after all cases; the failing one is named."""
+    """Results of each of two processes after all cases; the error names the case that fails."""
     return run_processes(f"{HERE}:told_by_rank", 2, "torch", args=[CASES, ARGUMENTS], timeout_seconds=240)
 
 
@@ -96,7 +96,7 @@ def lose_a_peer(world: World, how: str) -> list:
     except TransportError as error:
         text = str(error)
     seconds = time.monotonic() - started
-    if how == "collective":  # The other one may wait for this rank, and learns of the loss when this rank closes.
+    if how == "collective":  # The other rank may wait for this rank, and learns of the loss when this rank closes.
         return [text, seconds]
     world.store.set(f"seen {world.rank}", text)
     for other in range(lost):
@@ -123,8 +123,7 @@ def connected_pair(seconds: float) -> tuple[dist.Store, TorchBackend, TorchBacke
 
 
 def test_a_lost_peer_is_named():
-    """By the end of its sockets, as of a process that has died; in `make test` tests/elastic and tests/launch have
-    those."""
+    """The sockets end, as when a process dies; in `make test`, tests/elastic and tests/launch lose real processes."""
     _, *both = connected_pair(20.0)
     with ThreadPoolExecutor(2) as pool:
         transports = list(pool.map(lambda backend: backend.transport("pipe"), both))
@@ -145,7 +144,7 @@ def leave_messages_behind(world: World) -> bool:
 
 @pytest.mark.slow
 def test_orderly_shutdown_of_one_rank():
-    """That of two is below."""
+    """The shutdown of two ranks is tested below."""
     assert run_processes(f"{HERE}:leave_messages_behind", 1, "torch") == [False]
 
 
@@ -165,12 +164,12 @@ def use_the_users_own(world: World) -> list:
 
 
 def test_a_process_group_that_is_there_is_used_and_left(two):
-    """Its device binds no group of ours. And that of the ranks themselves ends with messages under way."""
+    """Its device is bound to none of our groups. The ranks' own process group ends although messages are in flight."""
     assert [told["own"] for told in two] == [[True, False]] * 2
 
 
 def test_a_rank_that_does_not_answer_while_groups_are_made(monkeypatch):
-    """Torch's store says it by an error of its own."""
+    """Torch's store reports the timeout by its own type of error."""
     def gone(*args, **options):
         raise dist.DistStoreError("[source.cpp:1] wait timeout after 8000ms. More.")
 
@@ -211,7 +210,7 @@ def test_only_the_pipelines_messages_may_be_of_devices():
 
 
 def test_a_transport_whose_other_rank_does_not_come():
-    """Waits for messages have no limit of their own, but connecting has one."""
+    """Waiting for messages has no limit of its own, but connecting has."""
     _, backend, other = connected_pair(2.0)
     with raises("group-not-connected", "pipe", 0):
         backend.transport("pipe")

@@ -1,5 +1,5 @@
-"""Bytes that are counted against bytes that really travel: in a network that carries each message, in what MPI is
-handed, and in what the kernel's sockets have received."""
+"""Counted bytes against the bytes that are really sent: in a network that carries each message, in the buffers that MPI
+gets, and in what the kernel's sockets have received."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class Done:
 
 
 class WireGroup(CheckedGroup):
-    """A member whose library is made of textbook algorithms: rings, and messages from each to each."""
+    """A member whose library uses textbook algorithms: rings, and messages from each member to each."""
 
     def __init__(self, network, size, index, library):
         super().__init__("wire", range(size), index)
@@ -63,7 +63,7 @@ class WireGroup(CheckedGroup):
         return self._library
 
     def _do(self, step):
-        """Collectives happen one after another, in call order, when somebody waits."""
+        """Collectives run one after another, in call order, when one of them is waited for."""
         self._under_way.append(step)
 
         def until():
@@ -72,7 +72,7 @@ class WireGroup(CheckedGroup):
         return Done(until)
 
     def _pass_on(self, tensor):
-        """Hand `tensor` to the next member; what comes from the one before."""
+        """Hand `tensor` to the next member, and return what arrives from the previous one."""
         members = len(self.ranks)
         self.network.queues[self.index, (self.index + 1) % members].put(tensor.clone())
         return self.network.receive((self.index - 1) % members, self.index)
@@ -131,7 +131,7 @@ class WireGroup(CheckedGroup):
 
 
 def together(size, member):
-    """member(index) on a thread each."""
+    """Results of member(index), each in its own thread."""
     results, failures = [None] * size, []
 
     def run(index):
@@ -151,7 +151,7 @@ def together(size, member):
 
 
 def collective(group, operation, tensor, root=0):
-    """The result of `operation` on [members * n] elements, and what it should be comes from `expected`."""
+    """The result of `operation` on [members * n] elements; None for members that `reduce` gives none."""
     members = len(group.ranks)
     share = tensor[:tensor.numel() // members].clone()
     match operation:
@@ -184,7 +184,7 @@ def collective(group, operation, tensor, root=0):
 @given(library=st.sampled_from(["gloo", "mpi", "nccl"]), size=st.integers(2, 5), share=st.sampled_from([1, 7, 20_000]),
        dtype=st.sampled_from(DTYPES), operation=st.sampled_from(OPERATIONS), root=st.integers(0, 4), wide=st.booleans())
 def test_what_is_counted_has_arrived(library, size, share, dtype, operation, root, wide):
-    """For every library, collective and format, member by member; and the sums are right."""
+    """For every library, collective and format, on each member; and the sums are right."""
     network, root = Network(size), root % size
     brought = [torch.randint(0, 3, (size * share,), generator=torch.Generator().manual_seed(member)).to(dtype)
                for member in range(size)]
@@ -204,7 +204,7 @@ def test_what_is_counted_has_arrived(library, size, share, dtype, operation, roo
 
 
 def test_sums_of_sixteen_bits_take_half_the_bytes_of_fp32():
-    """Whatever carries them; and twice as much where the user wants them in fp32."""
+    """In every library; and twice as many if the user wants sums in fp32."""
     for library in ("gloo", "mpi", "nccl"):
         for operation in ("all_reduce", "reduce", "reduce_scatter"):
             found = {}
@@ -226,7 +226,7 @@ def test_libraries_reduce_and_scatter_where_they_can():
         assert choose_algorithm("nccl", "reduce_scatter", dtype, large, 4) == "library"
         assert choose_algorithm("nccl", "all_reduce", dtype, 8, 4) == "library"
     assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 17) == "library"
-    assert choose_algorithm("mpi", "reduce_scatter", torch.bfloat16, large, 17) == "exchanged", "MPI has no such number"
+    assert choose_algorithm("mpi", "reduce_scatter", torch.bfloat16, large, 17) == "exchanged", "MPI has no bfloat16"
     assert choose_algorithm("mpi", "reduce_scatter", torch.float32, large, 16) == "exchanged", "one round, not several"
 
 
@@ -234,7 +234,7 @@ def test_libraries_reduce_and_scatter_where_they_can():
 
 
 def received_by_sockets():
-    """What the kernel has received for this process on connections that are open."""
+    """Bytes that the kernel has received for this process on open connections."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -266,7 +266,7 @@ def over_sockets(world):
 
 
 class CountingComm:
-    """An MPI communicator that notes what it is told to receive, or to carry."""
+    """An MPI communicator that counts the bytes that it is told to receive or to transfer."""
 
     def __init__(self, comm):
         self._comm, self.size, self.index, self.bytes = comm, comm.Get_size(), comm.Get_rank(), 0
