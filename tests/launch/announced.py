@@ -12,7 +12,7 @@ import pytest
 from ranvier.system.processes import Process
 
 LIMIT_SECONDS = 10
-"""No rank outlives its run by more."""
+"""No rank outlives its run by more than this."""
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 

@@ -1,6 +1,6 @@
-"""Two ranks for the tests of stopped ranks: rank 0 comes to its end ("end"), or both wait for each other ("meet").
+"""Two ranks for the tests of stopped ranks: rank 0 reaches its end ("end"), or both wait for each other ("meet").
 
-Each announces itself as "rank R pid P". With "begin-R" rank R stops itself before it is connected, and the other one
+Each announces itself as "rank R pid P". With "begin-R" rank R stops itself before it is connected, and the other rank
 catches the error, as the command does.
 """
 

@@ -1,4 +1,4 @@
-"""A user's own script, in which one rank leaves in the middle as if all were well: `leaver.py WHERE TRANSPORT`."""
+"""A user's own script, in which one rank exits early without an error: `leaver.py WHERE TRANSPORT`."""
 
 import sys
 
@@ -21,7 +21,7 @@ class Leaves(nn.Linear):
 engine = ranvier.Engine([nn.Linear(4, 4), Leaves(4, 4)], world, loss=lambda output, targets: (output.sum(), 2.0),
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 if where == "raise" and world.rank == 1:
-    raise SystemExit(3)  # which no handler of Ranvier's sees
+    raise SystemExit(3)  # no handler of Ranvier sees it
 world.gather_objects(world.rank)
 for _step in range(3):
     engine.train_batch([(torch.ones(2, 4), torch.ones(2))])
@@ -30,4 +30,4 @@ for _step in range(3):
 if where == "end" and world.rank == 1:
     sys.exit(0)
 if where == "end":
-    torch.manual_seed(0)  # no call that others have a part in
+    torch.manual_seed(0)  # not a call that other ranks take part in

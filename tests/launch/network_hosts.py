@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces joined by a wire, each with its own host name and /etc/hosts.
 
-Needs root, iproute2 and unshare of util-linux; tests are skipped elsewhere. Everything stays inside of the namespaces:
+Needs root, iproute2 and unshare of util-linux; tests are skipped elsewhere. Everything stays within the namespaces:
 addresses, names, and the wire.
 """
 
@@ -46,7 +46,7 @@ class Hosts:
     def run(self, index, known=None):
         """The start of a command line that runs a command on a host.
 
-        known: name -> address, as this host's /etc/hosts has them; its own name is then that of `NAMES`. None for the
+        known: name -> address, the entries of this host's /etc/hosts; its own name is then that of `NAMES`. None: the
         name and the file of this machine.
         """
         inside = ["ip", "netns", "exec", self.namespaces[index]]
@@ -64,7 +64,7 @@ class Hosts:
         ip("-n", self.namespaces[index], "link", "set", self.wires[index], "up")
 
     def kill(self, index):
-        """Every process on a host, as when its power fails."""
+        """Kill every process on a host, as when its power fails."""
         for pid in ip("netns", "pids", self.namespaces[index], check=False).stdout.split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -76,7 +76,7 @@ class Hosts:
 
 
 def connected(folder):
-    """Two hosts, removed when the generator is closed; skips the test where they cannot be made."""
+    """Two hosts, removed when the generator is closed; skips the test if they cannot be created."""
     missing = [program for program in ("ip", "unshare", "mount", "hostname") if shutil.which(program) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} missing (iproute2, util-linux)")

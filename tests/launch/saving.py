@@ -1,6 +1,6 @@
-"""A command that saves when it is told to stop, for the tests of stop signals: steps that end in one sum, as a run's.
+"""A command that saves when it is told to stop, for the tests of stop signals. Steps end in one sum, as a run's do.
 
-Each rank announces itself as "rank R pid P" and what it has got, before it takes signals ("early") or once it does.
+Each rank announces itself as "rank R pid P" and its settings, before it handles signals ("early") or after.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A virtual environment with a few packages more than this one, and the ranks of a run by the launcher's variables."""
+"""A virtual environment with a few more packages than this one, and runs whose ranks get the launcher's variables."""
 
 import os
 import subprocess
@@ -15,8 +15,8 @@ INSTALL_SECONDS = 500
 
 
 def scratch_python(folder, *packages):
-    """The interpreter of a new environment in `folder` that has `packages`, and all that this one has. Skips the test
-    where they cannot be installed."""
+    """The interpreter of a new environment in `folder` that has `packages` and all packages of this one. Skips the test
+    if they cannot be installed."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
     python = folder / "bin" / "python"
     done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--retries", "1", *packages],
@@ -31,14 +31,14 @@ def scratch_python(folder, *packages):
 
 
 def settings(tmp_path, steps):
-    """Of a small run of gpt-tiny on two ranks."""
+    """Flags of a small run of gpt-tiny on two ranks."""
     return ["gpt-tiny", *tiny_runs.flags(
         tmp_path, mesh__data=1, mesh__pipe=2, train__eval_every=0, train__steps=steps, checkpoint__every=20,
         launch__device="cpu", run_dir=tmp_path / "run")]
 
 
 def wait_for(condition, process, output, seconds=180):
-    """The first true `condition()`, while `process` runs."""
+    """Wait until `condition()` is true while `process` runs, and return its value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert process.poll() is None and time.monotonic() < deadline, output.read_text(errors="replace")
@@ -47,7 +47,7 @@ def wait_for(condition, process, output, seconds=180):
 
 
 def started(command, output, **variables):
-    """`command` in a session of its own, with what it prints in the file `output`."""
+    """Start `command` in its own session, with its output in the file `output`."""
     with output.open("wb") as file:
         return subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                                 env=os.environ | variables, start_new_session=True)

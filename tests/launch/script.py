@@ -1,6 +1,6 @@
 """A user's own script for the tests of real starts: joins two ranks, agrees on a sum, then does what it is told.
 
-Each rank announces itself as "rank R pid P"; the tests see to it that none of these is left.
+Each rank announces itself as "rank R pid P"; the tests check that none of these processes is left.
 """
 
 import os
@@ -28,7 +28,7 @@ group.barrier()
 if how == "hang":
     print("past the barrier", flush=True)
 if how == "late" and world.rank == 1:
-    time.sleep(2.0)  # rank 0 is at its end by now
+    time.sleep(2.0)  # rank 0 has reached its end by now
 if world.rank == 1:
     if how == "raise":
         raise ValueError("the user's own fault")

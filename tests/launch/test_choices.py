@@ -1,4 +1,4 @@
-"""What `auto` comes to, and settings that cannot work here."""
+"""The values that `auto` resolves to, and settings that cannot work here."""
 
 import sys
 from functools import partial
@@ -123,7 +123,7 @@ def test_sizes_beside_a_mesh_are_refused(call, monkeypatch):
 @pytest.mark.parametrize(("mesh", "command"), [
     (Mesh(data=4, pipe=2), "torchrun --nproc-per-node 4 "), (Mesh(pipe=3), None)])
 def test_torchrun_starts_as_many_ranks_on_each_node(mesh, command):
-    """The number behind its command is that of a node."""
+    """The number in its command is that of one node."""
     started = launch.Started(launcher="torchrun", rank=0, size=4, local_rank=0, local_size=2)
     with raises("launcher-started-other-number", mesh.size, 4) as caught:
         launch._check_size(mesh, started)

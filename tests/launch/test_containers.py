@@ -1,4 +1,4 @@
-"""Files for containers: what they name exists, their commands are the command's, Kubernetes' schema accepts the job."""
+"""Container files: the files they name exist, their commands are valid, Kubernetes' schema accepts the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 
 
 def assert_valid(arguments, capsys):
-    """Whether `ranvier check` takes what `ranvier train` is given."""
+    """Check that `ranvier check` accepts the arguments of `ranvier train`."""
     values = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]
     assert run_command(["check", *values]) == 0, capsys.readouterr()
 

@@ -1,4 +1,4 @@
-"""The devices of ranks: chosen by all together, from what each of them sees."""
+"""The devices of ranks: all ranks choose them together, from what each rank sees."""
 
 import ast
 import os
@@ -38,7 +38,7 @@ def test_ranks_that_see_overlapping_devices():
 
 
 def test_machines_without_devices():
-    """Every rank of every machine has an entry, also where machines have different numbers of ranks."""
+    """Every rank of every machine has an entry, even if machines have different numbers of ranks."""
     machines = [replace(TORCHRUN[rank], machine="first" if rank < 1 else "second", devices=()) for rank in range(4)]
     assert choose_devices(machines).devices == (None,) * 4
     assert choose_devices(machines).reason == "no CUDA device found"
@@ -97,7 +97,7 @@ def test_what_a_process_sees():
 
 
 def test_a_rank_takes_its_device_before_it_connects(monkeypatch):
-    """Rank 1 of 2 computes on device 1 from the start, also where a library names no device."""
+    """Rank 1 of 2 computes on device 1 from the start, even if a library names no device."""
     monkeypatch.setattr(launch, "open_store", lambda started, seconds: (None, HashStore()))
     monkeypatch.setattr(launch, "exchange", lambda seen, size, store: [
         replace(seen, rank=0, local_rank=0), seen])
@@ -164,7 +164,7 @@ ROOT = Path(ranvier.__file__).parent
 
 
 def bare_calls(path):
-    """Calls of these functions without a device, and the functions themselves where they are passed on."""
+    """Calls of these functions without a device, and references to these functions that are passed on."""
     source = path.read_text()
     if "torch.cuda" not in source:
         return []

@@ -1,4 +1,4 @@
-"""Ranks that a failure elsewhere has left behind leave by themselves, and the first one says who waits for whom."""
+"""Ranks left behind by a failure elsewhere leave on their own, and the first one reports which rank waits for which."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def watch(store, rank=0, lost=lambda: None):
 
 
 def until_it_leaves(one, neighbours=None):
-    """(checks, cause); fails after thirty."""
+    """(checks, cause); AssertionError if it has not left after thirty checks."""
     for number in range(30):
         cause = one.check(neighbours or {})
         if cause is not None:
@@ -45,17 +45,17 @@ def until_it_leaves(one, neighbours=None):
 
 
 def test_what_a_rank_reports_of_others(monkeypatch):
-    """A rank of its machine that a signal has stopped, and a collective that does not end."""
+    """A stopped rank on its machine, and a collective that does not end."""
     for module, names in ((sys, ("excepthook", "exit")), (threading, ("excepthook",))):
         for name in names:
-            monkeypatch.setattr(module, name, getattr(module, name))  # which undoes what is installed
+            monkeypatch.setattr(module, name, getattr(module, name))  # restores them after the test
 
     def report(world, error, **_):
         raise error
 
     world = World(backend=InProcessWorld(2).backend(0), store=HashStore(), launcher="local", local_rank=0, local_size=2,
                   device=torch.device("cpu"), mesh=Mesh(pipe=2))
-    monkeypatch.setattr(sys, "stderr", mock.Mock(spec=["write", "flush"]))  # a program's own, which is no file
+    monkeypatch.setattr(sys, "stderr", mock.Mock(spec=["write", "flush"]))  # a program's own, which is not a file
     with mock.patch.multiple(failures, Heartbeat=mock.DEFAULT, EXIT_THREAD=mock.DEFAULT, atexit=mock.DEFAULT,
                              faulthandler=mock.DEFAULT, report_failure=report) as patched:
         patched["faulthandler"].is_enabled.return_value = False
@@ -74,7 +74,7 @@ def test_a_rank_stays_while_nothing_has_failed():
 
 
 def test_a_rank_leaves_some_seconds_after_another_one_has_failed():
-    """Within ten, but not before its own error or its launcher can end it; the failed rank itself never does."""
+    """Within ten, but not before its own error or its launcher can end it; the failed rank itself never leaves."""
     store = HashStore()
     store.set(FAILED, json.dumps({"rank": 2, "code": 1}))
     checks, cause = until_it_leaves(watch(store))
@@ -117,12 +117,12 @@ def test_the_first_rank_that_leaves_reports_what_all_were_doing():
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_the_first_rank_that_a_killed_one_brings_down_reports_it(monkeypatch, capsys, watched):
-    """Whether or not the rank that watches the processes of its machine has recorded the loss before."""
+    """Whether or not the rank that watches its machine's processes has already recorded the loss."""
     store, gone = HashStore(), Neighbour()
     gone.is_running = False
 
     def search(store, ranks):
-        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher, which has seen rank 2 end
+        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher does after rank 2 has ended
         return [2]
 
     monkeypatch.setattr(failures, "find_silent_ranks", search)
@@ -177,4 +177,4 @@ def test_under_torchrun_a_rank_leaves_within_ten_seconds_of_a_kill(tmp_path):
                            "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(program)],
                           capture_output=True, text=True, timeout=300)
     assert done.returncode and "rank 1 has failed, and rank 0 leaves" in done.stderr, done.stderr
-    assert time.monotonic() - began < 28.0  # torchrun itself kills after 30
+    assert time.monotonic() - began < 28.0  # torchrun itself kills ranks after 30

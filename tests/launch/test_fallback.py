@@ -1,4 +1,4 @@
-"""Another mesh where the launcher has started other ranks: the order, all ranks used, and what must follow."""
+"""Another mesh if the launcher has started other ranks: the order, all ranks used, and what must follow."""
 
 import re
 from dataclasses import replace
@@ -155,12 +155,12 @@ def test_no_mesh_is_legal():
 
 
 class Reached(Exception):
-    """The command has come to the start of its ranks."""
+    """The command has reached the start of its ranks."""
 
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """(mesh, arguments of launch.start_ranks) as the command has them when it starts its rank."""
+    """(mesh, arguments of launch.start_ranks) with which the command starts its rank."""
     def command(rank, size, *flags):
         for name, value in {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank,
                             "MPI_LOCALNRANKS": size}.items():
@@ -221,7 +221,7 @@ def test_a_run_with_problems_of_its_own_is_refused_for_them(monkeypatch, capsys,
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(row=4), Mesh(pipe=2, col=2)], ids=str)
 def test_the_supervisor_hears_of_every_axis_of_a_new_mesh(mesh):
-    """It names ranks by their coordinates there."""
+    """It names ranks by their coordinates in the new mesh."""
     store = HashStore()
     assert read_mesh(store, Mesh(row=2, col=2)) == Mesh(row=2, col=2)
     publish_mesh(store, mesh)

@@ -1,6 +1,6 @@
-"""The files and commands of docs/slurm.md, docs/kubernetes.md and docs/torchrun.md, with the cluster played by scripts.
+"""The files and commands of docs/slurm.md, docs/kubernetes.md and docs/torchrun.md, with scripts in place of a cluster.
 
-Fast tests play the training too; slow ones train, are told to stop or lose a rank, and go on.
+Fast tests replace the training too; slow ones train, are told to stop or lose a rank, and resume.
 """
 
 import json
@@ -60,7 +60,7 @@ eval "$DOES"
 
 @pytest.fixture
 def shell(tmp_path):
-    """Start `command` with programs of these names first on PATH."""
+    """Start `command` with scripts of these names first on PATH."""
     started = []
 
     def begin(command, programs, **variables):
@@ -104,7 +104,7 @@ def steps_in(run_dir):
 
 
 def wait_for(condition, process):
-    """Until `condition()`, while `process` runs."""
+    """Wait until `condition()` is true, while `process` runs."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert process.poll() is None, process.stdout.read()
@@ -118,7 +118,7 @@ def free_port():
 
 
 def job_with_free_port():
-    """A job's number that leads to a port nobody uses (ranvier.launch.launchers)."""
+    """A job number that leads to an unused port (ranvier.launch.launchers)."""
     for job in range(os.getpid(), os.getpid() + 1000):
         try:
             socket.create_server(("127.0.0.1", 20_000 + job * 31 % 40_000)).close()
@@ -132,7 +132,7 @@ def job_with_free_port():
 
 
 def sbatch(shell, tmp_path, *train, programs, **variables):
-    """The script as Slurm runs it, and what scontrol was told."""
+    """Start the script as Slurm does, with scripts in place of srun and scontrol."""
     process = shell([SBATCH, tmp_path / "run", *train], {"srun": SRUN, "scontrol": SCONTROL, **programs},
                     SLURM_JOB_ID=variables.pop("job", 7), SLURM_CPUS_PER_TASK=1, PIDS=tmp_path / "pids",
                     REQUEUED=tmp_path / "requeued", ASKED=tmp_path / "asked", **variables)
@@ -168,7 +168,7 @@ def test_the_script_tells_slurm_what_the_page_says():
 
 @pytest.mark.slow
 def test_a_job_is_signalled_and_the_next_one_has_fewer_tasks(shell, tmp_path, tiny):
-    """Through Slurm's whole circle: told to stop, requeued, and finished on another mesh."""
+    """The complete cycle with Slurm: told to stop, requeued, and finished on another mesh."""
     train = ["gpt-tiny", "--mesh.data", 1, "--mesh.pipe", 2, *tiny]
     ranvier, run_dir = RANVIER.format(python=sys.executable), tmp_path / "run"
     first = sbatch(shell, tmp_path, *train, programs={"ranvier": ranvier}, TASKS=2, job=job_with_free_port())
@@ -204,7 +204,7 @@ def container():
 
 
 def pod(shell, index, programs, **variables):
-    """The container's command with its environment, and that of an indexed Job."""
+    """Run the container's command with its environment and that of an indexed Job."""
     given = {entry["name"]: entry["value"] for entry in container()["env"]}
     assert set(variables) & set(given) <= {"TRAIN", "RUN_DIR", "NODES", "RANKS_PER_NODE", "RENDEZVOUS"}
     return shell([*container()["command"], *container()["args"]], programs,
@@ -217,7 +217,7 @@ def test_the_parts_of_the_manifest_fit():
     job, service, claim = documents["Job"], documents["Service"], documents["PersistentVolumeClaim"]
     spec, template = job["spec"], job["spec"]["template"]["spec"]
     environ = {entry["name"]: entry["value"] for entry in container()["env"]}
-    assert all(isinstance(value, str) for value in environ.values()), "Kubernetes takes text only"
+    assert all(isinstance(value, str) for value in environ.values()), "Kubernetes accepts only text"
     assert (job["apiVersion"], spec["completionMode"], template["restartPolicy"]) == ("batch/v1", "Indexed", "Never")
     assert spec["completions"] == spec["parallelism"] == int(environ["NODES"])
     assert service["spec"]["clusterIP"] == "None"
@@ -253,7 +253,7 @@ def test_a_pod_of_a_finished_run_has_nothing_to_do(shell, tmp_path):
 
 
 def test_one_pods_eviction_stops_all(shell, tmp_path):
-    """Both are told, end as stopped, and the note of then does not stop those that come later."""
+    """Both pods are told and end as stopped; the note that stopped them does not stop later pods."""
     does = 'trap "touch $run_dir/told-$JOB_COMPLETION_INDEX; exit 1" TERM; touch $run_dir/up-$JOB_COMPLETION_INDEX; ' \
            "while true; do sleep 0.05; done"
     run_dir = tmp_path / "run"
@@ -329,8 +329,8 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
     resumed = int(re.search(r"resumes from .*?step-(\d+)", output, re.DOTALL)[1])
     assert resumed >= 20
     steps = steps_in(run_dir)
-    assert steps == sorted(set(steps)), "each step once, although some were taken twice"
-    # A step's numbers are told during the next one: rank 0 may have been killed between saving and telling.
+    assert steps == sorted(set(steps)), "each step once, although some were run twice"
+    # A step's numbers are logged during the next one: rank 0 may have been killed between saving and logging.
     assert {*range(1, STEPS + 1)} - {*steps} <= {resumed}
 
     second = train(1, "--train.steps", STEPS + 5)
@@ -342,7 +342,7 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
 
 @pytest.mark.slow
 def test_several_machines_become_fewer(shell, tmp_path, tiny):
-    """The page's second command with two machines, and then, as --nnodes 1:2 allows, with one."""
+    """The page's second command with two machines, then with one, as --nnodes 1:2 allows."""
     run_dir = tmp_path / "run"
 
     def machines(count):

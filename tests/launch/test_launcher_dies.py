@@ -1,4 +1,4 @@
-"""Whatever started the ranks is killed outright: the ranks end by themselves, within seconds."""
+"""Whatever started the ranks is killed: the ranks end on their own, within seconds."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ from tests.mpi import NEEDS_MPI
 
 SCRIPT = str(Path(__file__).parent / "script.py")
 SHELL = ["bash", "-c", '"$@"; true', "-"]
-"""A script between the launcher and its ranks: they are not the launcher's children."""
+"""A shell between the launcher and its ranks, so that they are not the launcher's children."""
 BETWEEN = pytest.mark.parametrize("between", [SHELL, pytest.param([], marks=pytest.mark.slow)],
                                   ids=["shell", "nothing"])
 
@@ -30,7 +30,7 @@ BETWEEN = pytest.mark.parametrize("between", [SHELL, pytest.param([], marks=pyte
 @LINUX
 @BETWEEN
 def test_torchruns_agent_is_killed(start_ranks, between):
-    """The ranks have chosen the launcher's transport before."""
+    """Before, the ranks have chosen the launcher's transport."""
     each = start_ranks(*torchrun("--no-python", *between, sys.executable, SCRIPT, "hang", "auto"))
     each.wait_for_ranks()
     assert re.findall(r"^rank \d pid \d+ (\w+ \w+)", each.text, re.MULTILINE) == ["torchrun torch"] * 2
@@ -79,8 +79,8 @@ def slurm(rank):
 @LINUX
 @pytest.mark.parametrize(("how", "code"), [("hang", 1), pytest.param("collective", 2, marks=pytest.mark.slow)])
 def test_the_store_goes_with_rank_0_under_srun(start_ranks, how, code):
-    """Tasks of srun know nothing of each other, and Slurm leaves the others running. In a collective rank 1 meets the
-    library's error first."""
+    """Tasks of srun do not know of each other, and Slurm leaves the remaining ones running. In a collective, rank 1
+    gets the library's error first."""
     first, second = (start_ranks(sys.executable, SCRIPT, how, "torch", environ=slurm(rank)) for rank in range(2))
     for each in (first, second):
         each.wait_for_ranks(1)
@@ -95,7 +95,7 @@ def test_the_store_goes_with_rank_0_under_srun(start_ranks, how, code):
 @LINUX
 @BETWEEN
 def test_slurms_step_daemon_is_killed(tmp_path, between):
-    """A stand-in starts tasks, as the daemon does."""
+    """A script starts tasks in place of the daemon."""
     program = ("import subprocess, sys, os, time\n"
                f"environ = os.environ | {slurm(0)!r}\n"
                "subprocess.Popen(sys.argv[1:], env=environ)\n"
@@ -128,7 +128,7 @@ def test_a_launcher_that_lives_ends_nothing(monkeypatch):
 
 
 def test_a_process_that_cannot_be_seen_runs():
-    """This one has no file handle left to read of it: its launcher has not ended for that."""
+    """This process has no free file descriptor to look at its launcher, which has not ended for that reason."""
     process, (soft, hard) = Process.find(os.getppid()), resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -155,7 +155,7 @@ def test_a_process_runs_until_it_has_ended_and_may_be_stopped():
         child.kill()
     while process.is_running:
         assert time.monotonic() < deadline + 20
-    assert not process.is_running, "a zombie does not"
+    assert not process.is_running, "a zombie does not run"
     child.wait()
     assert Process.find(child.pid) is None and process.num_threads is None and process.variable("PATH") is None
 
@@ -167,7 +167,7 @@ def test_ancestors_end_with_the_first_without_the_variable():
 
 @LINUX
 def test_a_process_that_may_not_be_read_hides_no_other(monkeypatch):
-    """Of another user under hidepid=1: its entry in /proc is listed and cannot be opened."""
+    """A process of another user under hidepid=1: its entry in /proc is listed but cannot be opened."""
     child, ancestors = Process.find(os.getpid()), psutil.Process().parents()
     read = psutil._pslinux.open_binary
 

@@ -1,4 +1,4 @@
-"""Who started this process: every launcher's variables, alone, nested and contradicting each other."""
+"""Which launcher started this process: every launcher's variables, alone, nested and contradicting each other."""
 
 import pytest
 from hypothesis import given
@@ -141,7 +141,7 @@ def test_a_number_that_is_none(value):
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "of 0 on this machine"),
     ({**TORCHRUN, "MASTER_PORT": "99999"}, "port 99999"), ({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "port 0")])
 def test_what_cannot_be_so(variables, fact):
-    """Later, they are a wrong device, a division by zero and an OverflowError of torch."""
+    """Undetected, they would become a wrong device, a division by zero and an OverflowError of torch."""
     with raises("launcher-contradicts", fact):
         detect(variables)
 

@@ -1,4 +1,4 @@
-"""A rank that fails ends the others, whatever becomes of its last words."""
+"""A rank that fails ends the others, even if its last messages cannot be written."""
 
 import errno
 import io
@@ -51,7 +51,7 @@ def test_a_console_whose_disk_is_full_does_not_end_the_run(number, raised):
 
 
 def test_a_thread_that_a_full_disk_ends_says_so():
-    """A library's thread that writes a log knows no better than to raise; another error stays as it is."""
+    """A library's thread that writes a log can only raise; another error is left as it is."""
     full = failure.as_user_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), threading.Thread(name="events"))
     assert isinstance(full, RanvierError) and full.code == "disk-failed"
     assert str(full) == ("a file of events: cannot be written: No space left on device. Free space on that disk, or "

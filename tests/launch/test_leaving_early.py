@@ -1,4 +1,4 @@
-"""A rank that ends its program without an error while others need it: all end within seconds, and it is named."""
+"""A rank that ends its program without an error while others need it: all ranks end within seconds, and it is named."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def leave(where, transport):
     ("loop", "error: rank 1: ended its program while rank 0 (data 0, pipe 0, row 0, col 0) needs it"),
     ("raise", "error: rank 1: ended its program while rank 0 (data 0, pipe 0, row 0, col 0) needs it")]))
 def test_the_others_end_and_the_culprit_is_named(where, says, transport):
-    """They would wait 300 seconds for its messages otherwise."""
+    """Otherwise they would wait 300 seconds for its messages."""
     code, errors, seconds = leave(where, transport)
     assert code == 2 and says in errors and errors.count("error:") == 1, errors
     assert seconds < 100.0
@@ -49,7 +49,7 @@ def test_ranks_that_have_made_the_same_calls_may_leave_one_by_one():
 
 
 def test_who_needs_whom():
-    """Nobody needs a rank of another engine, such as one that the run has lost, or one without an engine."""
+    """No rank needs a rank of another engine, such as one that the run has lost, or a rank without an engine."""
     store = dist.HashStore()
     assert read_engine_calls(store, 0) == ("", 0) and find_waiting_rank(store, 1, range(4)) is None
     boards = [Board(store, rank, Mesh(pipe=2)) for rank in range(3)]
@@ -62,7 +62,7 @@ def test_who_needs_whom():
 
 @pytest.mark.parametrize(("calls", "found"), [(4, None), (3, 0), (1, 0)])
 def test_who_needs_a_rank_outside_of_batches(calls, found):
-    """Those whose heartbeat tells of more calls of the world, of Checkpoints, or of engines that are made."""
+    """By ranks whose heartbeat reports more calls of the world, of Checkpoints or of Engine constructors."""
     heartbeat = SimpleNamespace(_heard={0: ("9 4", 0), 1: ("9 1", 3), 2: ("", 5)},
                                 _world=SimpleNamespace(num_calls=calls))
     assert Heartbeat.find_waiting_rank(heartbeat) == found

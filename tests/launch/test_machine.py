@@ -1,4 +1,4 @@
-"""Cores and memory within a container's limits."""
+"""Cores and memory within the limits of a container."""
 
 import os
 
@@ -70,10 +70,10 @@ def test_an_interface_is_named_by_its_address(monkeypatch):
 
 
 def test_the_interface_of_rank_0s_machine_leads_to_the_others(monkeypatch):
-    """There its own name often means the loopback."""
+    """On that machine its own name often means the loopback."""
     store, chosen = HashStore(), {}
     store.set("address/1", "")
-    for rank in (2, 3, 0, 1):  # one after the other, so those with an address come first
+    for rank in (2, 3, 0, 1):  # one after another, so ranks with an address come first
         with monkeypatch.context() as patch:
             patch.setattr(launch.os, "environ", {})
             patch.setattr(launch, "address_towards", lambda host, rank=rank: None if rank < 2 else "10.0.0.2")
@@ -86,7 +86,7 @@ def test_the_interface_of_rank_0s_machine_leads_to_the_others(monkeypatch):
 
 @pytest.mark.parametrize("lacks", ["triton", "compiler", "headers", None])
 def test_kernels_need_triton_a_compiler_and_pythons_headers(lacks, monkeypatch, tmp_path):
-    """Without one of them torch's operations compute."""
+    """If one of them is missing, torch's operations compute."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if lacks == "triton" else name)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None if lacks == "compiler" else f"/bin/{name}")

@@ -1,6 +1,6 @@
-"""Open MPI's wheel, in an environment of its own: two ranks train, one is killed, and the run resumes.
+"""Open MPI's wheel, in its own environment: two ranks  train, one is killed, and the run resumes.
 
-Skipped where the wheel cannot be installed. docs/mpi.md names the flags.
+Skipped if the wheel cannot be installed. docs/mpi.md names the flags.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""examples/ray_ranks.py: each actor's rank is one of torchrun's; and four ranks on Ray's own local cluster."""
+"""examples/ray_ranks.py: each actor's rank is started as torchrun's are; and four ranks on Ray's own local cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/ray_ranks.py"
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example's names, with a module in the place of Ray that starts nothing."""
+    """The example's names, with a module in place of Ray that starts nothing."""
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["ray"].remote = lambda **options: lambda actor: actor
@@ -77,7 +77,7 @@ def test_a_run_whose_actor_is_killed_reaches_its_end(ray_python, tmp_path):
         wait_for(lambda: processes_with(run_dir, "RANK=1"), process, output)[0].parent().kill()
         code = process.wait(280)
     finally:
-        process.terminate()  # Ray's driver ends its cluster
+        process.terminate()  # the driver ends its cluster of Ray
         process.wait(60)
     text = output.read_text(errors="replace")
     assert code == 0 and "lost a rank" in text and "attempt 1 has failed" in text, text

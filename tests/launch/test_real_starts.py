@@ -1,4 +1,4 @@
-"""Real processes under every launcher at hand: they start, agree, fail, and leave nothing behind."""
+"""Real processes under every available launcher: they start, agree, fail, and leave nothing behind."""
 
 import os
 import re
@@ -18,7 +18,7 @@ SCRIPT = str(Path(__file__).parent / "script.py")
 DEADLINE_SECONDS = 120
 SLOW_MPI = pytest.param("mpi", marks=[*MPI.marks, pytest.mark.slow])
 HERE = ["torch"] if UNUSABLE else ["torch", "mpi"]
-"""The transports of this machine. What is mostly waiting runs over all of them at the same time."""
+"""The transports of this machine. Tests that mostly wait run over all of them at the same time."""
 MOSTLY_TORCH = pytest.mark.parametrize("transport", ["torch", SLOW_MPI])
 RANK_1 = "rank 1 (data 0, pipe 1, row 0, col 0)"
 
@@ -28,7 +28,7 @@ class Started:
 
     def __init__(self, *command):
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COVERAGE"))}
-        # Who starts the tests in the background may have had Ctrl-C ignored, which children inherit.
+        # Tests that run in the background may ignore Ctrl-C, which children inherit.
         self.process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                         env=environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
                                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -42,7 +42,7 @@ class Started:
         return self
 
     def finish(self):
-        """Exit code, standard output, standard error; fails when a rank is left afterwards."""
+        """Exit code, standard output, standard error; fails if a rank is left running."""
         out, err = self.process.communicate(timeout=DEADLINE_SECONDS)
         self.stdout += out
         self.assert_all_gone()

@@ -1,4 +1,4 @@
-"""A run that starts again by itself: how often, from where, on which mesh, and after which faults."""
+"""A run that restarts automatically: how often, from where, on which mesh, and after which faults."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_on_the_ranks_that_are_left(tmp_path, capsys):
 
 
 def test_on_fewer_where_so_many_have_no_legal_mesh(tmp_path, capsys, monkeypatch):
-    """Updates in the backward need batches of one microbatch, which fewer replicas do not make of 16 sequences."""
+    """Updates in the backward need batches of one microbatch, which fewer replicas cannot make of 16 sequences."""
     run = replace(SMALL, run_dir=tmp_path, mesh=Mesh(data=4, pipe=1), optim=Optim(update_in_backward=True))
     assert Restarts(run, [])(3) is None and capsys.readouterr().err == ""
 

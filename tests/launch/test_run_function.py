@@ -43,7 +43,7 @@ def test_results_and_output_of_ranks(capsys):
     torch.set_default_dtype(torch.float64)
     try:
         results = ranvier.run(work, 4, pipe=2, transport="torch")
-        drawn = torch.rand(1).tolist()  # as the function would have here
+        drawn = torch.rand(1).tolist()  # as the function would draw here
     finally:
         torch.set_default_dtype(torch.float32)
     assert [int(found.values) for found, *_ in results] == [0, 3] and isinstance(results[0][0], Found)
@@ -53,7 +53,7 @@ def test_results_and_output_of_ranks(capsys):
 
 
 def test_ranks_that_end_well_without_a_result(monkeypatch):
-    """As by sys.exit() in the function."""
+    """As with sys.exit() in the function."""
     monkeypatch.setattr("ranvier.launch.run_function._run_program", lambda folder: 0)
     with raises("function-ranks-ended", 0):
         ranvier.run(print)
@@ -146,7 +146,7 @@ def test_a_notebook_runs_and_prints_what_it_has_kept(path):
                             resources={"metadata": {"path": str(ROOT)}}).execute()
 
     def lines(notebook):
-        """All printed lines, without what depends on the machine."""
+        """All printed lines, without those that depend on the machine."""
         outputs = [one for cell in notebook.cells for one in cell.get("outputs", [])]
         text = "".join(one["text"] for one in outputs
                        if one["output_type"] == "stream" and one["name"] == "stdout").splitlines()

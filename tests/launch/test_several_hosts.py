@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces joined by a wire, which is cut in the middle of a run.
 
-As on many real machines the host's own name means a loopback address, so Gloo has to be told which interface leads to
+As on many real machines, the host's own name is a loopback address, so Gloo must be told which interface leads to
 the others.
 """
 
@@ -15,7 +15,7 @@ from tests.launch.network_hosts import ADDRESSES, Agent, connected, wait_until
 from tests.processes import processes_with
 
 TIMEOUT_SECONDS = 8
-LIMIT_SECONDS = TIMEOUT_SECONDS + 60  # the others' wait, what they look for, torchrun's own end, a loaded machine
+LIMIT_SECONDS = TIMEOUT_SECONDS + 60  # the ranks' wait, their search for the cause, torchrun's end, a loaded machine
 PORT = 29533
 
 
@@ -39,7 +39,7 @@ def train(tmp_path, mesh, steps, *, timeout_seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [dict(data=2, pipe=2), dict(data=1, pipe=4)], ids=str)
 def test_a_host_that_is_cut_off(hosts, tmp_path, mesh):
-    """All ranks of both hosts end, each host's output says who cannot be heard, and one host goes on with the rest."""
+    """All ranks of both hosts end, each host's output names the unreachable ranks, and the run resumes on one host."""
     folder = tmp_path / "run" / "checkpoint"
     endless = train(tmp_path, mesh, 1_000_000, timeout_seconds=TIMEOUT_SECONDS)
     agents = [agent(hosts, index, 2, tmp_path / f"{index}.txt", endless) for index in range(2)]

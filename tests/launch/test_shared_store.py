@@ -1,4 +1,4 @@
-"""The shared store listens where ranks need it, and takes orders only from those who have the run's secret."""
+"""The shared store listens where ranks need it, and accepts values only from processes with the run's secret."""
 
 import socket
 import time
@@ -61,7 +61,7 @@ def test_ranks_of_several_machines_are_reached_on_their_address(other_address):
 
 
 def test_a_name_that_says_nothing_to_others_means_all_interfaces(other_address):
-    """In many an /etc/hosts the machine's own name is an address of the loopback."""
+    """In many /etc/hosts files the machine's own name is a loopback address."""
     port = free_port()
     store, _ = open_store(srun(0, port=port, local_size=1), 5.0)
     assert reaches(other_address, port)
@@ -86,7 +86,7 @@ def test_the_launcher_says_a_loopback_address_for_a_rank_on_another_machine():
 
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (4, 2), (3, 1, 3)], ids=str)
 def test_ranks_of_one_start_agree_on_a_word_that_no_other_start_has(sizes):
-    """The store is kept between the starts, and one that failed has left a question."""
+    """The store is kept between the starts, and a failed start has left a question."""
     store = HashStore()
     store.set("question/1", "abandoned")
     words = []
@@ -127,7 +127,7 @@ def test_the_store_of_our_own_starter_takes_a_strangers_word_for_nothing():
         assert not ours.check(["ranvier/pid/0"]) and ours.get("ranvier/pid/0") == b""
         assert read_pids(ours, 1) == {}
     stranger.set(key.replace("pid/0", "pid/1"), signature + "4711")
-    assert not ours.check(["ranvier/pid/1"]), "a signature is of its key, too"
+    assert not ours.check(["ranvier/pid/1"]), "a signature covers its key, too"
     stranger.set("ranvier/pid/0", "1")
     assert read_pids(ours, 2) == {}
 
@@ -139,7 +139,7 @@ def test_ranks_with_one_secret_agree():
     assert other.get("key").decode() == "valü" and other.check(["key"])
     assert not stranger.check(["key"]) and not other.check(["key", "none"])
     assert stranger.compare_set("first", "", "stranger") == b"stranger"
-    assert one.compare_set("first", "", "one") == b"one", "what nobody of this run wrote is not there"
+    assert one.compare_set("first", "", "one") == b"one", "values that no rank of this run wrote are ignored"
     assert other.clone().compare_set("first", "", "other") == b"one"
     assert other.delete_key("key") and not one.check(["key"])
     assert sign_store(store, None) == (store, store)

@@ -1,4 +1,4 @@
-"""Told to stop, ranks save and end well, in their own time and after the same step; those that cannot end as ever."""
+"""Ranks that are told to stop save and exit cleanly, in their own time, after the same step; if unable, as before."""
 
 import ctypes
 import io
@@ -34,7 +34,7 @@ PASSED_ON = r"ranvier: {}: the ranks save and stop after this step; another sign
 
 @pytest.fixture
 def start():
-    """A command whose two ranks have announced themselves, and their pids in rank order."""
+    """Start a command; returns it and the pids of its two ranks in rank order, once they have announced themselves."""
     started = []
 
     def begin(how, transport):
@@ -54,7 +54,7 @@ def start():
 
 
 def end(process, pids):
-    """Exit code, standard output, standard error; fails when a rank is left."""
+    """Exit code, standard output, standard error; fails if a rank is left."""
     out, err = process.communicate(timeout=60)
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_the_ranks_at_once(start, transport):
     process.send_signal(signal.SIGTERM)
     assert re.fullmatch(PASSED_ON.format("SIGTERM"), process.stderr.readline())
     time.sleep(0.6)
-    assert process.poll() is None, "there is no grace that ends"
+    assert process.poll() is None, "there is no grace period that ends"
     process.send_signal(signal.SIGTERM)
     assert end(process, pids)[::2] == (143, "ranvier: stopped by SIGTERM\nThe newest checkpoint is step-1.\n")
 
@@ -191,7 +191,7 @@ def test_a_signal_leaves_a_note_until_the_request_is_closed(number):
 def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not stop.interrupted and capfd.readouterr().err == "", "the supervisor tells"
+        assert not stop.interrupted and capfd.readouterr().err == "", "the supervisor reports it"
     with StopRequest() as stop:
         stop.announces = True
         os.kill(os.getpid(), signal.SIGINT)
@@ -201,7 +201,7 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
 
 
 def test_ranks_are_told_to_stop_where_standard_error_is_lost(monkeypatch):
-    """Ctrl-C reaches the `tee` of `2>&1 | tee log`, too."""
+    """Ctrl-C also reaches the `tee` of `2>&1 | tee log`."""
     reader, writer = os.pipe()
     os.close(reader)
     write = os.write
@@ -219,12 +219,12 @@ def test_ranks_are_told_to_stop_where_standard_error_is_lost(monkeypatch):
         with pytest.raises(BrokenPipeError):
             lost.flush()
         flush_or_discard()
-        lost.flush()  # as Python does at the end, when an error would change the exit code
+        lost.flush()  # as Python does at exit, where an error would change the exit code
 
 
 @pytest.fixture
 def supervised(monkeypatch):
-    """The outcome of a lone rank that runs `command` and is told by `number`; None: after it has failed."""
+    """The outcome of a single rank that runs `command` and is told by `number`; None: after it has failed."""
     def run(command, number, finished=False):
         start = supervision._start
 
@@ -240,7 +240,7 @@ def supervised(monkeypatch):
             stop(children, number, received)
 
         monkeypatch.setattr(supervision, "_start", start_and_tell)
-        monkeypatch.setattr(supervision, "_send", lambda number, children: True)  # the rank does not die of it
+        monkeypatch.setattr(supervision, "_send", lambda number, children: True)  # the rank is not killed by it
         if number is None:
             monkeypatch.setattr(supervision, "_stop", stop)
         return supervision.supervise(Mesh(), "torch", "", ["sh", "-c", command], {}, saves_on_stop=True)

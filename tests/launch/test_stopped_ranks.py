@@ -50,7 +50,7 @@ def test_a_rank_that_is_stopped_while_the_run_ends(start_ranks, transport):
 def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
     each = (start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "mpi", 2, 300)
             if launcher == "mpiexec" else start_ranks(*torchrun(SCRIPT, "meet", "torch", 2, 300)))
-    stop_and_wait([each], 40)  # torchrun's agent asks its rank to end before it kills it, but for one that is gone
+    stop_and_wait([each], 40)  # torchrun's agent asks a rank that still runs to end before it kills it
     assert each.process.returncode != 0
     assert re.search(rf"ranvier: error: {RANK_1}: is stopped \(SIGSTOP\) while all others wait for it", each.text)
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_under_another_launcher(start_ranks, launcher):
 @pytest.mark.mpi
 @NEEDS_MPI
 def test_the_host_of_the_store_is_stopped(start_ranks):
-    """Its store answers nobody, so whoever asks it first never comes to look for stopped ranks."""
+    """Its store does not answer, so a rank that queries the store first never gets to look for stopped ranks."""
     each = start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "meet", "torch", 2, 300)
     stop_and_wait([each], 40, rank=0)
     assert each.process.returncode != 0
@@ -69,7 +69,7 @@ def test_the_host_of_the_store_is_stopped(start_ranks):
 @pytest.mark.slow
 @LINUX
 def test_a_rank_that_is_stopped_before_it_is_connected(start_ranks):
-    """torchrun's agent would wait for it for half a minute after the other rank has failed."""
+    """torchrun's agent would wait half a minute for it after the other rank has failed."""
     each = start_ranks(*torchrun(SCRIPT, "begin-1", "torch", 2, 3))
     each.wait_for_ranks()
     each.process.wait(30)
@@ -85,7 +85,7 @@ def test_a_rank_that_is_stopped_before_it_is_connected(start_ranks):
     (2, 300, r"rank 0: is stopped \(SIGSTOP\) while all others wait for it to start MPI"),
     pytest.param(0, 4, r"MPI: has not started on all ranks \(got 'more than 4 s'\)", marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_before_mpi_has_started(start_ranks, stopped_seconds, timeout_seconds, cause):
-    """MPI_Init waits without a limit, and mpi4py holds the GIL meanwhile."""
+    """MPI_Init waits without a limit, and mpi4py holds the GIL during the wait."""
     each = start_ranks(find_mpiexec(), "-n", 2, sys.executable, SCRIPT, "begin-0", "mpi", stopped_seconds,
                        timeout_seconds)
     each.wait_for_ranks()
@@ -173,7 +173,7 @@ class Store(dict):
 
 @LINUX
 def test_process_ids_in_the_store_are_believed_of_own_descendants_only(child):
-    """Anybody on the machine may have written them."""
+    """Any user of the machine may have written them."""
     stranger = os.getppid()
     store = Store({"ranvier/pid/0": str(child.pid), "ranvier/pid/1": str(stranger), "ranvier/pid/2": "-1",
                    "ranvier/pid/3": "1", "ranvier/pid/4": "x", "ranvier/pid/5": "0", "ranvier/pid/7": "\u00b2"})
@@ -194,7 +194,7 @@ def test_looks_are_counted_not_seconds(child):
     assert watch.check(ranks) == []
     child.send_signal(signal.SIGSTOP)
     until(lambda: ranks[1].is_stopped)
-    assert watch.check(ranks) == [], "it begins anew"
+    assert watch.check(ranks) == [], "the count starts again"
     off = StoppedRankDetector(0)
     assert [off.check(ranks) for _ in range(3)] == [[]] * 3
 
@@ -214,7 +214,7 @@ def test_stopped_ranks_are_killed_and_others_are_not(child):
 
 @LINUX
 def test_mpiexec_itself_is_stopped(monkeypatch, child):
-    """Its ranks then wait for it at their end."""
+    """Its ranks then wait for it when they end."""
     monkeypatch.setattr(supervision, "CHECK_SECONDS", 0.05)
     children = supervision._Children(2, StoppedRankDetector(1.0), supervision.LOOPBACK, None)
     children.started = [supervision._Child(None, child)]

@@ -1,4 +1,4 @@
-"""Stores are hosted and connected to in one file, within a limit, and with signals handled meanwhile."""
+"""Stores are hosted and connected to in one file, within a time limit, with signals handled during the wait."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from ranvier.world import JoinPoint
 
 @pytest.fixture
 def silent(monkeypatch):
-    """A port that accepts connections and says nothing."""
+    """A port that accepts connections and never answers."""
     monkeypatch.setattr(stores, "_GRACE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
@@ -59,7 +59,7 @@ def test_a_signal_ends_the_wait(silent, number):
     try:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            connect_store("127.0.0.1", silent, timedelta(seconds=5))  # its thread goes on trying for as long
+            connect_store("127.0.0.1", silent, timedelta(seconds=5))  # its thread keeps trying for that long
     finally:
         timer.join()
         signal.signal(number, before)
@@ -72,9 +72,9 @@ def test_a_place_where_nobody_listens(host, why, monkeypatch, capfd):
     monkeypatch.setattr(stores, "TELL_SECONDS", 0.1)
     with pytest.raises(OSError, match=why) as found:
         connect_store(host, port, timedelta(seconds=0.5), tells=True)
-    assert not isinstance(found.value, TimeoutError)  # it says what is wrong, and not only that time is up
+    assert not isinstance(found.value, TimeoutError)  # it says what is wrong, not only that time is up
     lines = [line for line in capfd.readouterr().err.splitlines() if f"{host}:{port}" in line]
-    assert len(lines) == 1  # ours, and no C++ stacks
+    assert len(lines) == 1  # our line, and no C++ stacks
 
 
 def test_ranks_that_are_missing_are_told(monkeypatch, capfd):
@@ -94,7 +94,7 @@ def test_an_empty_secret_is_refused(secret):
     with pytest.raises(ConfigError) as refused:
         detect(variables | {"RANVIER_SECRET": secret})
     assert refused.value.where == "RANVIER_SECRET" and refused.value.value == secret
-    assert detect({"RANVIER_SECRET": secret}) is None  # no rank: the command gives its ranks one
+    assert detect({"RANVIER_SECRET": secret}) is None  # not a rank: the command gives its ranks a secret
     with pytest.raises(AssertionError):
         SignedStore(HashStore(), "")
 
@@ -110,7 +110,7 @@ def test_a_contact_without_a_secret_is_damaged(tmp_path):
 
 
 def test_the_command_ends_with_its_own_code_while_a_thread_connects(tmp_path):
-    """TCPStore may return while the interpreter ends, which aborts the process: the command leaves before."""
+    """TCPStore may return while the interpreter shuts down, which aborts the process: the command exits before that."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent("""
         import atexit, socket, time

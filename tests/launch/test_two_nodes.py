@@ -1,6 +1,6 @@
-"""The command of docs/torchrun.md for several machines, on two hosts with names: one is lost, and comes back.
+"""The command of docs/torchrun.md for several machines, on two named hosts: one is lost, and comes back.
 
-The hosts are network namespaces (tests/launch/network_hosts.py). Skipped where they cannot be made.
+The hosts are network namespaces (tests/launch/network_hosts.py). Skipped if they cannot be created.
 """
 
 import json
@@ -37,7 +37,7 @@ def settings(tmp_path, steps):
 
 
 def agent(hosts, index, output, tmp_path, known, nodes="1:2", more=(), endpoint=NAMES[0], **variables):
-    """The page's command on one host, for a small run that has no end."""
+    """The page's command on one host, for a small run without end."""
     words = shlex.split(COMMAND.replace("/shared/runs/first", str(tmp_path / "run")))[1:]
     for option, value in (("--nnodes", nodes), ("--nproc-per-node", "2"), ("--rdzv-endpoint", f"{endpoint}:29400")):
         words[words.index(option) + 1] = value
@@ -55,7 +55,7 @@ def texts(agents):
 
 
 def wait_for(condition, agents, seconds=LIMIT_SECONDS):
-    """Until `condition()`, while all agents run; returns the seconds."""
+    """Wait until `condition()` is true while all agents run; returns the seconds."""
     began = time.monotonic()
     assert wait_until(lambda: condition() or any(each.process.poll() is not None for each in agents), seconds
                       ), texts(agents)
@@ -84,7 +84,7 @@ def local_losses(tmp_path, steps):
                          [("killed", None, 20), ("cut off", "127.0.1.1", TIMEOUT_SECONDS + 30)],
                          ids=["killed", "cut off, its own name means the loopback"])
 def test_a_machine_is_lost_and_comes_back(hosts, tmp_path, agents, loss, own_address, seconds):
-    """torchrun continues on the other machine, adds the lost one when it returns, and the losses are a local run's."""
+    """torchrun continues on the other machine, adds the lost one when it returns; the losses are a local run's."""
     known = [TRUE_ADDRESSES | ({name: own_address} if own_address else {}) for name in NAMES]
     folder = tmp_path / "run" / "checkpoint"
 
@@ -101,7 +101,7 @@ def test_a_machine_is_lost_and_comes_back(hosts, tmp_path, agents, loss, own_add
         wait_for(lambda: "the run resumes with data 1 x pipe 2" in first.text, agents)
         if loss == "cut off":
             assert "ranvier: rank 0's store does not answer: this machine is disconnected from it" in lost.text
-            hosts.kill(1)  # its torchrun waits for an answer that cannot come
+            hosts.kill(1)  # its torchrun waits for an answer that will never come
         assert wait_until(lambda: lost.process.poll() is not None, 20), texts([first, lost])
     finally:
         lost.end()
@@ -127,7 +127,7 @@ def test_a_machine_is_lost_and_comes_back(hosts, tmp_path, agents, loss, own_add
 
 @pytest.mark.slow
 def test_machines_that_no_name_reaches(hosts, tmp_path, agents):
-    """Each name means the loopback: the error names torchrun's option, with which the run trains."""
+    """Each name is a loopback address: the error names an option of torchrun, with which the run trains."""
     def start(number, more=((), ())):
         agents.extend(agent(hosts, index, f"{number}-{index}.txt", tmp_path, {NAMES[index]: "127.0.0.1"}, nodes="2",
                             more=["--rdzv-conf", f"is_host={1 - index}", *more[index]], endpoint=ADDRESSES[0])

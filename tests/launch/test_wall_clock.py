@@ -1,4 +1,4 @@
-"""Somebody sets the machine's clock while a run waits: time limits are those of the monotonic clock, and still hold."""
+"""The machine's clock is set while a run waits: time limits use the monotonic clock, and still hold."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def test_the_library_sets_the_wall_clock_and_no_other(preloaded):
 @pytest.mark.parametrize("jump", [7 * 86400, -7 * 86400])
 @pytest.mark.parametrize("transport", ["torch", MPI])
 def test_a_wait_ends_at_its_limit_when_the_clock_is_set(start_ranks, preloaded, jump, transport):
-    """The clock jumps while the ranks start, and once more while one waits for the other, which is stopped."""
+    """The clock jumps while the ranks start, and again while one rank waits for the other, which is stopped."""
     started = [start_ranks(sys.executable, HERE / "ending.py", how, transport, 0, 4, environ=preloaded(jump, after))
                for how, after in (("meet", 2), ("end", 0))]
     for each in started:

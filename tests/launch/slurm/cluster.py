@@ -3,9 +3,9 @@
     apt-get install slurmctld slurmd slurm-client munge
     python -m tests.launch.slurm.cluster            # a shell in which sbatch, squeue and the others reach the cluster
 
-Everything (keys, sockets, state, logs) is in one temporary folder. The nodes say that they have 16 processors each,
-whatever the machine has. Partitions: `low`, where jobs are preempted: SIGTERM, 30 seconds of grace, and back into the
-queue; and `high`, which preempts. Needs root, since the daemons start processes for users.
+Everything (keys, sockets, state, logs) is in one temporary folder. The nodes claim 16 processors each,
+whatever the machine has. Partitions: `low`, whose jobs are preempted (SIGTERM, 30 seconds of grace, back into the
+queue), and `high`, which preempts. Needs root, since the daemons start processes for users.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unsh
 NODES = ("n1", "n2")
 _GRACE_SECONDS = 30
 _REQUEUE_SECONDS = 5
-"""After which a job that went back into the queue may start; Slurm's default is 120."""
+"""Delay before a job that went back into the queue may start; Slurm's default is 120."""
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty where there can."""
+    """Why a cluster cannot be started here; empty if it can."""
     absent = [name for name in PROGRAMS if _path_of(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
@@ -42,7 +42,7 @@ def _path_of(program: str) -> str | None:
 
 
 class Cluster:
-    """environment: of processes that use the cluster. folder: of all its files."""
+    """environment: variables for processes that use the cluster. folder: contains all its files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,21 +53,21 @@ class Cluster:
         self._daemons: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def run(self, *command: str, **more: object) -> str:
-        """What a command prints; CalledProcessError where it fails."""
+        """The output of a command; CalledProcessError if it fails."""
         return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True, timeout=60,
                               **more).stdout.strip()
 
     def submit(self, *command: str, **more: object) -> str:
-        """The number of the job that `sbatch --parsable` makes."""
+        """Submit a job with `sbatch --parsable`; returns its number."""
         return self.run("sbatch", "--parsable", *command, **more)
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job."""
+        """What `scontrol show job` reports about a job."""
         return dict(entry.split("=", 1) for entry in self.run("scontrol", "--oneliner", "show", "job", number).split()
                     if "=" in entry)
 
     def wait(self, number: str, *states: str, seconds: float = 240) -> dict[str, str]:
-        """The job, as soon as it is in one of these states. AssertionError, with its daemons' last words, if never."""
+        """The job, once it is in one of these states; AssertionError with the daemons' last log lines if never."""
         end = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:
             assert time.monotonic() < end, f"job {number} is {job['JobState']} ({job.get('Reason')}):\n{self.logs()}"
@@ -75,7 +75,7 @@ class Cluster:
         return job
 
     def logs(self) -> str:
-        """The last lines of what the daemons have written."""
+        """The last lines of the daemons' logs."""
         return "\n".join(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
                          for path in sorted(self.folder.glob("*.log")))
 
@@ -93,7 +93,7 @@ class Cluster:
         self._until(lambda: (self.folder / "munge.socket").exists(), "munged's socket")
         self._daemon("slurmctld", "-D", "-i")
         (self.folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {' '.join(NODES)}\n")
-        for node in NODES:  # where its tasks know the names of all nodes
+        for node in NODES:  # in a mount namespace whose hosts file names all nodes
             self._daemon("unshare", "--mount", "sh", "-c", f"mount --bind {self.folder}/hosts /etc/hosts && "
                          f"exec {_path_of('slurmd')} -D -N {node}")
         self._until(lambda: self.run("sinfo", "--noheader", "--Node", "--format=%T").split().count("idle")

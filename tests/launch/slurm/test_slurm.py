@@ -34,7 +34,7 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of the same run in one go, without Slurm."""
+    """The losses of the same run without interruption and without Slurm."""
     folder = tmp_path_factory.mktemp("undisturbed")
     subprocess.run([sys.executable, "-m", "ranvier", "train", *RECIPE, "--run-dir", folder / "run"], check=True,
                    capture_output=True, timeout=300)
@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory):
 
 
 def losses(run_dir):
-    """Step -> loss, of the last time that it was taken."""
+    """Step -> its loss; the last one, if the step was run again."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
@@ -57,7 +57,7 @@ def submit(slurm, folder, *options):
 
 
 def under_way(slurm, folder, steps, seconds=240):
-    """Return when the run has taken so many steps."""
+    """Return once the run has completed this many steps."""
     end = time.monotonic() + seconds
     while steps_of(folder / "run") < steps:
         assert time.monotonic() < end, (folder / "job.out").read_text() + slurm.logs()
@@ -90,7 +90,7 @@ def test_a_preempted_job_saves_goes_back_into_the_queue_and_resumes(slurm, tmp_p
 
 
 def test_a_job_before_its_time_limit_saves_and_continues_as_the_same_job(slurm, tmp_path, undisturbed):
-    """Slurm sends USR1 so long before the limit, in whole minutes; the same signal by hand is faster."""
+    """Slurm sends USR1 whole minutes before the limit; sending the same signal by hand is faster."""
     number = submit(slurm, tmp_path, "--partition=low")
     for steps in (10, 30):
         under_way(slurm, tmp_path, steps)
@@ -118,7 +118,7 @@ def test_a_lost_task_ends_the_job_with_its_report(slurm, tmp_path):
 
 
 def _ranks(folder):
-    """Processes of tasks: srun's number of each is in their environment."""
+    """Processes of tasks, found by srun's task number in their environment."""
     return [process for process in processes_with(folder / "run", "SLURM_PROCID") if "python" in process.exe()]
 
 
