@@ -1,4 +1,4 @@
-"""The moving average of parameters: that of torch.optim.swa_utils on every mesh, in checkpoints, and what takes it."""
+"""Moving averages of parameters: equal to torch.optim.swa_utils on every mesh, in checkpoints, and in commands."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ OPTIM = {"bucket_size": 200, "chunk_buckets": 2, "weight_decay": 0.1, "ema": DEC
 
 @pytest.fixture(scope="module")
 def expected():
-    """Averages after each of four steps by torch, over the whole model."""
+    """Averages after each of four steps by torch, over the full model."""
     reference = Reference(gpt(CONFIG, dtype=torch.float64), seed=SEED, dtype=torch.float64, optimizer=lambda p:
                           torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))
     parameters = nn.ParameterList(reference.parameters.values())
@@ -117,7 +117,7 @@ def test_a_parameter_with_memory_of_its_own_is_its_average_inside():
 @pytest.mark.parametrize(("mesh", "offload", "shard"), first(
     [(Mesh(data=2), "none", True), (Mesh(pipe=2), "stream", False)], CASES[:-1]), ids=str)
 def test_parameters_are_their_averages_inside_and_themselves_afterwards(tmp_path, mesh, offload, shard):
-    """Evaluated inside, one time not, and trained on: as if nothing had been; ends of ties, too."""
+    """Training afterwards is the same as without the evaluation inside; ends of ties are averaged, too."""
     def work(engine, looks):
         train(engine, 2)
         loader = Loader(SAMPLES, Sampler(len(SAMPLES), None), global_size=8, microbatch_size=2, total=8,
@@ -201,7 +201,7 @@ def test_refusals():
 
 
 def test_the_commands_take_them(tmp_path, capsys):
-    """An export of the averages, evaluated, is the run evaluated with its averages, and not with its parameters."""
+    """An exported average evaluates as the run does with its averages, and not as it does with its parameters."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     (tmp_path / "recipe.toml").write_text("")
     run, out, text = str(tmp_path / "run"), str(tmp_path / "out"), str(tmp_path / "text.txt")

@@ -1,4 +1,4 @@
-"""Optimizers whose update needs more than a rank has are refused where ranks have less; others are not."""
+"""Optimizers whose update needs more than a rank holds are refused if ranks hold less; others are not."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ class Noisy(torch.optim.SGD):
 
 
 class OfAModel(Scaled):
-    """Nobody copies a model to try an optimizer."""
+    """The check does not copy a model in order to try an optimizer."""
 
     def __init__(self, params, kept=None):
         super().__init__(params, over_all=True)
@@ -47,7 +47,7 @@ class OfAModel(Scaled):
 
 
 class Sign(torch.optim.Optimizer):
-    """With a state of its own, settings of its own, and tensors of its parameters."""
+    """With its own state, its own settings, and tensors made from its parameters."""
 
     def __init__(self, params, lr=0.0):
         super().__init__(params, {"lr": lr})
@@ -64,14 +64,14 @@ class Sign(torch.optim.Optimizer):
 
 
 class Decorated(torch.optim.AdamW):
-    """Hooks of the program are called by torch's step, too."""
+    """torch's step also calls hooks of the program."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 class Bound(Scaled):
-    """Its update is a method that it keeps."""
+    """Its update is a bound method that it stores."""
 
     def __init__(self, params):
         super().__init__(params, over_all=True)
@@ -82,7 +82,7 @@ class Bound(Scaled):
 
 
 class Distance(torch.optim.Optimizer):
-    """The rate grows with the distance that all parameters have gone along their gradients, as in Prodigy."""
+    """The rate grows with the distance that all parameters have moved along their gradients, as in Prodigy."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1.0})
@@ -130,7 +130,7 @@ def test_what_an_update_depends_on(make, code, splits, cuts, dtype):
 
 
 def test_one_group_of_several():
-    """Biases train by SGD, and matrices by their norms."""
+    """Biases are trained by SGD, and matrices by normalised gradients."""
     class Both(Scaled):
         @torch.no_grad()
         def step(self, closure=None):

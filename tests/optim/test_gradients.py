@@ -1,4 +1,4 @@
-"""The flat buffer of gradients: when a chunk is complete, in which order chunks are averaged, what is left alone."""
+"""The flat buffer of gradients: when a chunk is complete, in which order chunks are averaged, what stays unchanged."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ class FakeWork:
 
 
 class FakeGroup:
-    """A group of two that notes what is reduced, and finds out what is written afterwards."""
+    """A group of two that records what is reduced, and detects later writes."""
 
     def __init__(self, size=2):
         self.ranks, self.index = tuple(range(size)), 0
@@ -80,7 +80,7 @@ def test_the_order_is_that_of_a_backward():
 @pytest.mark.parametrize(("chunk_size", "members", "expected"), [
     (1, 1, 20), (4, 1, 5), (5, 1, 4), (8, 1, 3), (1000, 1, 1), (1, 2, 10), (4, 3, 4), (7, 3, 3), (1000, 3, 1)])
 def test_chunks_are_of_equal_size_and_cut_through_parameters(chunk_size, members, expected):
-    """Five parameters of four elements; sizes are rounded up to what all members can share."""
+    """Five parameters of four elements; sizes are rounded up to multiples that all members can share."""
     gradients, _, _ = make([spec(str(number), number) for number in range(5)], chunk_size, members)
     sizes = [chunk.stop - chunk.start for chunk in gradients.chunks]
     assert len(sizes) == expected and len(set(sizes[:-1])) <= 1
@@ -105,11 +105,11 @@ def test_tied_parameters_have_chunks_of_their_own():
                             spec("c", 2), spec("d", 3)], 1000)
     assert chunks(gradients) == [["d", "c"], ["s"], ["b"], ["t"], ["a"]]
     gradients, _, _ = make([spec("t", 1, remote_ends=1), spec("s", 2, sent_to_owner=True)], 2)
-    assert chunks(gradients) == [["s"], ["t"], ["t"]], "what is sent away goes in one message"
+    assert chunks(gradients) == [["s"], ["t"], ["t"]], "gradients that are sent to an owner go in one message"
 
 
 def test_gradients_with_a_group_of_their_own_come_last():
-    """In as few chunks as groups and counts allow, whose sizes their groups can share."""
+    """In as few chunks as groups and counts allow, of sizes that their groups can share."""
     row, col = FakeGroup(3), FakeGroup(5)
     specs = [one for block in range(3) for one in (
         spec(f"w{block}", block), spec(f"r{block}", block, 2, group=row), spec(f"c{block}", block, 1, group=col),
@@ -132,13 +132,13 @@ def test_copies_that_do_not_count_have_chunks_of_their_own():
 
 
 def test_copies_that_do_not_count_share_the_memory_of_their_run():
-    """What autograd has made before the run is entered stays. What no run has alone comes last: no run has a gap."""
+    """Gradients that autograd made earlier stay; those of no single run come last, so that no run has a gap."""
     specs = [spec("a", 0, 3), spec("t", (0, 1), 5), spec("b", 0, 2, counts=False), spec("c", 1, 4),
              spec("d", 1, 2, group=FakeGroup())]
     done = []
     gradients = Gradients(specs, FakeGroup(1), 1, lambda complete: None, reuse=[range(1), range(1, 2)])
     gradients.on_complete = lambda chunk: done.append(gradients.flat_slice(chunk, chunk.start, chunk.stop).tolist())
-    assert (gradients.size, gradients.length) == (16, 12), "the longer run, t, and what has a group of its own"
+    assert (gradients.size, gradients.length) == (16, 12), "the longer run, t, and the one with a group of its own"
     gradients.begin()
     gradients.block_passed(2)
     specs[3].parameter.grad += 3.0
@@ -187,7 +187,7 @@ def test_a_chunk_is_reduced_when_its_block_is_passed():
 
 def test_a_chunk_waits_for_all_blocks_that_use_it():
     gradients, group, _ = make([spec("a", (0, 2)), spec("b", 1)])
-    assert chunks(gradients) == [["b"], ["a"]], "what block 0 uses too comes last, and holds back no other"
+    assert chunks(gradients) == [["b"], ["a"]], "a, which block 0 uses too, comes last and holds back no other"
     gradients.block_passed(2)
     assert group.reduced == []
     gradients.block_passed(1)
@@ -221,7 +221,7 @@ def test_a_chunk_waits_for_the_other_ends_of_a_tie():
     assert len(group.reduced) == 1
     gradients.begin()
     gradients.all_passed()
-    assert len(group.reduced) == 1, "each batch waits anew"
+    assert len(group.reduced) == 1, "each batch waits again"
 
 
 def test_a_batch_that_failed_leaves_nothing_under_way():
@@ -250,7 +250,7 @@ def test_one_replica_reduces_nothing():
 
 
 def test_the_order_is_fixed_whatever_is_ready_first():
-    """Two replicas whose chunks are complete in opposite orders reduce in the same one."""
+    """Replicas whose chunks are complete in different orders reduce in the same order."""
     orders = []
     for events in ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0, 3, 1]):
         specs = [spec(str(number), number) for number in range(4)]
@@ -262,7 +262,7 @@ def test_the_order_is_fixed_whatever_is_ready_first():
 
 
 def test_adversarial_orders_on_real_groups():
-    """Each replica completes its chunks in an order of its own; the sums are right and nothing waits for ever."""
+    """Each replica completes its chunks in its own order; the sums are right and nothing waits forever."""
     def rank(world):
         group = world.backend.group("data", [[0, 1, 2]])
         specs = [spec(str(number), number) for number in range(6)]
@@ -284,7 +284,7 @@ def test_adversarial_orders_on_real_groups():
 # ---------------------------------------------------------------------- inside the engine
 
 def watch(events):
-    """Notes when actions end and when chunks are reduced."""
+    """Record when actions end and when chunks are reduced."""
     def prepare(engine):
         execute, reduce = engine._runner.execute, engine._connections.data.all_reduce
 
@@ -304,7 +304,7 @@ def watch(events):
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
-    """The first before the last backward has ended, or the last deferred product has run."""
+    """The first reduction starts before the last backward has ended, or before the last deferred product has run."""
     found = {}
 
     def work(engine):
@@ -321,7 +321,7 @@ def test_chunks_are_reduced_while_others_are_computed(pipe, defer_bytes):
 
 
 def test_nothing_is_written_after_it_was_reduced(monkeypatch):
-    """Every chunk is as it was when its reduction began, until the end of the batch: checked on a group of one."""
+    """Every chunk is unchanged from the start of its reduction to the end of the batch: checked on a group of one."""
     found = []
 
     def rank_work(engine):

@@ -27,7 +27,7 @@ def test_linear_ends_where_it_is_told_to():
 
 
 def test_cosine_is_torchs():
-    """torch's schedule gives the rate before its step; ours that of the step, so that the last one has the last."""
+    """torch's schedule gives the rate before its step; ours that of the step, so the last step has the final rate."""
     parameter = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=2.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.5)

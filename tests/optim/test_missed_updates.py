@@ -1,4 +1,4 @@
-"""Adam's count of steps is that of a parameter's own updates: those that left it alone do not count."""
+"""Adam's step count of a parameter counts the parameter's own updates: steps that left it unchanged do not count."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
 
 
 class Experts(nn.Module):
-    """A linear layer for inputs with a positive sum, and one for the others."""
+    """A linear layer for inputs with a positive sum, and another for all other inputs."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ def test_experts_that_are_reached_now_and_then(mesh, shard):
 
 @pytest.mark.parametrize(("how", "shard"), covering(["state_dict", "checkpoint", "transition"], [False, True]))
 def test_counts_are_kept(how, shard, tmp_path):
-    """On another mesh, where that may be."""
+    """On another mesh, if that is possible."""
     expected = trained(Reference(experts(), seed=SEED, dtype=torch.float64, optimizer=ADAMW))
     before = Mesh(data=2, pipe=2)
     after = before if how == "state_dict" else Mesh(data=2) if how == "checkpoint" else Mesh(pipe=4)
@@ -155,7 +155,7 @@ def test_counts_are_kept(how, shard, tmp_path):
 
 
 def test_layers_that_are_unfrozen_late():
-    """By `requires_grad_`, and again frozen and unfrozen."""
+    """By `requires_grad_`, and then frozen and unfrozen again."""
     frozen_at = [True, True, True, False, True, False]
     model = experts()
     reference = Reference(model, seed=SEED, dtype=torch.float64, optimizer=ADAMW)

@@ -1,4 +1,4 @@
-"""Our optimizer against torch's: every placement, cut, sharding and number format; what it keeps where."""
+"""Our optimizer against torch's: every placement, cut, sharding and number format; where it keeps which states."""
 
 import itertools
 from dataclasses import replace
@@ -51,7 +51,7 @@ def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none",
 
 
 def step(gradients, optimizer, values, *, factor=1.0, learning_rate=1e-2):
-    """One update from these gradients, one tensor for each parameter."""
+    """One update with these gradients, one tensor for each parameter."""
     gradients.begin(scatter=optimizer.scatters)
     for spec, value in zip(gradients.owned_specs(), values, strict=True):
         spec.parameter.grad.add_(value)
@@ -77,7 +77,7 @@ TORCH = {"adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weig
 @pytest.mark.parametrize("algorithm", TORCH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_torch(algorithm, offload, dtype):
-    """To the last bit but one: torch's kernel takes other elements as its vector's tail than ours, cut elsewhere."""
+    """Up to rounding: torch's kernel has other elements than ours, which is cut elsewhere, in its vectors' tails."""
     ours, theirs = parameters_of(SHAPES, dtype), parameters_of(SHAPES, dtype)
     gradients, optimizer = make(ours, offload=offload, algorithm=algorithm, weight_decay=0.1)
     reference = TORCH[algorithm](theirs)
@@ -94,7 +94,7 @@ def test_equals_torch(algorithm, offload, dtype):
 @pytest.mark.parametrize("algorithm", [*TORCH, "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_placements_and_cuts_agree_to_the_bit_where_the_kernel_does(algorithm, dtype):
-    """Where states live changes nothing; buckets of multiples of 16 elements cut no vector."""
+    """The placement of states changes nothing; buckets of multiples of 16 elements cut no vector."""
     outcomes = []
     for offload, bucket_size, in_flight in [("none", 16, 1), ("stream", 16, 1), ("stream", 16, 3), ("stream", 16, 100),
                                             ("host", 16, 1), ("host", 16, 4), ("none", 32, 1), ("stream", 1600, 2),
@@ -147,7 +147,7 @@ def test_matrices_alone_decay(offload):
 
 @pytest.mark.parametrize("algorithm", TORCH)
 def test_groups_are_torchs_parameter_groups(algorithm):
-    """Names are numbers here: 0 and 1 have a group each, 2 falls to the second of its patterns, the rest to none."""
+    """Names are numbers here: 0 and 1 have a group each, 2 and 3 are in the last group, the rest in none."""
     ours, theirs = parameters_of(SHAPES), parameters_of(SHAPES)
     gradients, optimizer = make(ours, algorithm=algorithm, weight_decay=0.1,
                                 groups=("0:0.5:0.3", " 1:2:0", "[23]:0:1"))
@@ -223,7 +223,7 @@ def test_buckets_cover_shares_once(lengths, size):
 
 @given(st.lists(st.integers(1, 30), max_size=20), st.floats(0, 1))
 def test_a_share_of_the_states_is_in_host_memory(sizes, share):
-    """At least the share, and less than a bucket more, of what has been updated at any time."""
+    """At any time at least that share of the updated elements, and less than a bucket more."""
     starts = [0, *itertools.accumulate(sizes)]
     buckets = [Bucket(number, start, start + size, 0)
                for number, (start, size) in enumerate(zip(starts, sizes, strict=False))]
@@ -238,7 +238,7 @@ def test_a_share_of_the_states_is_in_host_memory(sizes, share):
 
 
 def test_states_of_a_hybrid_placement_are_on_both_sides():
-    """40 % of them in host memory, in pieces that are spread over all buckets; between them three buckets pass."""
+    """40 % of the states are in host memory, in pieces spread over all buckets; three buckets are in flight."""
     parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     gradients, optimizer = make([parameter], offload="hybrid", bucket_size=100, accumulate=torch.float32)
     found = tensors_by_category([parameter], gradients, optimizer)
@@ -273,7 +273,7 @@ def replica(world, *, shapes, offload, shard, dtype, steps=3, chunk=None, option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("algorithm", "offload"), [("muon", "stream"), ("adafactor", "none"), ("adafactor", "host")])
 def test_sharded_whole_tensors(algorithm, offload, dtype):
-    """Each tensor is updated by one replica; every element of a state is on one of them."""
+    """Each tensor is updated by one replica; every element of a state is on one replica."""
     work = partial(replica, shapes=SHAPES, offload=offload, dtype=dtype, options={"algorithm": algorithm})
     (expected, _), *_ = run_ranks(partial(work, shard=False), 3)
     for parameters, _ in run_ranks(partial(work, shard=True), 3):
@@ -284,7 +284,7 @@ def test_sharded_whole_tensors(algorithm, offload, dtype):
 @pytest.mark.parametrize(("size", "offload", "dtype"), pairwise(
     [2, 3], list(OFFLOADS), [torch.float32, torch.bfloat16]))
 def test_sharded_equals_unsharded(offload, size, dtype):
-    """Each replica has gradients of its own; all end with the same parameters, and a share of the states each."""
+    """Each replica has its own gradients; all end with the same parameters, and each holds a share of the states."""
     work = partial(replica, shapes=SHAPES, offload=offload, dtype=dtype)
     expected, plain = run_ranks(partial(work, shard=False), size)[0]
     for parameters, states in run_ranks(partial(work, shard=True), size):
@@ -305,7 +305,7 @@ def test_fewer_parameters_than_replicas(shapes):
 # ---------------------------------------------------------------------- where the bytes are
 
 def test_building_needs_no_more_than_training():
-    """Parameters are there twice while they move, which is before gradients are there at all."""
+    """Parameters exist twice while they are moved, which is before gradients are allocated."""
     parameters = parameters_of([(100, 10)] * 10, torch.bfloat16)
     specs = [GradientSpec(name=str(number), numel=parameter.numel(), parameter=parameter, blocks=frozenset([number]))
              for number, parameter in enumerate(parameters)]

@@ -1,4 +1,4 @@
-"""The optimizer on a CUDA device: what streams give is what one stream gives, and the allocator's own figures."""
+"""The optimizer on a CUDA device: several streams compute what one stream does, and the allocator's own figures."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_placements_agree(offload, dtype, in_flight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["lion", "muon", "adafactor"])
 def test_other_rules_agree(algorithm, dtype):
-    """Streamed states are those on the device, to the bit; so are those of a run on the CPU, but for rounding."""
+    """Streaming states is bit-identical to states on the device; states on the host agree but for rounding."""
     accumulate = torch.float32 if dtype is torch.bfloat16 else None
     expected, _ = trained(dtype, offload="none", accumulate=accumulate, algorithm=algorithm)
     found, _ = trained(dtype, offload="stream", accumulate=accumulate, algorithm=algorithm)
@@ -59,7 +59,7 @@ def test_other_rules_agree(algorithm, dtype):
 
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_allocators_figures(in_flight):
-    """4 phi + (12 d + 4) bsize, by torch.cuda.max_memory_allocated."""
+    """4 phi + (12 d + 4) bsize, measured by torch.cuda.max_memory_allocated."""
     phi, bsize = 8_000_000, 1_000_000
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Update rules of a user's: checked, refused where they are none, and trained with."""
+"""A user's own update rules: checked, refused if they are not rules, and used for training."""
 
 import sys
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_our_rules_conform(rule):
 
 
 class Scaled(Lion):
-    """Its step depends on its neighbours."""
+    """Its step depends on neighbouring elements."""
 
     def update(self, parameters, gradients, states, **settings):
         super().update(parameters, gradients / gradients.norm() + gradients.mean(), states, **settings)
@@ -52,7 +52,7 @@ class Master(Lion):
 
 
 class Local(Adafactor):
-    """Forgets that there are other parts of a tensor."""
+    """Ignores that a tensor has other parts."""
 
     def update_tensors(self, tensors):
         super().update_tensors({name: replace(one, split=None) for name, one in tensors.items()})
@@ -105,7 +105,7 @@ def test_an_algorithm_that_does_not_exist():
 
 
 def test_a_rule_by_name_trains_like_the_shipped_one(named):
-    """Elementwise and of whole tensors; options are keyword arguments."""
+    """For an elementwise rule and for one of whole tensors; options are keyword arguments."""
     def weights(engine):
         train(engine, 2)
         return [value.detach().clone() for value in engine.named_parameters().values()]
@@ -120,7 +120,7 @@ def test_a_rule_by_name_trains_like_the_shipped_one(named):
 
 
 def test_parts_without_elements_are_refused():
-    """Whoever holds nothing of a tensor could not take part in its update."""
+    """A rank that holds no element of a tensor could not take part in its update."""
     boxes = {(0, 0): ((0, 1), (0, 4)), (1, 0): ((1, 1), (0, 4))}
     layout = Layout(mesh=Mesh(row=2), num_blocks=1, boundaries=(), shards={"b.w": boxes},
                     parameters=(Parameter("b.w", (1, 4), 0, "b.w"),))
@@ -144,7 +144,7 @@ def test_settings_of_other_optimizers_have_no_effect(algorithm, idle):
 # ---------------------------------------------------------------------- whole tensors in chunks and shares
 
 def test_whole_tensors_have_owners():
-    """Consecutive ones, about as many elements for each; what may be cut and is longer than a chunk is cut."""
+    """Consecutive tensors, about equal numbers of elements; a tensor longer than a chunk is cut if it may be."""
     sizes = {"head": 50, "a": 12, "b": 12, "c": 4, "d": 4, "e": 30, "f": 2}
     gradients = [FlatGradient(name=name, numel=size, blocks=frozenset([len(sizes) - number]), whole=name != "head")
                  for number, (name, size) in enumerate(sizes.items())]

@@ -1,5 +1,5 @@
-"""Reductions under way are few, however late a peer is: their memory is what is predicted, their order is one, their
-sums are right, and nobody waits for ever."""
+"""Few reductions are in flight, however late a peer is: memory is as predicted, there is one order, the sums are right,
+and no rank waits forever."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ def tokens(world, count):
 
 @pytest.fixture
 def trackers(monkeypatch):
-    """Thread -> what counts the memory that reductions and gathers of parameters take."""
+    """Thread -> tracker of the memory that reductions and gathers of parameters take."""
     found = {}
 
     def counting(method):
@@ -52,7 +52,7 @@ def trackers(monkeypatch):
             tracker.most = max(tracker.most, tracker.live.get(("device", "reduction"), 0))
         return call
 
-    monkeypatch.setattr(Reductions, "widened_bytes", lambda self, scatter: 0)  # what works when a sum is waited for
+    monkeypatch.setattr(Reductions, "widened_bytes", lambda self, scatter: 0)  # workspace while a sum is waited for
     monkeypatch.setattr(Reductions, "start", counting(Reductions.start))
     monkeypatch.setattr(FlatOptimizer, "_gather", counting(FlatOptimizer._gather))
     return found
@@ -63,7 +63,7 @@ def trackers(monkeypatch):
      ("bf16", {"accumulate": "half", "reduce_dtype": "fp32"}), ("fp32", {})],
     [False, True, True], [(1, 1000), (2, 1000), (2, 10_000), (3, 1000)]))
 def test_memory_is_what_is_predicted(trackers, precision, options, shard, data, bucket_size):
-    """With a peer that comes when all others have computed all their gradients: chunks of 4 and 40 kB and more."""
+    """With a peer that starts when all others have computed all their gradients: chunks of 4 and 40 kB and more."""
     if shard and data == 1:
         pytest.skip("there is nobody to share with")
     optim = Optim(bucket_size=bucket_size, chunk_buckets=2, shard=shard, offload="none", **options)
@@ -98,8 +98,8 @@ def test_memory_is_what_is_predicted(trackers, precision, options, shard, data, 
 
 
 def summed(world, *, accumulate, travel, scatter, in_flight, delays, sizes, chunk=4, calls=None):
-    """Three batches, whose chunks of so many elements a member are complete in an order of each rank's own, have the
-    right sums."""
+    """Check the sums of three batches. Each rank completes its chunks, of `chunk` elements for each member, in its own
+    order."""
     group = world.backend.group("data", [list(range(world.size))])
     if calls is not None:
         for name in ("all_reduce", "reduce_scatter", "all_gather"):
@@ -117,7 +117,7 @@ def summed(world, *, accumulate, travel, scatter, in_flight, delays, sizes, chun
             gradients.progress()
         gradients.all_passed()
         gradients.wait()
-    expected = torch.zeros(gradients.size)  # where chunks are filled up
+    expected = torch.zeros(gradients.size)  # zero where chunks are padded
     for start, stop in gradients.places.values():
         expected[start:stop] = 3.0 * sum(range(1, world.size + 1))
     for one in gradients.chunks:
@@ -147,7 +147,7 @@ def test_one_order_whoever_is_late(accumulate, travel, scatter, in_flight, data,
 
 
 def test_others_go_on_while_one_is_late():
-    """Reductions overlap: as many as may be under way are begun while a peer has begun none."""
+    """Reductions overlap: the maximum number is started while a peer has started none."""
     late, begun = threading.Event(), [0, 0]
 
     def rank(world):
@@ -188,7 +188,7 @@ def test_real_processes(transport):
 
 
 def test_the_memory_of_chunks_that_are_alike_is_counted_once(monkeypatch):
-    """A rank of a large model has tens of thousands of chunks, of a few sizes."""
+    """A rank of a large model has tens of thousands of chunks, but of only a few sizes."""
     of_chunk, group = SimpleNamespace(sent_to_owner=False, group=None), MetaGroup("data", 2)
     chunks = [Chunk(start=start, stop=start + size, specs=[of_chunk], share=(start, start + size // 2), group=group,
                     counts=True) for start, size in [*((8 * number, 8) for number in range(100)), (800, 4)]]

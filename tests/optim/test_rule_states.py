@@ -1,4 +1,4 @@
-"""The states of optimizers: saved, moved, resumed, and counted, where they have shapes of their own too."""
+"""The states of optimizers: saved, moved, resumed and counted, also if they have shapes of their own."""
 
 import copy
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_state_dict_resumes(algorithm):
 @pytest.mark.parametrize(("algorithm", "optim"), quick(1, [
     ("adafactor", {"shard": True, "offload": "stream"}), ("muon", {"offload": "hybrid"}), ("muon", {"shard": True})]))
 def test_transitions_keep_states(algorithm, optim):
-    """To another mesh and back, where everything goes on bit-identically."""
+    """To another mesh and back, after which training resumes bit-identically."""
     settings = Optim(bucket_size=64, algorithm=algorithm, **optim)
     here, there = Mesh(data=2, pipe=2), Mesh(row=2, col=2)
     found, _, _ = trained([here, there, here], steps=[1, 0, 2], optim=settings, dtype=torch.float64)
@@ -99,8 +99,8 @@ PARTS = {"muon": lambda numel, matrices, rows, columns: 4 * matrices + 8 * (nume
 
 @pytest.mark.parametrize("algorithm", PARTS)
 def test_bytes_of_states(algorithm):
-    """AdamW has 8 bytes for each parameter, Lion 4, Muon 4 for matrices of layers, Adafactor a number for each row and
-    column. The prediction says the same."""
+    """AdamW has 8 bytes for each parameter, Lion 4, Muon 4 for matrices of layers, Adafactor 4 for each row and column.
+    The prediction agrees."""
     def work(engine):
         shapes = {one.name: one.shape for one in engine.layout.parameters if one.is_owner}
         return engine.memory()["device"]["moments"], shapes
@@ -116,7 +116,7 @@ def test_bytes_of_states(algorithm):
 
 
 def test_plans_count_newton_schulz_steps():
-    """Counted by torch on a matrix, and on this model by hand; split over stages, but not over rows and columns."""
+    """Equal to torch's count on one matrix, and to a manual count on this model."""
     with FlopCounterMode(display=False) as counter:
         orthogonalised(torch.randn(24, 8))
     assert counter.get_total_flops() == Muon().flops((24, 8))
@@ -129,7 +129,7 @@ def test_plans_count_newton_schulz_steps():
 @pytest.mark.parametrize(("algorithm", "dtype"), [
     ("lion", torch.float32), ("muon", torch.float32), ("muon", torch.bfloat16), ("adafactor", torch.float32)])
 def test_working_memory_of_updates(algorithm, dtype):
-    """Of a bucket, or of two matrices in turn, as storages are counted; nothing of one is left in the other."""
+    """Of a bucket, or of two matrices in turn, by counted storages; the second reuses the first one's memory."""
     rules, shape = rules_of(Optim(algorithm=algorithm), dtype), (64, 256)
     spec = GradientSpec(name="", blocks=(0,), numel=prod(shape), parameter=nn.Parameter(torch.zeros(shape)),
                         whole=rules.tensors is not None)
@@ -148,7 +148,7 @@ def test_working_memory_of_updates(algorithm, dtype):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_memory_of_updates_on_the_host(device):
-    """It is the host's, unless that is the device."""
+    """It is counted as host memory, unless the device is the host."""
     run = Run(model=CONFIG, optim=Optim(algorithm="lion", bucket_size=10_000, offload="host"))
     (entry,) = laid_out(resolve(run, Facts(device=device)))[1]
     assert entry.host.get("workspace", 0) == (entry.device["gradients"] if device == "cuda" else 0)

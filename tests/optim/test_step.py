@@ -1,4 +1,4 @@
-"""Whole steps on a data x row x col mesh: sums over groups of their own, copies that do not count, torch's update."""
+"""Steps on a data x row x col mesh: sums over groups of their own, copies that do not count, torch's update."""
 
 import zlib
 from functools import partial
@@ -31,13 +31,13 @@ def along(at, axes):
 
 
 def drawn(shape, *key):
-    """Few bits, so that sums of them are exact in half precision too."""
+    """Values of few bits, so that their sums are exact in half precision too."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
     return torch.randint(-8, 9, shape, generator=generator) / 4
 
 
 def part(step, block, kind, at):
-    """A rank's part of the gradient of the summed loss; the same where copies have all of it."""
+    """A rank's part of the gradient of the summed loss; the same on all copies that have the full gradient."""
     shape, cut, partial_along = KINDS[kind]
     return drawn(shape, step, block, kind, along(at, cut), at.data, along(at, partial_along))
 
@@ -57,7 +57,7 @@ def specs_on(mesh, at, backend, dtype):
 
 
 def train(world, mesh, optim, dtype, apart):
-    """The norm of each step, where `apart` its mean gradients, and the parameters at the end, by name."""
+    """The norm of each step, with `apart` its mean gradients, and the final parameters, by name."""
     at, gradients = mesh.coordinates(world.rank), []
     specs, replicas = specs_on(mesh, at, world.backend, dtype)
     updater = Updater(specs, replicas, world.backend.group("all", [list(range(mesh.size))]), optim=optim, own=True,
@@ -131,7 +131,7 @@ def assert_equals_torch(mesh, *, dtype, apart, clip_norm, **options):
 @pytest.mark.parametrize(("mesh", "shard", "apart", "clip_norm"), pairwise(
     MESHES, [False, True], [False, True], [0.0, 0.5]), ids=str)
 def test_steps_equal_those_of_torch(mesh, shard, apart, clip_norm):
-    """Each rank has gradients of its own; norms, mean gradients (apart) and parameters are those of the whole."""
+    """Each rank has its own gradients; norms, mean gradients (apart) and parameters are those of the full model."""
     assert_equals_torch(mesh, dtype=torch.float64, shard=shard, apart=apart, clip_norm=clip_norm)
 
 
@@ -150,15 +150,15 @@ def test_in_half_precision(mesh, dtype, options):
     [(MESHES[0], torch.float64), (MESHES[-2], torch.bfloat16), (MESHES[-2], torch.float64),
      (MESHES[0], torch.bfloat16)]), ids=str)
 def test_updates_in_the_backward(mesh, dtype, options):
-    """Copies that count and others share a run's memory; what has a group of its own keeps its own. Clipped by the norm
-    of the step before."""
+    """Copies that count and others share a run's memory; gradients with a group of their own keep theirs. Clipped by
+    the norm of the step before."""
     assert_equals_torch(mesh, dtype=dtype, apart=False, update_in_backward=True, **{"clip_norm": 0.0, **options})
 
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("mesh", quick(1, MESHES), ids=str)
 def test_steps_clipped_by_the_norm_before(mesh, apart):
-    """The numbers are those of the definition in plain torch, and others than by a step's own norm."""
+    """The numbers equal the definition in plain torch, and differ from clipping by a step's own norm."""
     assert_equals_torch(mesh, dtype=torch.float64, apart=apart, clip_norm=0.5, clip_from="previous-step")
     late, own = (reference(mesh, 0.5, torch.float64, late)[2] for late in (True, False))
     assert any(not torch.allclose(late[name], own[name]) for name in own)

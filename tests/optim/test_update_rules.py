@@ -1,4 +1,4 @@
-"""Muon, Adafactor and Lion: equal to torch's on every mesh, wherever states are."""
+"""Muon, Adafactor and Lion: equal to torch's on every mesh, wherever states are placed."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ ALGORITHMS = ("muon", "adafactor", "lion", "adamw")
 
 
 def model(**changed):
-    """Without the biases of keys, whose gradients are zero but for rounding: signs and norms would magnify that."""
+    """Without biases of keys, whose gradients are zero but for rounding, which signs and norms would magnify."""
     return frozen(tiny_gpt(num_layers=2, tied=True, hidden=24, heads=4, **changed),
                   lambda name: name.endswith("qkv.bias"))
 
@@ -76,7 +76,7 @@ def optim_of(algorithm, **options):
 
 @pytest.fixture
 def in_fp64(monkeypatch):
-    """torch's Newton-Schulz steps in the format of the gradients, instead of bf16."""
+    """torch's Newton-Schulz steps in the gradients' format instead of bf16."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
@@ -117,7 +117,7 @@ CASES = [(algorithm, mesh, WAYS[(first + number) % len(WAYS)]) for first, algori
                                         Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2)])
          if algorithm != "adamw" or number == 0]
 QUICK = {"muon": Mesh(pipe=2, row=2), "adafactor": Mesh(data=2, col=2)}
-"""Meshes on which `make test` tries an algorithm, if not two replicas of two stages."""
+"""Meshes on which `make test` tries an algorithm, if not on two replicas of two stages."""
 
 
 def test_all_algorithms_are_compared():
@@ -128,7 +128,7 @@ def test_all_algorithms_are_compared():
 @pytest.mark.parametrize(("algorithm", "mesh", "way"), first([case for case in CASES if case[1] == QUICK.get(
     case[0], Mesh(data=2, pipe=2))], CASES), ids=str)
 def test_equals_torch_on_every_mesh(algorithm, mesh, way, in_fp64):
-    """Each replica with its own data; Newton-Schulz steps and row and column means of whole matrices."""
+    """Each replica has its own data; Newton-Schulz steps and row and column means are those of full matrices."""
     batches = [token_batches(mesh, count=2, seed=number) for number in range(STEPS)]
     found, layout = trained(algorithm, mesh, batches, **way)
     assert_equal_weights(found, expected_of(algorithm, batches), layout)
@@ -149,7 +149,7 @@ def test_muons_original_scale_is_torchs(in_fp64):
 
 
 def test_muon_in_bf16_is_torchs_on_fp32_copies():
-    """Its Newton-Schulz steps are in bf16, as torch's."""
+    """Its Newton-Schulz steps are in bf16, like torch's."""
     rule, matrix = rules_of(Optim(algorithm="muon"), torch.bfloat16).tensors, nn.Parameter(torch.randn(12, 30))
     theirs = nn.Parameter(matrix.detach().clone())
     reference = torch.optim.Muon([theirs], lr=RATE, weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw")
@@ -164,7 +164,7 @@ def test_muon_in_bf16_is_torchs_on_fp32_copies():
 
 
 def test_adafactor_equals_that_of_transformers():
-    """Which adds 1e-30 to squared gradients, where torch keeps variances above an epsilon."""
+    """That of transformers adds 1e-30 to squared gradients, where torch keeps variances above an epsilon."""
     transformers = pytest.importorskip("transformers")
     parameters = [nn.Parameter(torch.randn(5, 7, dtype=torch.float64)), nn.Parameter(torch.randn(9).double())]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
@@ -185,7 +185,7 @@ def test_adafactor_equals_that_of_transformers():
 
 @pytest.mark.parametrize(("algorithm", "mesh"), [("muon", Mesh(data=2, row=2)), ("adafactor", Mesh(data=2, pipe=2))])
 def test_accumulated_gradients(algorithm, mesh, in_fp64):
-    """Two forward_backward and a step are one batch; parameters that are frozen meanwhile stay."""
+    """Two calls of forward_backward and a step are one batch; frozen parameters stay unchanged."""
     still = partial(model, dropout=0.0)  # masks depend on the number of the batch
     halves = [token_batches(mesh, count=1, seed=number) for number in range(2)]
     together = [[*one, *other] for one, other in zip(*halves, strict=True)]
