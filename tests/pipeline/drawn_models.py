@@ -1,5 +1,5 @@
-"""Models as people write them, drawn at random: what blocks share, what they do to their state, autograd inside of
-their backward, modules in evaluation mode, parameters that train late, and containers with something of their own.
+"""Randomly drawn models as users write them: what blocks share, how they change their state, autograd inside their
+backward, modules in evaluation mode, parameters that train later, and containers with contents of their own.
 
 Each block is a layer of one of `KINDS` in a `Carrying`, whose state is a tensor or a dict.
 """
@@ -25,7 +25,7 @@ linear = partial(nn.Linear, WIDTH, WIDTH)
 
 
 class Solved(FixedPoint):
-    """Its linear layer is the one inside of the solver."""
+    """Its linear layer is the one inside the solver."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ KINDS = {"plain": Plain, "twice": Twice, "beside its weight": BesideItsWeight, "
 
 
 class Carrying(nn.Module):
-    """A layer between states: gives on a tensor, a new dict, or the dict that it was given, which it changes."""
+    """A layer between states: returns a tensor, a new dict, or the dict that it was given, changed."""
 
     def __init__(self, layer: nn.Module, gives: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Carrying(nn.Module):
 
 
 def loss(outputs: Tensor | dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a last state of any kind."""
+    """The loss of a last state of any kind."""
     return squared(outputs if isinstance(outputs, Tensor) else outputs["x"] + outputs["kept"], targets)
 
 
@@ -129,7 +129,7 @@ REFUSED: dict[str, Callable[[list[nn.Module]], object]] = {
 class Drawn:
     """One model with the settings of its engine.
 
-    kinds, gives: of each block. groups: blocks that share; shares: what they share. frozen: names of parameters that
+    kinds, gives: by block. groups: blocks that share; shares: what they share. frozen: names of parameters that
     train from the second step on. container: of `CONTAINERS`, or of `REFUSED`.
     """
 
@@ -145,7 +145,7 @@ class Drawn:
     container: str = "a list"
 
     def blocks(self) -> list[nn.Module]:
-        """The same ones each time, with objects of their own."""
+        """The same blocks each time, as new objects."""
         torch.manual_seed(1)
         layers = [KINDS[kind]() for kind in self.kinds]
         for first, *others in self.groups:
@@ -173,7 +173,7 @@ class Drawn:
 
     @property
     def frozen_names(self) -> set[str]:
-        """`frozen`, of a shared parameter under all of its names or none: as the first of them says."""
+        """`frozen`, with all names of a shared parameter or none of them: the first block of its group decides."""
         names = set(self.frozen)
         for first, *others in self.groups:
             for part in ("weight",) if self.shares == "weights" else ("weight", "bias"):
@@ -182,7 +182,7 @@ class Drawn:
         return names
 
     def before_step(self, step: int, parameters: Mapping[str, nn.Parameter], blocks: Mapping[str, nn.Module]) -> None:
-        """What the user's program does before it. step: from 0."""
+        """Changes that the user's program makes before a step. step: from 0."""
         for name in self.frozen_names & parameters.keys():
             parameters[name].requires_grad_(step > 0)
         for module in (module for block in blocks.values() for module in block.modules()):
@@ -191,7 +191,7 @@ class Drawn:
 
 
 def draw_model(draw: random.Random) -> Drawn:
-    """Any model of these."""
+    """A random model."""
     mesh = Mesh(data=draw.choice([1, 1, 2]), pipe=draw.choice([1, 2, 3]))
     per_rank = draw.choice([1, 2]) if mesh.pipe > 1 else 1
     count = mesh.pipe * per_rank + draw.randrange(3)

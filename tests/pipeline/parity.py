@@ -1,4 +1,4 @@
-"""Runs a model on in-process ranks and holds the result against plain PyTorch: what the tests of this folder share."""
+"""Runs a model on in-process ranks and compares the result with plain PyTorch: shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FP64_SUMS = pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13),
 # ---------------------------------------------------------------------- models
 
 def frozen(model: Model, is_frozen: Callable[[str], bool]) -> Model:
-    """`model` with the parameters frozen whose global name `is_frozen` picks."""
+    """`model` with those parameters frozen whose global name `is_frozen` accepts."""
     def builder(block: str, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         def frozen_build() -> nn.Module:
             module = build()
@@ -45,7 +45,7 @@ def frozen(model: Model, is_frozen: Callable[[str], bool]) -> Model:
 
 
 def chain(*builders: Callable[[], nn.Module], tied: tuple[tuple[str, ...], ...] = (), loss=None) -> Model:
-    """A model of blocks b0, b1, ..., whose start depends on the seed and the names alone."""
+    """A model of blocks b0, b1, ..., whose initial values depend only on the seed and the names."""
     return Model(blocks={f"b{number}": builder for number, builder in enumerate(builders)}, loss=loss or squared,
                  tied=tied, initial=lambda name: Initial("normal", 0.4))
 
@@ -63,7 +63,7 @@ def small_gpt(num_layers: int = 3, **changed) -> Model:
 
 
 def chunks_of(size: int) -> Optim:
-    """Settings that reduce gradients in pieces of `size` elements."""
+    """Settings that reduce gradients in chunks of `size` elements."""
     return Optim(bucket_size=size, chunk_buckets=1)
 
 
@@ -85,7 +85,7 @@ def points(counts: Sequence[Sequence[int]], width: int = 4, out: int = 4, seed: 
 
 def tokens(counts: Sequence[Sequence[int]], lengths: Sequence[int] = (6,), vocab: int = 13, ignored: float = 0.0,
            seed: int = 0) -> Batches:
-    """Token sequences for `small_gpt`, whose lengths take turns; a share `ignored` of the targets does not count."""
+    """Token sequences for `small_gpt`, of alternating lengths; a share `ignored` of the targets does not count."""
     samples = iter(range(1 << 30))
     batches = []
     for replica, microbatches in enumerate(counts):
@@ -104,7 +104,7 @@ def tokens(counts: Sequence[Sequence[int]], lengths: Sequence[int] = (6,), vocab
 
 @dataclass
 class Outcome:
-    """What a mesh computed: gradients by owner's name, and what every rank said of loss, weight and norm."""
+    """What a mesh computed: gradients by owner's name, and each rank's loss, weight and norm."""
 
     gradients: dict[str, Tensor]
     losses: list[float]
@@ -114,14 +114,14 @@ class Outcome:
 
 
 def share(engine: Engine, batches: Batches) -> list[Microbatch]:
-    """What this rank of the mesh needs of its replica's microbatches, and no more."""
+    """The parts of its replica's microbatches that this rank of the mesh needs."""
     return [Microbatch(one.inputs if engine.is_first_stage else None, one.targets if engine.is_last_stage else None,
                        one.samples) for one in batches[engine.coordinates.data]]
 
 
 def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], object], *, throttle=None,
             run_seconds: float = 60.0, **options) -> list:
-    """`work(engine)` on every rank; the results in rank order."""
+    """Results of `work(engine)` on every rank, in rank order."""
     def rank(world):
         engine = Engine(make(), world, mesh=mesh, seed=SEED, dtype=torch.float64, **options)
         result = work(engine)
@@ -132,7 +132,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
 
 
 def merge(found: list[dict[str, Tensor]], mesh: Mesh) -> dict[str, Tensor]:
-    """One dict of all ranks' tensors; each is owned by one stage, and the same to the bit on all its ranks."""
+    """One dict of all ranks' tensors; each is owned by one stage, and bit-identical on all ranks of that stage."""
     merged: dict[str, tuple[int, Tensor]] = {}
     for rank, tensors in enumerate(found):
         stage = mesh.coordinates(rank).pipe
@@ -157,7 +157,7 @@ def gradients_on(make: Callable[[], Model], batches: Batches, mesh: Mesh,
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor that is expected, no other, and each within the tolerance."""
+    """Exactly the expected tensors are there, and each is within the tolerance."""
     assert set(actual) == set(expected)
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}

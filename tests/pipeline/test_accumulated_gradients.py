@@ -1,4 +1,4 @@
-"""Several calls of forward_backward are one batch, until a step or until gradients are set to zero."""
+"""Several calls of forward_backward are one batch, until a step or zero_grad."""
 
 import copy
 import math
@@ -33,14 +33,14 @@ from tests.pipeline.test_unusual_blocks import Plain
 
 PARTS = [tokens([[2, 1], [1]], ignored=0.3, seed=1), tokens([[1], [3]], ignored=0.6, seed=2),
          tokens([[1], [1]], seed=3)]
-"""Of different numbers of valid targets."""
+"""Batches with different numbers of valid targets."""
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 KINDS = [{"optim": Optim(bucket_size=30, chunk_buckets=2)}, {"optim": Optim(shard=True, offload="stream")},
          {"optim": Optim(clip_norm=0.01)}, {"optimizer": ADAMW}]
 
 
 def of_replica(batch, replicas):
-    """The batch on fewer replicas: all of it on each that is left."""
+    """The batch on fewer replicas, each of which gets all of it."""
     return batch if replicas == 2 else [[one for replica in batch for one in replica]]
 
 
@@ -116,7 +116,7 @@ def test_what_ends_an_accumulation(end):
 @pytest.mark.parametrize("remove", [lambda weight: setattr(weight, "grad", None), lambda weight: weight.grad.zero_()],
                          ids=["none", "zero"])
 def test_gradients_of_one_stage_that_are_removed_end_no_accumulation(remove):
-    """Those of other stages stay, as in a plain loop."""
+    """Gradients of other stages stay, as in a plain loop."""
     parts = [points([[2], [1]], seed=seed) for seed in range(2)]
     blocks = nn.Sequential(Plain(), nn.Linear(4, 4, bias=False))
     weight = sum(one.targets.numel() for part in parts for replica in part for one in replica)
@@ -143,7 +143,7 @@ def test_gradients_of_one_stage_that_are_removed_end_no_accumulation(remove):
 
 
 def test_gradients_that_are_written_count_as_they_are():
-    """As in torch: what is in .grad is what the next backward adds to."""
+    """As in torch, the next backward adds to what is in .grad."""
     def work(engine):
         engine.forward_backward(share(engine, PARTS[0]))
         first = {name: value.clone() for name, value in engine.gradients().items()}
@@ -161,7 +161,7 @@ def test_gradients_that_are_written_count_as_they_are():
 
 
 def test_what_one_call_reaches_is_reached():
-    """Experts of different calls: all of them train, others are left alone."""
+    """Experts that any of the calls reaches are trained, others are left unchanged."""
     steps = routed([[0], [0]], [[1], [0]])
     theirs = expected(SGD, [[[*one, *two] for one, two in zip(*steps, strict=True)]])
 
@@ -191,7 +191,7 @@ def test_the_loss_scale_counts_a_step_once():
             result = engine.forward_backward([(torch.ones(1, 4).half(), torch.zeros(1))])
         engine.step(result)
         assert not torch.equal(before, engine.parameters()[0]) and engine.loss_scale.good_steps == 1
-        for _ in range(2):  # of two steps, as the gradients say
+        for _ in range(2):  # two steps, since the gradients are removed in between
             engine.forward_backward([(torch.full((50, 4), 10000.0).half(), torch.zeros(1))])
             for parameter in engine.parameters():
                 parameter.grad = None
@@ -231,8 +231,8 @@ def test_a_step_with_the_result_of_an_evaluation_is_refused():
     {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1)},
     {"optim": Optim(weight_decay=0.1, ema=0.5, clip_norm=0.1, clip_from="previous-step")}], ids=["torch", "ranvier"])
 def test_a_step_after_zero_grad_changes_nothing(options):
-    """As after a plain loop's, which leaves no gradients: neither decay nor momentum, nor averages of
-    parameters, nor the norm that clips the next step."""
+    """Like a step of a plain loop without gradients: neither decay nor momentum, nor averages of parameters, nor the
+    norm that clips the next step change."""
     def values(engine):
         def now(what):
             return {what + name: value.detach().clone() for name, value in engine.named_parameters().items()}

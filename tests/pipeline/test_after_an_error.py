@@ -84,7 +84,7 @@ REFUSED = {"no batch": 3, "a tensor": X, "a number": [3], "four": [(X, X, None, 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_what_is_refused_before_it_begins_breaks_nothing(mesh):
-    """Nothing was sent, and nothing has changed: the next call computes as in an engine that has seen no error."""
+    """Nothing was sent or changed: the next call computes as in an engine that has seen no error."""
     blocks = [Plain(), Breaks(), Plain()]
 
     def losses(world, wrong):
@@ -127,7 +127,7 @@ def test_a_hook_that_recomputation_refuses_may_be_removed():
 
 
 def test_a_failed_rank_closes_without_the_others():
-    """`finally: engine.close()` lets the error through, and does not wait for ranks that wait for this one."""
+    """`finally: engine.close()` lets the error through, and does not wait for ranks that wait for the failed rank."""
     def work(world):
         engine = build(world, Mesh(pipe=2))
         try:
@@ -169,7 +169,7 @@ def test_ranks_may_close_at_different_times():
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_amid_a_batch_is_refused(call):
-    """As by observe: the batch would go on with what the call has left."""
+    """As from `observe`: the batch would continue with what the call has left."""
     def rank(world):
         engine = build(world)
         with raises("engine-in-batch"):
@@ -188,7 +188,7 @@ def test_a_call_amid_a_batch_is_refused(call):
 
 
 def test_a_call_in_a_forked_process_is_refused():
-    """Its threads and connections are the first process's."""
+    """Its threads and connections belong to the first process."""
     def rank(world):
         engine = build(world, Mesh(data=world.size))
         if world.rank == 0:

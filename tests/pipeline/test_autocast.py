@@ -26,7 +26,7 @@ WIDTH, HALF = 16, torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Products of weights that no layer is called for, an attention, and a norm that torch keeps in fp32."""
+    """Products with weights outside of layer calls, an attention, and a norm that torch keeps in fp32."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer twice, and its weight once more by itself."""
+    """One layer that is called twice, and its weight used once more without the layer."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Twice(nn.Module):
 
 
 class Halves(nn.Module):
-    """Gives bfloat16 on."""
+    """Returns bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +129,8 @@ def test_one_rank_is_bit_identical_with_a_plain_loop(options):
     [Pipeline(), Pipeline(policy="1f1b"), Pipeline(defer_bytes=1 << 20), Pipeline(stages_per_rank=2)],
     [Memory(), Memory(recompute=2)]), ids=label)
 def test_every_mesh_computes_as_a_plain_loop(mesh, pipeline, memory):
-    """But for the order of sums. The gradient of a tied weight, which torch adds up in bfloat16 where both ends
-    multiply by one cast, adds up in fp32 where they are on two stages."""
+    """Except for the order of sums: torch adds up the gradient of a tied weight in bfloat16 if both ends multiply by
+    one cast, and it is added up in fp32 if they are on two stages."""
     data = batches(mesh.data)
     (first, _), values = plain(blocks, data)
     (fp32, _), _ = plain(blocks, data, autocast=False)
@@ -152,7 +152,7 @@ def test_policies_agree_to_the_bit():
 
 @pytest.mark.parametrize("pipeline", [None, Pipeline(defer_bytes=1 << 20)], ids=["plain layers", "deferred"])
 def test_weights_that_are_used_beside_their_layer(pipeline):
-    """A cast inside of a deferred product must not become the cast that autograd follows elsewhere."""
+    """A cast inside a deferred product must not become the cast that autograd follows elsewhere."""
     def make():
         torch.manual_seed(0)
         return [nn.Linear(WIDTH, WIDTH), Twice(), nn.Linear(WIDTH, WIDTH)]
@@ -168,7 +168,7 @@ FAMILIES = {"gpt": (gpt, Transformer(num_layers=2, hidden=32, heads=2, vocab=29,
 
 
 def whole_gradients(family, mesh, **options):
-    """Of the whole model, as a step of SGD with a rate of 1 shows them, and the losses of two steps."""
+    """Gradients of the full model, from a step of SGD with a learning rate of 1, and the losses of two steps."""
     make, settings = FAMILIES[family]
     ids = torch.randint(0, 29, (6, 2, 9), generator=torch.Generator().manual_seed(2))
     data = [Microbatch(one[:, :-1], one[:, 1:]) for one in ids]
@@ -201,7 +201,7 @@ SPLIT = [(Mesh(data=2), {}), (Mesh(pipe=2), {"pipeline": Pipeline(defer_bytes=1 
     ("llama", SPLIT[3:4]), pytest.param("llama", SPLIT[2:5], marks=pytest.mark.slow),
     pytest.param("gpt", SPLIT, marks=pytest.mark.slow)])
 def test_shipped_families_on_every_mesh(family, cuts):
-    """All layers, split or not, are as near to one rank under autocast as bfloat16's rounding of sums allows."""
+    """All layers, split or not, agree with one rank under autocast up to bfloat16's rounding of sums."""
     fp32, its = whole_gradients(family, Mesh())
     one, losses = whole_gradients(family, Mesh(), autocast=HALF)
     rounding = sum(relative_error(fp32[name], value) for name, value in one.items()) / len(one)
@@ -214,7 +214,7 @@ def test_shipped_families_on_every_mesh(family, cuts):
 
 
 def test_rows_and_columns_send_halves():
-    """Weights are cast before they are gathered, and activations before they travel."""
+    """Weights are cast before they are gathered, and activations before they are sent."""
     def sent(**options):
         def rank(world):
             engine = Engine(gpt(FAMILIES["gpt"][1]), world, mesh=Mesh(row=2), optim=Optim(), **options)
@@ -313,8 +313,8 @@ def test_a_default_device_around_a_call_is_refused_before_it_begins():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_around_a_call_are_refused_where_it_trains(mode):
-    """An evaluation needs none, and those that follow find nothing of it: the last stage, which takes longer, receives
-    in it what the first one trains on next."""
+    """An evaluation needs no gradients, and leaves nothing to later calls: during it the slower last stage receives
+    what the first stage trains on next."""
     class Late(nn.Linear):
         def forward(self, x):
             if not self.training:
@@ -342,7 +342,7 @@ def test_gradients_switched_off_around_a_call_are_refused_where_it_trains(mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [Memory(), Memory(recompute=2)], ids=label)
 def test_compiled_blocks_cast_too(memory, monkeypatch):
-    """Their weight gradients are autograd's."""
+    """Their weight gradients are computed by autograd."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     found, compared = (engines(blocks, batches(1), Mesh(pipe=2), memory=memory, compile=how,

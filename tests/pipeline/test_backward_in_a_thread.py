@@ -1,5 +1,5 @@
-"""Backwards in a thread of their own, as autograd runs them for a CUDA device: what blocks, layers and recomputation
-keep in the engine's thread is not there."""
+"""Backwards in a thread of their own, as autograd runs them for a CUDA device: thread-local state of blocks, layers and
+recomputation in the engine's thread is not available there."""
 
 import threading
 from dataclasses import asdict, replace
@@ -25,7 +25,7 @@ VARIANTS = {
 
 @pytest.fixture
 def threads(monkeypatch):
-    """The number of backwards that have run in threads."""
+    """One entry for each backward that has run in a thread."""
     run, inside, ended = torch.autograd._engine_run_backward, threading.local(), []
 
     def in_a_thread(*args, **kwargs):
@@ -34,7 +34,7 @@ def threads(monkeypatch):
         autocast, found = torch.is_autocast_enabled("cpu"), []
 
         def work():
-            # Autograd hands on whether autocast is on, and not to which format it casts.
+            # Autograd passes on whether autocast is on, but not its dtype.
             inside.autocast = autocast
             torch.set_autocast_enabled("cpu", autocast)
             torch.set_autocast_dtype("cpu", torch.float16)
@@ -77,7 +77,7 @@ def test_a_second_forward_has_the_autocast_of_the_first(recompute, threads):
         def forward(self, x):
             y = super().forward(x)
             seen.append((torch.is_autocast_enabled("cpu"), y.dtype))
-            return y.tanh()  # whose backward needs all that is before it
+            return y.tanh()  # its backward needs all results before it
 
     def rank(world):
         engine = Engine([Noted(4, 4), Noted(4, 4)], world, loss=squared, optim=Optim(), autocast=torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Steps that are not applied, and what they began with: on every mesh the same decision and the same name."""
+"""Steps that are not applied, and their cause: the same decision and the same name on every mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,8 +27,8 @@ STOP = Guard()
 
 
 def faulty(model, block, fault, *, samples, steps=None, by_hook=True):
-    """`model` whose block applies `fault(output, module)` where the microbatch has one of `samples`, in all steps or in
-    those given; by a hook, which no recomputed block may have, or by a forward in place of its own."""
+    """`model` whose block applies `fault(output, module)` to microbatches with one of `samples`, in all steps or in
+    `steps`; by a hook, which recomputed blocks may not have, or by a replaced forward."""
     def build():
         module = model.blocks[block]()
         if by_hook:
@@ -52,7 +52,7 @@ def makes_nan(output, module):
 
 
 def infinite_gradient(output, module):
-    """The value stays; the gradient of the block's input is infinite."""
+    """The value is unchanged; the gradient of the block's input is infinite."""
     return output + (output - output.detach()).abs().sqrt()
 
 
@@ -71,7 +71,7 @@ def optim(**options):
 
 
 def batch_of(mesh, seed):
-    """Three microbatches of two samples on replica 0, and fewer on the others; samples are numbered through."""
+    """Three microbatches of two samples on replica 0, and fewer on the others; samples are numbered consecutively."""
     counts = [[2, 2, 2], [2, 2], [1, 2]][:mesh.data]
     return tokens(counts, seed=seed)
 
@@ -90,7 +90,7 @@ OPTIONS = {"plain": {"optim": optim()}, "shard": {"optim": optim(shard=True)},
     *((Mesh(data=2, pipe=2), options, makes_nan) for options in OPTIONS if options != "shard")]),
     ids=label)
 def test_a_bad_step_is_as_if_its_batch_had_not_been(mesh, options, fault):
-    """Parameters are equal to the bit to those of a run without guard and without the batch."""
+    """Parameters are bit-identical to those of a run without guard and without the batch."""
     make, options = partial(lambda: faulty(small_gpt(), "layer1.mlp", fault, samples=[2], steps=[2])), OPTIONS[options]
     first, bad, last = (batch_of(mesh, seed) for seed in range(3))
 
@@ -151,7 +151,7 @@ def test_a_batch_without_a_target_is_no_bad_step():
 
 @pytest.mark.parametrize(("fault", "bad", "scale"), [(makes_nan, "loss is nan", 4.0), (infinite_gradient, None, 2.0)])
 def test_an_overflow_in_half_precision_is_the_loss_scales_business(fault, bad, scale):
-    """A loss that is no number is not: the scale would fall for nothing."""
+    """A loss that is NaN is not: the scale would fall for nothing."""
     make = partial(lambda: faulty(chain(*[partial(nn.Linear, 4, 4)] * 3), "b1", fault, samples=[1]))
     batch = [[Microbatch(one.inputs.half(), one.targets.half(), one.samples) for one in replica]
              for replica in points([[1, 2]])]
@@ -196,12 +196,12 @@ def test_the_usual_is_the_median_of_good_losses_and_survives():
     steps = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
     for now[0] in at:
         steps.bad_loss()
-        now[0] = 1e9  # of a later step, which may have run before the verdict is read
+        now[0] = 1e9  # a later step's loss, which may come before the verdict is read
         steps.note_good()
     now[0] = 5.9
     assert steps.bad_loss() is None
     again = BadSteps(Guard(loss_spike_factor=2.0), lambda: now[0])
-    assert again.bad_loss() is None, "nothing is usual yet"
+    assert again.bad_loss() is None, "there is no median yet"
     again.load(steps.state())
     now[0] = 6.1
     assert again.bad_loss() == steps.bad_loss() == \
@@ -227,13 +227,13 @@ def test_blocks_updated_in_the_backward_cannot_be_guarded():
         return result.stepped, result.bad
 
     make = partial(lambda: faulty(small_gpt(), "layer1.mlp", makes_nan, samples=[1]))
-    assert on_mesh(make, Mesh(), work, optim=early, guard=STOP) == [(True, None)], "stop is none here"
+    assert on_mesh(make, Mesh(), work, optim=early, guard=STOP) == [(True, None)], "stop acts as none here"
 
 
 # ---------------------------------------------------------------------- what it began with
 
 def examined(make, mesh, batch, **options):
-    """The causes that all ranks name, which must be one."""
+    """The cause that all ranks name, which must be the same."""
     def work(engine):
         before = weights(engine)
         result = engine.train_batch(share(engine, batch))
@@ -248,7 +248,7 @@ def examined(make, mesh, batch, **options):
 
 
 SAMPLES = [(Mesh(), 3, 1, 0), (Mesh(pipe=3), 5, 2, 0), (Mesh(data=2, pipe=2), 8, 1, 1), (Mesh(data=3), 10, 0, 2)]
-"""mesh, a sample, and its microbatch and replica."""
+"""mesh, a sample, and the sample's microbatch and replica."""
 
 
 @pytest.mark.parametrize(("mesh", "sample", "microbatch", "replica", "block"), [
@@ -256,7 +256,7 @@ SAMPLES = [(Mesh(), 3, 1, 0), (Mesh(pipe=3), 5, 2, 0), (Mesh(data=2, pipe=2), 8,
         (*SAMPLES[2], block) for block in ("embedding", "layer0.attention", "layer1.mlp", "head")]),
     *first([(*SAMPLES[0], "layer1.mlp"), (*SAMPLES[1], "layer1.mlp")], [
         (*sample, "layer1.mlp") for sample in SAMPLES if sample is not SAMPLES[2]]),
-    (Mesh(data=2), 5, 2, 0, "layer1.mlp")], ids=str)  # a microbatch that the other replica does not have
+    (Mesh(data=2), 5, 2, 0, "layer1.mlp")], ids=str)  # the other replica does not have this microbatch
 def test_the_first_block_whose_output_is_not_finite_is_named(mesh, sample, microbatch, replica, block):
     make = partial(lambda: faulty(small_gpt(), block, makes_nan, samples=[sample]))
     cause = examined(make, mesh, batch_of(mesh, 0))
@@ -331,7 +331,7 @@ def test_bad_data_is_told_apart(mesh, which):
 
 
 def test_data_that_harms_nobody_is_not_named():
-    """A block may have its own use for nan: what counts is what comes of it."""
+    """A block may produce NaN on purpose: what matters is whether it reaches the loss."""
     class Cleans(nn.Linear):
         def forward(self, x):
             return super().forward(x.nan_to_num())
@@ -346,7 +346,7 @@ def test_data_that_harms_nobody_is_not_named():
     (Mesh(), True, ": it had inf before the step"), (Mesh(data=2, pipe=2), True, ": it had inf before the step"),
     (Mesh(data=2, pipe=2), False, ", on replica 1 alone: it had inf before the step")], ids=str)
 def test_a_parameter_that_was_bad_before_comes_first(mesh, everywhere, text):
-    """Also where a microbatch before has a fault of its own."""
+    """Even if an earlier microbatch has a fault of its own."""
     def work(engine):
         held = engine.named_parameters()
         if "layer1.mlp.fc1.weight" in held and (everywhere or engine.coordinates.data == 1):
@@ -366,7 +366,7 @@ def test_a_parameter_that_was_bad_before_comes_first(mesh, everywhere, text):
     (infinite_gradient, "the gradient of its input has ", "stationary"), (makes_nan, "its output has nan", "summa"),
     (infinite_gradient, "the gradient of its input has ", "summa"), (makes_nan, "its output has nan", "stationary")]))
 def test_on_rows_and_columns(fault, what, scheme):
-    """The fault is in one row's part of a microbatch, and the decision is everybody's."""
+    """The fault is in one row's part of a microbatch, and all ranks make the same decision."""
     mesh = Mesh(row=2, col=2)
     make = partial(lambda: faulty(tiny_gpt(num_layers=2), "layer1.mlp", fault, samples=[bad]))
     batch = token_batches(mesh, count=2)
@@ -383,7 +383,7 @@ def test_on_rows_and_columns(fault, what, scheme):
 
 
 def test_an_examination_leaves_no_trace():
-    """Training goes on as if there had been none: dropout, running means, hooks, gradients."""
+    """Training continues as without an examination: dropout, running means, hooks, gradients."""
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes: what replicas have in common after a batch, and who sees it."""
+"""Buffers that a forward changes: which values replicas have after a batch, and where they are used."""
 
 import copy
 import warnings
@@ -28,7 +28,7 @@ def buffers_of(engine):
 
 
 def by_replicas_of_torch(batches, how):
-    """What torch makes of it: a copy of the model for each replica, buffers set alike before each batch, and gradients
+    """The result in torch: a copy of the model for each replica, buffers synchronised before each batch, and gradients
     of the mean over all samples."""
     def engine_weights(engine):
         return {name: value.clone() for name, value in engine.named_parameters().items()}
@@ -66,7 +66,7 @@ def by_replicas_of_torch(batches, how):
 @pytest.mark.parametrize(("how", "mesh"), covering(
     ["broadcast", "average", "local", None], [Mesh(data=2), Mesh(data=2, pipe=2)]), ids=str)
 def test_buffers_are_those_of_torchs_replicas(mesh, how):
-    """By default as DistributedDataParallel has them: after training, in an evaluation, in a checkpoint."""
+    """By default as with DistributedDataParallel: after training, in an evaluation, in a checkpoint."""
     batches = [points([[3, 2], [4, 3]], seed=seed) for seed in range(3)]
     expected = by_replicas_of_torch(batches, how or "broadcast")
 
@@ -89,7 +89,7 @@ def test_buffers_are_those_of_torchs_replicas(mesh, how):
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_buffers_are_alike_whatever_travels_beside_them(dtype, shard):
-    """Gradients in halves, gathers and buffers go over one group: in one order on all replicas, one of which may have
+    """Half-precision gradients, gathers and buffers use one group, in the same order on all replicas, even if one has
     no microbatch."""
     def rank(world):
         engine = Engine(NORMED(), world, mesh=Mesh(data=2), seed=SEED, dtype=dtype,
@@ -106,7 +106,7 @@ def test_buffers_are_alike_whatever_travels_beside_them(dtype, shard):
 
 
 def test_a_transition_takes_the_shared_buffers_along():
-    """From two replicas on two stages to one on three: the first replica's, on every rank."""
+    """From two replicas on two stages to one replica on three: every rank has the first replica's buffers."""
     def rank(world):
         def build(mesh):
             backend = world.backend.subset(mesh.size)
@@ -136,7 +136,7 @@ def test_a_transition_takes_the_shared_buffers_along():
 
 
 class Observed(nn.Linear):
-    """Observes its inputs in evaluations, too, as a quantization observer does; the table is as it was."""
+    """Observes its inputs in evaluations too, as a quantization observer does; the table keeps its values."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -187,7 +187,7 @@ def test_a_buffer_that_grows_is_named():
 
 
 def test_an_expanded_buffer():
-    """Torch does not write into one. A checkpoint does, as into any other."""
+    """Torch does not write into an expanded tensor. A checkpoint does, as into any other buffer."""
     def work(world):
         layer = nn.Linear(4, 4, dtype=torch.float64)
         layer.register_buffer("scales", torch.tensor([[2.0], [3.0]], dtype=torch.float64)[world.rank].expand(4))
@@ -212,7 +212,7 @@ def test_a_choice_without_effect_is_told(make, mesh, why):
 
 
 def test_a_buffer_that_the_step_changes_keeps_that():
-    """As an average of weights does that a hook of the optimizer updates."""
+    """As with an average of weights that a hook of the optimizer updates."""
     def rank(world):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].register_buffer("target", torch.zeros(4))

@@ -99,7 +99,7 @@ def test_other_seeds_and_constants():
 
 
 class Odd(nn.Module):
-    """A weight that is not contiguous, and buffers of several types."""
+    """A weight that is not contiguous, and buffers of several dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Odd(nn.Module):
 
 
 def test_replicas_start_alike_where_nobody_seeds():
-    """From replica 0's values, buffers included."""
+    """They get replica 0's values, buffers included."""
     models = [[Odd(), nn.Linear(6, 4)] for _ in range(4)]
     kept = {name: tensor.clone() for name, tensor in models[0][0].state_dict().items()}
 
@@ -174,7 +174,7 @@ def test_microbatches_cut_along_the_batch():
     assert torch.equal(parts[2].inputs["x"], torch.tensor([[8, 9]])) and parts[1].inputs["more"][1] == "kept"
     assert parts[1].samples.tolist() == [12, 13]
     assert microbatches(torch.zeros(0, 2), torch.zeros(0), 3) == []
-    other, = microbatches(UserDict(x=torch.ones(2)), torch.zeros(2), 2)  # as a tokenizer of transformers returns it
+    other, = microbatches(UserDict(x=torch.ones(2)), torch.zeros(2), 2)  # as tokenizers of transformers return
     constants = {"x": torch.ones(4), "size": (2, 2, 2, 2), "layers": [1, 2], "mode": "a"}
     for one in microbatches(constants, torch.ones(4), 2):
         assert {**one.inputs, "x": None} == {**constants, "x": None} and len(one.inputs["x"]) == 2

@@ -1,4 +1,4 @@
-"""Ranks that are in different calls of the engine with one batch: refused before anything is updated."""
+"""Ranks that make different calls of the engine for one batch: refused before anything is updated."""
 
 import copy
 
@@ -38,7 +38,7 @@ def test_one_rank_is_in_another_call_while_others_train(mesh, other):
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
 def test_one_rank_predicts_while_another_evaluates(mesh):
-    """Its part of the loss would be missing."""
+    """The predicting rank's part of the loss would be missing."""
     def work(world):
         engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
                         dtype=torch.float64, optim=Optim(), timeout_seconds=5)
@@ -51,7 +51,7 @@ def test_one_rank_predicts_while_another_evaluates(mesh):
 
 @pytest.mark.parametrize("call", ["step", "zero_grad"])
 def test_one_replica_alone_ends_a_step(call):
-    """Neither call needs other ranks, so that the next batch is the first to show it."""
+    """Neither call needs other ranks, so the next batch is the first to detect it."""
     def work(world):
         engine = Engine(chain(lambda: torch.nn.Linear(4, 4), loss=squared), world, mesh=Mesh(data=2),
                         dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
@@ -67,7 +67,7 @@ def test_one_replica_alone_ends_a_step(call):
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
 def test_one_rank_alone_leaves_out_a_step(mesh):
-    """As by a look at its own gradients. Both calls end the step, so that only the number of updates tells."""
+    """As after a look at its own gradients. Both calls end the step, so only the number of updates differs."""
     def work(world):
         engine = Engine([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], world, mesh=mesh, loss=squared,
                         dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
@@ -78,7 +78,7 @@ def test_one_rank_alone_leaves_out_a_step(mesh):
                 engine.step(result)
             else:
                 engine.zero_grad()
-            if loads:  # what all ranks load is the same again
+            if loads:  # after loading, all ranks are in the same state again
                 engine.load_state_dict(state)
                 engine.train_batch(batch)
         before = [parameter.clone() for parameter in engine.parameters()]
@@ -94,7 +94,7 @@ def test_one_rank_alone_leaves_out_a_step(mesh):
 @pytest.mark.parametrize(("mesh", "own", "apart"), pairwise(
     [Mesh(data=2), Mesh(data=3), Mesh(data=2, pipe=2)], [True, False], [True, False]), ids=str)
 def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
-    """The one of the last replica, which is set after the first step."""
+    """The learning rate of the last replica, set after the first step."""
     def work(world):
         how = {"optim": Optim()} if own else {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3)}
         engine = Engine(chain(*[lambda: torch.nn.Linear(4, 4)] * 2, loss=squared), world, mesh=mesh,
@@ -122,7 +122,7 @@ def test_a_learning_rate_of_one_replica_is_refused(mesh, own, apart):
 @pytest.mark.parametrize(("setting", "value", "shown"), [
     ("weight_decay", 0.1, ("0.01", "0.1")), ("betas", (0.8, 0.999), ("(0.9, 0.999)", "(0.8, 0.999)"))])
 def test_another_setting_of_one_replicas_optimizer_is_named_alone(setting, value, shown):
-    """Of one group among several, on the second stage."""
+    """The setting of one group among several, on the second stage."""
     mesh = Mesh(data=2, pipe=2)
 
     def work(world):
@@ -186,7 +186,7 @@ def test_settings_of_one_rank_are_refused(where, options):
     ("Engine(model=...)", {"model": lambda rank: [torch.nn.Linear(4, 4).requires_grad_(not rank)]}),
     ("mesh", {"mesh": lambda rank: Mesh(pipe=2) if rank else Mesh(data=2)})])
 def test_plans_of_one_rank_are_refused(where, options):
-    """A block would be on no stage, or on two, and train nowhere, or twice."""
+    """A block would be on no stage and not train, or be on two stages and train twice."""
     def work(world):
         given = {"mesh": Mesh(pipe=2)} | {name: make(world.rank) for name, make in options.items()}
         blocks = [torch.nn.Linear(4, 4) for _ in range(3)] + given.pop("model", [torch.nn.Linear(4, 4)])

@@ -1,4 +1,4 @@
-"""What travels between stages: several named tensors of several types, some of them for a part of the way only."""
+"""What stages send: several named tensors of several dtypes, some of them for only a part of the way."""
 
 import sys
 from collections import OrderedDict
@@ -26,7 +26,7 @@ LINEARS = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4))
 
 
 class Part(nn.Module):
-    """A linear layer and what the test does around it."""
+    """A linear layer, and what the test computes with it."""
 
     def __init__(self, run):
         super().__init__()
@@ -38,13 +38,13 @@ class Part(nn.Module):
 
 
 def of(*runs):
-    """What builds a model of one `Part` for each of `runs`."""
+    """A function that builds a model of one `Part` for each of `runs`."""
     return partial(chain, *[partial(Part, run) for run in runs])
 
 
 def enter(linear, state):
     hidden = linear(state["hidden"])
-    return {**state, "hidden": hidden, "side": torch.sin(hidden)}  # a second tensor that wants a gradient begins here
+    return {**state, "hidden": hidden, "side": torch.sin(hidden)}  # here begins a second tensor that needs gradients
 
 
 def masked(linear, state):
@@ -91,7 +91,7 @@ def test_wherever_it_is_cut(boundaries):
 
 
 def halves(linear, x):
-    """Two outputs that want gradients, which are views of one tensor."""
+    """Two outputs that require gradients and are views of one tensor."""
     first, second = linear(x).chunk(2, dim=-1)
     return {"first": first, "second": second}
 
@@ -110,7 +110,7 @@ def join_same(linear, state):
 
 
 def from_frozen_to_trained(linear, x):
-    """An output that wants no gradient beside one that does."""
+    """An output that requires no gradient, and one that does."""
     return {"plain": x.detach() * 2.0, "trained": linear(x)}
 
 
@@ -119,7 +119,7 @@ def use_plain(linear, state):
 
 
 def partly_unused(linear, state):
-    """Uses what wants no gradient, and not what does: nothing returns from here on."""
+    """Uses the output that requires no gradient, and not the other: no gradient returns from here on."""
     return linear(state["plain"])
 
 
@@ -166,7 +166,7 @@ def test_the_dimensions_may_change_from_block_to_block_and_be_empty():
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_an_evaluation_runs_no_backward(mesh):
-    """Also where blocks and the loss switch gradients on, as those of energies do: a step may be under way."""
+    """Even if blocks and the loss enable gradients, as those of energies do: a step may be in progress."""
     with_gradients = torch.enable_grad()
     model = partial(chain, *[partial(Part, with_gradients(lambda linear, x: linear(x)))] * 2,
                     loss=with_gradients(squared))
@@ -222,7 +222,7 @@ def test_a_named_tuple_is_one_that_all_ranks_find_by_its_name(monkeypatch):
 
 
 class Output(OrderedDict):
-    """What models of Hugging Face return: a dict of their own kind."""
+    """As models of Hugging Face return: a subclass of dict."""
 
 
 @pytest.mark.parametrize(("returned", "says"), [
@@ -299,13 +299,13 @@ def exits(*args):
     (of(lambda linear, x: Exits.apply(linear(x)), lambda linear, x: linear(x)), "the backward of microbatch 0")])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_code_that_ends_the_program_inside_a_batch_is_a_failure(mesh, make, where):
-    """With exit code 0, too: the other ranks would wait for it."""
+    """Even with exit code 0: the other ranks would wait for it."""
     with raises("block-exits", where, "sys.exit"):
         run(make, points([[2]]), mesh)
 
 
 class Steps(nn.Module):
-    """Returns its buffer beside what it computes."""
+    """Returns its buffer together with its output."""
 
     def __init__(self):
         super().__init__()
@@ -322,7 +322,7 @@ def count(linear, state):
 
 
 def test_a_block_that_changes_a_buffer_of_an_earlier_one():
-    """On the buffer's stage it does; another stage has a copy."""
+    """It does on the buffer's stage; another stage has a copy."""
     make = partial(chain, Steps, partial(Part, count), partial(nn.Linear, 4, 4))
 
     def work(engine):

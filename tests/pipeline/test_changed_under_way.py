@@ -1,4 +1,4 @@
-"""Parameters and buffers that forwards or backwards change while other microbatches are under way: gradients and
+"""Parameters and buffers that forwards or backwards change while other microbatches are in flight: gradients and
 buffers are those of a plain loop, or the change is refused."""
 
 import copy
@@ -18,7 +18,7 @@ from tests.pipeline.parity import squared
 
 
 class Teacher(nn.Module):
-    """A layer beside a moving average of it, which `move` updates in each forward."""
+    """A layer and its moving average, which `move` updates in each forward."""
 
     def __init__(self, move, *, needs_gradient=True):
         super().__init__()
@@ -44,7 +44,7 @@ def in_place(average, weight):
 
 
 class Scaled(nn.Module):
-    """Multiplies by a buffer that each forward changes, unnoticed by torch."""
+    """Multiplies by a buffer that each forward changes without torch noticing."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class FirstData(nn.Module):
 
 
 class Clamped(nn.Linear):
-    """late: the product is that of the weight from before."""
+    """late: the product uses the weight as it was before."""
 
     def __init__(self, late=False):
         super().__init__(4, 4)
@@ -94,7 +94,7 @@ class Checkpointed(nn.Module):
 
 
 class Norm(nn.Module):
-    """Running statistics under names of its own."""
+    """Running statistics in buffers with other names."""
 
     def __init__(self):
         super().__init__()
@@ -110,14 +110,14 @@ def normalized(x, norm):
 
 
 class ScaledByMean(Norm):
-    """Needs the running mean itself, too."""
+    """Also uses the running mean itself."""
 
     def forward(self, x):
         return super().forward(x) * self.mean
 
 
 def trained(block, mesh, **options):
-    """The state of a model with this block on the first stage, as of a plain loop, and as of the engine."""
+    """The state of a model with this block on the first stage, after a plain loop and after the engine."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 4), copy.deepcopy(block), nn.Linear(4, 4), nn.Linear(4, 4)).double()]
     models += [copy.deepcopy(models[0]) for _ in range(mesh.size)]
@@ -142,7 +142,7 @@ def trained(block, mesh, **options):
 @pytest.mark.parametrize("block", [Teacher(in_place), Teacher(through_data), Teacher(other_data), Scaled(),
                                    ScaledByMean()])
 def test_a_change_of_what_a_backward_needs_is_refused(block):
-    """Of one through `data` torch would know nothing."""
+    """Torch would not notice a change through `data`."""
     with raises("changed-under-way", where="the backward of microbatch 0") as caught:
         trained(block, Mesh(pipe=2))
     assert "modified by an inplace operation" in str(caught.value.__cause__)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the intervals, their bytes, and the same gradients whatever is computed again."""
+"""Activation checkpointing: the intervals, their bytes, and the same gradients whatever is recomputed."""
 
 import math
 from functools import partial
@@ -61,7 +61,7 @@ def test_one_layer_alone_is_not_checkpointed():
 @pytest.mark.parametrize(("num_layers", "stage_layers", "expected"), [
     (48, 8, 8), (48, 24, 6), (24, 24, 4), (16, 4, 4), (16, 1, 1), (36, 12, 6), (48, 7, 7), (10, 0, 0)])
 def test_the_papers_rule(num_layers, stage_layers, expected):
-    """The divisor of the stage's layers nearest to the root of the model's; the smaller of two that are as near."""
+    """The divisor of the stage's layers nearest to the root of the model's; the smaller one of two equally near."""
     assert paper_interval(num_layers, stage_layers) == expected
 
 
@@ -114,7 +114,7 @@ def test_auto_chooses_by_bytes_and_needs_a_sample():
 
 
 class Counted(nn.Module):
-    """Counts its forwards, and those of its last product."""
+    """Counts its forwards."""
 
     forwards = 0
 
@@ -130,16 +130,16 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(("checkpoint", "expected"), [
     ("none", 8), (1, 16), (4, 16), ("alternate", 12), ("selective", 16)])
 def test_what_is_computed_again(checkpoint, expected):
-    """Four blocks, two microbatches: each forward once more under checkpointing, and never in an evaluation."""
+    """Four blocks, two microbatches: each forward runs again under checkpointing, but never in an evaluation."""
     Counted.forwards = 0
     batches = points([[1, 2]])
     assert_parity(partial(chain, *[Counted] * 4), batches, Mesh(), memory=Memory(recompute=checkpoint),
                   also=lambda engine: engine.evaluate(batches[0]).loss)
-    assert Counted.forwards == expected + 8 + 8, "the reference's and the evaluation's beside it"
+    assert Counted.forwards == expected + 8 + 8, "in addition to the reference's and the evaluation's"
 
 
 def test_reductions_start_while_the_backward_runs():
-    """A segment's gradients are complete when the backward leaves it."""
+    """A segment's gradients are complete when its backward has ended."""
     def work(engine):
         events, gradients = [], engine._updater.gradients
         reduce, backward = engine._connections.data.all_reduce, engine._stages.first.backward

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo  # whose first import keeps the frames of whoever imports it, until the collector runs
+import torch._dynamo  # its first import keeps the importer's frames alive until the collector runs
 from torch import nn
 
 from ranvier.config.run import Memory, Optim, Pipeline, TensorParallel
@@ -19,7 +19,7 @@ from tests.pipeline.parity import chain, points, share, small_gpt, tokens
 
 
 class Breaks(nn.Module):
-    """Its forward fails on a sample of NaN, or its backward on one of infinity."""
+    """Its forward fails on a sample of NaN, its backward on one of infinity."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def no_collector():
 
 
 def left_alive(mesh, make=two_layers, work=train, batches=(), **options):
-    """Bytes of each rank's tensors that are alive when its engine is closed and dropped, and while it was there."""
+    """Bytes of each rank's tensors alive after its engine is closed and dropped, and while it existed."""
     done = threading.Barrier(mesh.size)
 
     def rank(world):
@@ -121,7 +121,7 @@ def left_alive(mesh, make=two_layers, work=train, batches=(), **options):
             before = sum(tracker.live.values())
             engine.close()
             del engine
-            done.wait()  # messages are freed by those who have got them
+            done.wait()  # messages are freed by their receivers
             return sum(tracker.live.values()), before
 
     return run_ranks(rank, mesh.size)
@@ -135,7 +135,7 @@ def test_nothing_of_a_closed_engine_is_alive(name, no_collector):
 
 
 def test_parameters_of_modules_that_somebody_has_stay_alive(no_collector):
-    """And nothing else: gradients and states are gone."""
+    """Only they stay: gradients and states are freed."""
     blocks = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)]
     parameters = sum(parameter.nbytes for block in blocks for parameter in block.parameters())
     make = lambda: chain(*(lambda block=block: block for block in blocks))  # noqa: E731

@@ -34,7 +34,7 @@ SIZES = dict(hidden=16, heads=4, vocab=23, dropout=0.1, num_classes=5)
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
-    """Graphs are traced, and run as they are."""
+    """Graphs are traced, but run without being compiled."""
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     with warnings.catch_warnings():
@@ -44,7 +44,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """The graphs that are made, and of each backward the number of its incoming gradients, counted by a backend that
+    """The graphs that are made, and for each backward the number of its incoming gradients, counted by a backend that
     runs graphs as they are."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -80,7 +80,7 @@ def batches_of(kind, *, packed=False, replicas=1, count=2):
     for replica in range(replicas):
         batches.append([])
         for number in range(count):
-            samples, length = 2 + number % 2, 12 - number if kind != "vit" else 12  # other sizes, each microbatch
+            samples, length = 2 + number % 2, 12 - number if kind != "vit" else 12  # sizes differ between microbatches
             ids = torch.randint(23, (samples, length), generator=generator)
             inputs, targets = ids, torch.randint(23, (samples, length), generator=generator)
             if kind == "vit":
@@ -100,8 +100,8 @@ LLAMA = {"kv_heads": 2, "qk_norm": "head", "bias": "qkv", "norms": "both", "embe
 
 
 def test_blocks_that_are_alike_share_their_graphs(graphs):
-    """The first of eight has inputs without a gradient: two graphs of the first size and two for any, into whose
-    backward a single gradient comes."""
+    """The first of eight blocks has inputs without a gradient. Two graphs are made for the first size and two for any
+    size; a single gradient enters each backward."""
     assert_parity(residuals, points([[3, 2, 4]]), Mesh(), compile=True)
     made, tangents = graphs
     assert len(made) == 4 and set(tangents) == {1}
@@ -111,11 +111,11 @@ def test_blocks_that_are_alike_share_their_graphs(graphs):
 @pytest.mark.parametrize(("kind", "changed"), [
     ("gpt", {"num_layers": 2}), ("bert", {}), ("llama", LLAMA), ("vit", {})])
 def test_gradients_are_plain_pytorchs(kind, changed, graphs):
-    """An operand of a product has no gradient in the graph: it would be zeros of the operand's size, and a sum with
-    them."""
+    """An operand of a product has no gradient in the graph, which would be zeros of the operand's size, added to the
+    gradient."""
     assert_parity(lambda: model_of(kind, **changed), batches_of(kind), Mesh(), compile=True, run_seconds=300.0)
     made, tangents = graphs
-    assert 4 <= len(made) <= 10, "blocks that are alike share their graphs, which hold for any length"
+    assert 4 <= len(made) <= 10, "equal blocks share their graphs, which are valid for any length"
     assert kind != "gpt" or set(tangents) == {1}
 
 
@@ -149,7 +149,7 @@ def test_recomputation():
 
 @pytest.mark.slow
 def test_recomputation_with_lengths_that_change():
-    """The first microbatch is recomputed when the second one, of another length, has been compiled for."""
+    """The first microbatch is recomputed after graphs for the second one, of another length, were compiled."""
     assert_parity(lambda: model_of("gpt", num_layers=2), batches_of("gpt", count=3), Mesh(pipe=2), compile=True,
                   memory=Memory(recompute=1), run_seconds=300.0)
 
@@ -162,7 +162,7 @@ def test_frozen_blocks_and_parameters():
 
 
 class Takes(nn.Module):
-    """A state with more than tensors."""
+    """A state with other values besides tensors."""
 
     def __init__(self):
         super().__init__()
@@ -191,7 +191,7 @@ def test_stages_that_defer_their_products():
 
 @pytest.mark.slow
 def test_products_come_in_the_same_order(monkeypatch):
-    """And keep the same bytes alive, so that schedules and memory are those of uncompiled blocks."""
+    """They also keep the same bytes alive, so that schedules and memory are those of uncompiled blocks."""
     orders, add = [], compiled.add_gradients
 
     def recorded(*operands, **options):
@@ -209,7 +209,7 @@ def test_products_come_in_the_same_order(monkeypatch):
 
 
 class Reads(nn.Module):
-    """A block that waits for a number of its input: no single graph."""
+    """A block that reads a value of its input on the host, which no single graph can contain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,14 +231,14 @@ class Changes(Reads):
 
 @pytest.mark.parametrize(("block", "why"), [(Reads, "_local_scalar_dense"), (Changes, "changed in place")])
 def test_a_block_that_cannot_be_compiled_is_named(block, why):
-    """What a layer takes must stay as it is where its product may wait."""
+    """The input of a layer must stay unchanged if the layer's product may be deferred."""
     with raises("block-not-compilable", "b0", why):
         on_mesh(lambda: chain(block), Mesh(), lambda engine: engine.forward_backward(share(engine, points([[2]]))),
                 pipeline=Pipeline(defer_bytes=1 << 20), compile=True)
 
 
 def test_evaluation_is_uncompiled_and_right():
-    """Nothing stays of the run without values that finds shapes, such as tables of rotary embeddings."""
+    """The run on fake tensors that finds shapes leaves nothing behind, such as tables of rotary embeddings."""
     config = Transformer(**SIZES | LLAMA, rope_base=77.0)
     x = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     batches = [[Microbatch(x, x.flip(0), torch.arange(2))]]
@@ -254,7 +254,7 @@ def test_evaluation_is_uncompiled_and_right():
 
 
 class Whole(nn.Module):
-    """A whole module, whose second block may change what the first one has given it."""
+    """A complete module, whose second block may change the output of the first one."""
 
     def __init__(self, *, in_place):
         super().__init__()
@@ -303,7 +303,7 @@ def test_a_second_backward_is_refused():
 
 
 def test_users_errors_are_their_own():
-    """A block's mistake is no failure of the compiler."""
+    """A mistake in a block is not reported as a failure of the compiler."""
     with pytest.raises(RuntimeError, match="same reduction dim") as caught:
         on_mesh(lambda: chain(partial(nn.Linear, 5, 4)), Mesh(),
                 lambda engine: engine.forward_backward(share(engine, points([[2]]))), compile=True)
@@ -312,14 +312,14 @@ def test_users_errors_are_their_own():
 
 @pytest.mark.slow
 def test_inductor(monkeypatch):
-    """Really compiled, as on CUDA."""
+    """Compiled by inductor, as on CUDA."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     assert_parity(lambda: model_of("gpt", num_layers=1), batches_of("gpt", count=1), Mesh(), compile=True,
                   run_seconds=400.0)
 
 
 def test_stages_that_compile_for_longer_than_a_message_may_take(monkeypatch):
-    """One after the other, forward and backward."""
+    """They compile one after another, forward and backward."""
     from torch._dynamo.backends.debugging import aot_eager
 
     def slow(graph, inputs, **options):
@@ -333,8 +333,8 @@ def test_stages_that_compile_for_longer_than_a_message_may_take(monkeypatch):
 
 
 def test_buffers_change_once():
-    """A forward on fake tensors, which shows the shapes, changes none, and leaves no fake tensor in its place; under
-    recomputation the second forward changes none."""
+    """The forward on fake tensors, which finds the shapes, changes no buffer and leaves no fake tensor in its place;
+    under recomputation the second forward changes none."""
     blocks = [linear, KEPT["batch norm"], KEPT["average replaced"], linear]
     make, batch = partial(model_with_buffers, *blocks), points([[3, 3]])
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
@@ -353,14 +353,14 @@ def test_buffers_change_once():
 
 
 class Collects(nn.Module):
-    """Computes by what earlier forwards have put into a list and a dict."""
+    """Computes with what earlier forwards have put into a list and a dict."""
 
     def __init__(self):
         super().__init__()
         self.linear, self.means, self.sums = nn.Linear(4, 4), [], {"all": torch.ones((), dtype=torch.float64)}
         self.parts = {"of": self.means}
         self.parts["self"] = self.parts
-        with torch.inference_mode():  # whose tensors have no versions
+        with torch.inference_mode():  # its tensors have no versions
             self.parts["table"] = torch.ones(4)
 
     def forward(self, x):
@@ -394,7 +394,7 @@ class ChangesLater(nn.Module):
 
 @pytest.mark.parametrize("block", [KEPT["average in place"], ChangesLater])
 def test_a_tensor_that_changes_in_place_is_named(block):
-    """Torch may save an old value for the backward, and change it then: gradients would be wrong."""
+    """Torch may save a tensor for the backward that changes afterwards: gradients would be wrong."""
     with raises("block-not-compilable", "b1", "changed in place"):
         assert_parity(lambda: model_with_buffers(linear, block, linear), points([[2, 2, 2]]), Mesh(),
                       compile=True)
@@ -428,7 +428,7 @@ def test_a_counter_that_nothing_reads_may_change_in_place(memory):
 
 
 def test_an_input_that_changes_in_place():
-    """The same holds where only parameters of the block have gradients; others may change where autograd lets them."""
+    """The same holds if only the block's parameters have gradients; other inputs may change if autograd allows it."""
     class Halves(nn.Linear):
         def forward(self, x):
             y = super().forward(x) * x.exp()
@@ -456,7 +456,7 @@ def test_more_blocks_that_differ_in_a_number_than_graphs_may_share_their_code(mo
 
 
 def test_a_block_that_computes_with_another_number_each_time(monkeypatch):
-    """It has too many graphs of its own, too."""
+    """A single block, too, can have too many graphs."""
     class Counted(nn.Linear):
         calls = 0
 
@@ -470,7 +470,7 @@ def test_a_block_that_computes_with_another_number_each_time(monkeypatch):
 
 
 class CompiledByItself(nn.Module):
-    """A block of a user who compiles its own code, in one graph."""
+    """A user's block that compiles its own code into one graph."""
 
     def __init__(self):
         super().__init__()
@@ -519,7 +519,7 @@ def train_whole(make, **options):
 
 
 def test_beside_a_loss_that_has_the_whole_model(graphs):
-    """Its operations are looked at, one by one; those of blocks, which reach no others, are not."""
+    """Such a loss is checked operation by operation; blocks that reach no others are not."""
     found = train_whole(blocks_and_a_loss_that_has_them, memory=Memory(recompute=1))
     assert graphs[0]
     blocks, loss = blocks_and_a_loss_that_has_them()

@@ -1,4 +1,4 @@
-"""What blocks may do on one rank they may do wherever the model is cut, with the same gradients."""
+"""What blocks may do on one rank, they may do wherever the model is cut, with the same gradients."""
 
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def alias(linear, x):
 
 
 def views(linear, x):
-    """Of one memory, without an element in common."""
+    """Views of one memory without common elements."""
     y = linear(torch.cat([x, x]))
     return {"hidden": y[:len(x)], "residual": y[len(x):]}
 
@@ -136,7 +136,7 @@ def test_what_shares_memory_is_not_changed_in_place(mesh, options):
 
 
 def slope(linear, x):
-    """A gradient inside of the forward, as of an energy."""
+    """A gradient inside the forward, as of an energy."""
     x = x.detach().requires_grad_()
     found, = torch.autograd.grad(torch.tanh(linear(x)).sum(), x)
     return found
@@ -171,7 +171,7 @@ def test_a_complex_parameter_that_trains_is_refused(mesh):
 
 
 class Doubled(torch.Tensor):
-    """Has an operation of its own."""
+    """A tensor subclass with an operation of its own."""
 
     def twice(self):
         return 2 * self
@@ -196,7 +196,7 @@ def test_a_class_of_tensors_does_not_cross_a_cut():
 
 @pytest.mark.parametrize("what", ["inputs", "targets"])
 def test_a_microbatch_that_wants_a_gradient_is_refused(what):
-    """It would get none, or that of another loss; an evaluation has none to give."""
+    """It would get no gradient, or that of another loss; an evaluation has no gradients to give."""
     def work(engine):
         one, = points([[2]])[0]
         wants = replace(one, **{what: getattr(one, what) * torch.ones((), requires_grad=True)})
