@@ -1,4 +1,4 @@
-"""What a program does with `parameter.grad` between forward_backward and step is obeyed, as by a plain loop."""
+"""Edits of `parameter.grad` between forward_backward and step take effect, as in a plain loop."""
 
 import warnings
 from functools import partial
@@ -44,18 +44,18 @@ def replace(name, parameter):
 
 
 def freeze(name, parameter):
-    """It has a gradient already, as in a plain loop: this step updates it, and no later one."""
+    """It already has a gradient, as in a plain loop: this step updates it, and no later step does."""
     if name in ("b0.linear.weight", "b2.linear.bias"):
         parameter.requires_grad_(False)
 
 
 def transpose(name, parameter):
-    """A view that begins where the gradient does."""
+    """A view that begins at the same address as the gradient."""
     parameter.grad = parameter.grad.t()
 
 
 def transpose_data(name, parameter):
-    """The gradient stays the same object."""
+    """The gradient is still the same object."""
     parameter.grad.data = 2.0 * parameter.grad.data.t()
 
 
@@ -120,7 +120,7 @@ def test_edits_are_obeyed(mesh, options, edit):
 
 
 def copied(name, parameter):
-    """Another tensor of the same values: nothing changes."""
+    """Another tensor with the same values: nothing changes."""
     if not name.startswith("b3"):
         parameter.grad = parameter.grad.clone()
 
@@ -183,7 +183,7 @@ def test_a_hook_that_sees_another_gradient_than_in_a_plain_loop_is_told_of(hook,
 
 @pytest.mark.parametrize(("options", "mesh"), covering(KINDS, [Mesh(data=2, pipe=2), Mesh()]), ids=label)
 def test_freezing_between_the_batches_of_a_step(options, mesh):
-    """What was trained in any of them is updated once; what was frozen in all, or only not reached besides, is not."""
+    """A parameter that trained in any batch is updated once; one frozen, or else not reached, in all of them is not."""
     names = {"b1.linear.weight": (0,), "b3.linear.weight": (1,), "b2.linear.bias": (0, 1)}  # frozen in these batches
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     optimizer, clip = ADAMW(reference.parameters.values()), options.get("optim", OWN).clip_norm
@@ -222,7 +222,7 @@ def give(parameters):
 
 @pytest.mark.parametrize("options", KINDS, ids=label)
 def test_a_frozen_parameter_that_is_given_a_gradient_is_updated(options):
-    """As by optimizers of torch; not by the next step, which gives it none."""
+    """As by torch's optimizers; the next step, in which it has no gradient, does not update it."""
     mesh, name = Mesh(data=2), "b0.linear.weight"
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     optimizer, clip = ADAMW(reference.parameters.values()), options.get("optim", OWN).clip_norm
@@ -269,7 +269,7 @@ def test_clipping_by_the_norm_of_all_stages(mesh, options, edit):
 
 
 class Difference(torch.optim.Optimizer):
-    """Keeps the gradient of the step before."""
+    """Keeps the gradient of the previous step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -291,7 +291,7 @@ def zero_by_hand(engine):
 @pytest.mark.parametrize(("mesh", "options"), covering(
     [Mesh(), Mesh(data=2, pipe=2)], [{"optimizer": Difference}, {"optimizer": ADAMW}, {"optim": OWN}]), ids=label)
 def test_gradients_that_a_program_keeps_stay(mesh, options, zero):
-    """As in a plain loop that sets them to None, and computes new ones."""
+    """As in a plain loop that sets gradients to None and computes new ones."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     optimizer = options.get("optimizer", ADAMW)(reference.parameters.values())
     steps, sums = [*batches(mesh), *batches(mesh)[:1]], {}
@@ -323,7 +323,7 @@ def test_gradients_that_a_program_keeps_stay(mesh, options, zero):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
 def test_views_of_gradients_that_a_program_keeps_stay(mesh):
-    """As above: `detach`, a row, what numpy shares, and the engine's own dict of them."""
+    """As above: `detach`, a row, an array of numpy over the memory, and the engine's own dict of gradients."""
     def work(engine):
         kept = []
         for batch in batches(mesh) * 2:
@@ -363,7 +363,7 @@ def test_gradients_that_a_program_keeps_grow_within_a_step():
 
 
 def test_gradients_that_a_program_keeps_stay_after_updates_in_the_backward():
-    """Blocks have one memory for theirs, in turn."""
+    """Blocks share one memory for their gradients, in turn."""
     batch, three = points([[3]]), partial(chain, *[partial(nn.Linear, 4, 4)] * 3)
 
     def work(engine):
@@ -411,7 +411,7 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
             clip(engine)
         return [str(one.message) for one in caught]
 
-    def rank(engine):  # ranks are threads, which share the filters of warnings
+    def rank(engine):  # ranks are threads, which share warning filters
         if engine.world.rank == 0:
             return work(engine)
         return engine.forward_backward(share(engine, points([[2]] * mesh.data)))
@@ -421,7 +421,7 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
 
 
 def test_norms_of_other_models_are_torchs_beside_an_engine():
-    """In one graph of torch.compile, and in transforms of functions."""
+    """In a single graph of torch.compile, and in function transforms."""
     def rank(engine):
         norm = partial(nn.utils.get_total_norm, foreach=False)
         compiled = torch.compile(lambda tensor: norm([tensor]), fullgraph=True, backend="eager")
@@ -435,7 +435,7 @@ def test_norms_of_other_models_are_torchs_beside_an_engine():
 @pytest.mark.parametrize("options", [{"optimizer": ADAMW}, {"optim": OWN}], ids=["torch", "ranvier"])
 @pytest.mark.parametrize("call", ["train_batch", "forward_backward"])
 def test_gradients_of_a_backward_before_the_batch_are_lost_with_a_warning(call, options):
-    """In a plain loop the batch would add to them. Those after it count, and zeros are no loss."""
+    """In a plain loop the batch would add to them. Gradients after the batch count, and zeros are no loss."""
     def work(engine: Engine):
         batch = share(engine, points([[2]]))
 
@@ -443,7 +443,7 @@ def test_gradients_of_a_backward_before_the_batch_are_lost_with_a_warning(call, 
             sum(parameter.square().sum() for parameter in engine.parameters()).backward()
 
         own_backward()
-        with pytest.warns(UserWarning, match="before the batch is lost"):  # in the first one, too
+        with pytest.warns(UserWarning, match="before the batch is lost"):  # before the first batch, too
             engine.train_batch(batch)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""The picture and the page of the last batch in a loop of one's own: what they hold, and what is refused."""
+"""The picture and the page of the last batch in a user's own loop: their contents, and which calls are refused."""
 
 import json
 import re

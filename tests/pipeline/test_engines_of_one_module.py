@@ -1,4 +1,4 @@
-"""Several engines of one module take turns: a step of one is never made of the gradients or old values of another."""
+"""Several engines of one module take turns: no engine's step uses gradients or old values of another engine."""
 
 from contextlib import closing
 from functools import partial
@@ -30,7 +30,7 @@ def size(outputs, targets):
 
 
 def on_two(mesh, work, *, how=None, **other):
-    """`work(one, two, batch, make)` on each rank, of two engines of one module; `make` makes the second one again."""
+    """`work(one, two, batch, make)` on each rank, with two engines of one module; `make` makes the second again."""
     models = [plain() for _ in range(mesh.size)]
     batch = points([[2, 3]] * mesh.data)
 
@@ -81,12 +81,12 @@ def begin_another(one, two, batch, make):
         two.train_batch(batch)
     with raises(OTHER):
         two.forward_backward(batch)
-    one.step(result)  # as if nothing had been
+    one.step(result)  # as if the other engine had not been called
     two.train_batch(batch)
 
 
 def make_another(one, two, batch, make):
-    """As who runs a cell of a notebook again: the new engine trains, and the first has no gradients any more."""
+    """As when a notebook's cell is run again: the new engine trains, and the first one has no gradients any more."""
     result = one.forward_backward(batch)
     another = make()
     for call in (one.gradients, partial(one.step, result)):
@@ -108,7 +108,7 @@ def step_with_others_gradients(one, two, batch, make):
 
 
 def let_gradients_go(one, two, batch, make):
-    """Whoever updates by hand ends a step as for one engine."""
+    """A program that updates by hand ends a step as it would with a single engine."""
     def none(parameters):
         for parameter in parameters:
             parameter.grad = None
@@ -145,7 +145,7 @@ def test_gradients_of_another_model_may_be_taken():
 
 
 def test_gradients_may_be_saved():
-    """Whose they are is not saved with them."""
+    """The engine that they belong to is not saved with them."""
     def work(world):
         with closing(Engine(plain(), world, loss=squared)) as engine:
             engine.forward_backward(*points([[2]]))
@@ -158,7 +158,7 @@ def test_gradients_may_be_saved():
 
 
 def test_values_that_another_rank_trains_meanwhile_are_refused():
-    """Also by an engine that has computed before."""
+    """Even by an engine that has computed before."""
     def work(one, two, batch, make):
         two.evaluate(batch)
         one.train_batch(batch)

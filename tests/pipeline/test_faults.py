@@ -1,4 +1,4 @@
-"""What a user reads when a rank fails or a message never comes, on in-process ranks."""
+"""Messages for the user when a rank fails or a message never arrives, on in-process ranks."""
 
 import gc
 import re
@@ -54,7 +54,7 @@ class Passes(Plain):
 
 
 def marked(counts, number):
-    """Points of which microbatch `number` of replica 0 makes `FailsAt` fail."""
+    """Points whose microbatch `number` on replica 0 makes `FailsAt` fail."""
     batches = points(counts)
     for one in (one for replica in batches for one in replica):
         one.inputs[:, 0] = 0.0
@@ -121,7 +121,7 @@ def test_a_loss_that_raises(mesh):
 
 
 def test_a_failure_of_ones_own_kind_keeps_its_words():
-    """A RanvierError is told in its own words, and still with the actions."""
+    """A RanvierError keeps its message, with the actions appended."""
     def wrong(outputs, targets):
         raise ModelError("is odd", where="loss", remedy="Even it out.")
 
@@ -133,7 +133,7 @@ def test_a_failure_of_ones_own_kind_keeps_its_words():
 # ---------------------------------------------------------------------- messages that never come
 
 def losing(kind, microbatch, then=lambda engine: None):
-    """What makes a rank's transport lose one message."""
+    """Returns a function that makes a rank's transport lose one message."""
     def prepare(engine):
         send = engine._connections.transport.send
 
@@ -157,7 +157,7 @@ def timeout(mesh, batches, prepare, seconds=0.5, make=None, **options):
 
 @pytest.fixture
 def quick_board(monkeypatch):
-    """A board that is brought up to date ten times as often."""
+    """A board that is updated ten times as often."""
     init = Board.__init__
     monkeypatch.setattr(Board, "__init__",
                         lambda self, store, rank, mesh, **options: init(self, store, rank, mesh, 0.1))
@@ -176,7 +176,7 @@ def test_a_forward_that_never_comes(quick_board):
 
 
 def test_a_rank_with_adjacent_stages_waits_for_another_rank(quick_board):
-    """pipe 1 has stages 1 and 2, both of which wait for forward 0: 2 for that of 1."""
+    """pipe 1 has stages 1 and 2, which both wait for forward 0: stage 2 for that of stage 1."""
     text = timeout(Mesh(pipe=2), points([[1]]), losing(MessageKind.FORWARD, 0),
                    pipeline=Pipeline(stages_per_rank=2, placement="v-shape"))
     assert re.search(r"pipe 1 .*wait.* for the forward of microbatch 0 from pipe 0", text), text
@@ -203,7 +203,7 @@ def test_a_backward_that_never_comes(quick_board):
 
 
 def test_a_rank_that_computes_for_long(quick_board):
-    """The report says what it computes."""
+    """The report names the action that the rank computes."""
     sleeping = threading.Event()
 
     class Slow(Plain):
@@ -239,7 +239,7 @@ def test_a_tied_value_that_never_comes(quick_board):
 # ---------------------------------------------------------------------- ranks that do not agree
 
 def uneven(first, second, calls=1):
-    """Other numbers of microbatches on the two stages of one replica."""
+    """Different numbers of microbatches on the two stages of one replica."""
     def work(engine):
         for _ in range(calls):
             engine.forward_backward(share(engine, points([[1] * (first if engine.is_first_stage else second)])))
@@ -249,7 +249,7 @@ def uneven(first, second, calls=1):
 
 @pytest.mark.parametrize(("first", "second", "calls"), [(2, 3, 1), (3, 2, 1), (3, 2, 2), (1, 0, 2), (0, 1, 1)])
 def test_other_numbers_of_microbatches_on_two_stages(quick_board, first, second, calls):
-    """One of the two finds out and names the number, or whom it waits for; it never hangs, and is no assertion."""
+    """One of the two ranks names the number, or the rank that it waits for; it never hangs or fails an assertion."""
     with pytest.raises(RanvierError) as caught:
         uneven(first, second, calls)
     text = str(caught.value)
@@ -258,7 +258,7 @@ def test_other_numbers_of_microbatches_on_two_stages(quick_board, first, second,
 
 
 def test_names_of_ranks_on_the_board():
-    """Only the axes that the mesh uses."""
+    """Only the axes that the mesh uses are named."""
     from torch.distributed import HashStore
 
     for mesh, rank, expected in [(Mesh(), 0, "rank 0"), (Mesh(pipe=2), 1, "pipe 1"), (Mesh(data=2), 1, "data 1"),
@@ -269,7 +269,7 @@ def test_names_of_ranks_on_the_board():
 
 
 def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
-    """And from one that has never said anything, which may not have got so far."""
+    """And from a rank that has not reported yet, since it may still be starting."""
     from torch.distributed import HashStore
 
     store = HashStore()
@@ -286,7 +286,7 @@ def test_ranks_that_say_nothing_any_more_are_told_from_busy_ones():
 
 
 def test_calls_with_a_timeout_while_the_interpreter_shuts_down(monkeypatch):
-    """Python 3.12 starts no thread then, so the thread that makes them is there before."""
+    """Python 3.12 starts no thread during shutdown, so the thread for these calls must exist before."""
     def refuses(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -295,11 +295,11 @@ def test_calls_with_a_timeout_while_the_interpreter_shuts_down(monkeypatch):
     assert call_with_timeout(lambda: 3) == 3
     assert call_with_timeout(lambda: 1 // 0) is None
     assert call_with_timeout(lambda: time.sleep(0.5), 0.01) is None
-    assert call_with_timeout(lambda: 4) == 4, "what took too long has ended"
+    assert call_with_timeout(lambda: 4) == 4, "the call that took too long has ended"
 
 
 def test_boards_that_nobody_closed_do_not_bring_the_interpreter_down():
-    """A thread that is in a store's own code while the interpreter goes would abort the process."""
+    """A thread inside a store's C++ code at interpreter shutdown would abort the process."""
     program = ("import time; from torch.distributed import HashStore; from ranvier.comm.board import Board\n"
                "from ranvier.mesh import Mesh\n"
                "boards = [Board(HashStore(), 0, Mesh(), 0.0002) for _ in range(40)]; time.sleep(0.1)\n")
@@ -308,7 +308,7 @@ def test_boards_that_nobody_closed_do_not_bring_the_interpreter_down():
 
 
 class Deaf:
-    """A store behind a dead link."""
+    """A store behind a dead connection."""
 
     def __init__(self):
         self.ended = threading.Event()
@@ -338,7 +338,7 @@ def test_no_thread_is_left_when_engines_are_closed():
 
 
 def test_an_engine_that_a_program_loses_leaves_no_thread():
-    """As in a notebook, where a cell that failed is run again."""
+    """As in a notebook in which a failed cell is run again."""
     lost = []
 
     def lose(engine):

@@ -1,4 +1,4 @@
-"""Products in float8: rounded as written down here in a few lines, on every mesh, deferred, recomputed and compiled."""
+"""Products in float8: equal to a few lines of reference code, on every mesh, deferred, recomputed and compiled."""
 
 from copy import deepcopy
 
@@ -24,7 +24,7 @@ on_a_cpu = pytest.mark.skipif(not float8.runs_on_cpu(), reason="this torch has n
 
 
 def rounded(x, dtype):
-    """What x becomes: its values on the grid of `dtype`, which reaches to its largest value."""
+    """x rounded to the grid of `dtype`, which is scaled to x's largest value."""
     scale = x.abs().max() / torch.finfo(dtype).max
     return (x / scale).to(dtype).float() * scale
 
@@ -45,7 +45,7 @@ class Reference(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Two linear layers, of which the first has as many outputs as asked for."""
+    """Two linear layers; the first has `width` outputs."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -56,13 +56,13 @@ class Block(nn.Module):
 
 
 def chain():
-    """First, last and an odd block stay as they are: four of the ten layers are in float8."""
+    """The first, the last and an odd block stay as they are: four of the ten layers are in float8."""
     torch.manual_seed(3)
     return nn.Sequential(Block(), Block(), Block(24), Block(), Block())
 
 
 def batches(replicas, count=3):
-    """Microbatches of 2, 3 and 4 samples of 5 tokens: 10, 15 and 20 rows, none of which 16 divides."""
+    """Microbatches of 2, 3 and 4 samples of 5 tokens: 10, 15 and 20 rows, none divisible by 16."""
     torch.manual_seed(7)
     return [[Microbatch(torch.randn(2 + number, 5, 16), torch.randn(2 + number, 5, 16)) for number in range(count)]
             for _ in range(replicas)]
@@ -122,7 +122,7 @@ def test_gradients_are_those_of_rounded_operands(mesh, settings, monkeypatch):
 
 
 class Chosen(Block):
-    """Its layers get some rows, or none, and read others without a gradient; one has a hook."""
+    """Its layers are called with some rows, with none, and without a gradient; one has a hook."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ def test_an_old_gpu_is_named(monkeypatch):
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(64, 128, 32), (16, 32, 256), (256, 64, 64), (48, 64, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_that_products_work_in(tokens, inputs, outputs, dtype):
-    """At most those that are predicted, and nearly as many."""
+    """At most the predicted bytes, and nearly as many."""
     x, weight = torch.randn(tokens, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     dy, tracker = torch.randn(tokens, outputs, dtype=dtype), MemoryTracker()
     with tracker:
@@ -261,7 +261,7 @@ def test_bytes_that_products_work_in(tokens, inputs, outputs, dtype):
 
 
 def test_blocks_know_them():
-    """The largest of a block's linear layers counts, and of a stage's blocks not the model's first and last."""
+    """The largest linear layer of a block counts, except in the model's first and last blocks."""
     def run(**changed):
         return ResolvedRun(mesh=Mesh(), precision="bf16", batch=Batch(microbatch_size=2), model=Transformer(
             num_layers=2, hidden=32, heads=2, vocab=300, sequence=24, **changed))

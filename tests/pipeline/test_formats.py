@@ -1,4 +1,4 @@
-"""Which tensors are cast by the dtype of an engine, which stay in fp32, and what is said of it."""
+"""Which tensors an engine's dtype casts, which stay in fp32, and what is reported about it."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ HALF = torch.bfloat16
 
 
 class Gated(nn.Module):
-    """A block whose gate computes in fp32, as routers do; a table in a buffer."""
+    """A block whose gate computes in fp32, as routers do, with a table in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ def test_it_has_no_effect_beside_full_precision():
 
 @pytest.mark.parametrize(("keep", "expected"), [((), HALF), (("a.*",), torch.float32)])
 def test_a_buffer_under_several_names_stays_one(keep, expected):
-    """Two modules that have it, and one module at two places."""
+    """Two modules that share a buffer, and one module in two places."""
     class Table(nn.Module):
         def __init__(self, table):
             super().__init__()
@@ -175,7 +175,7 @@ def test_a_buffer_under_several_names_stays_one(keep, expected):
 
 
 class Counted(nn.Module):
-    """Code around the cut counts the forwards in a buffer, by which it computes before and behind the cut."""
+    """Code around the cut counts the forwards in a buffer, which is used before and after the cut."""
 
     def __init__(self):
         super().__init__()

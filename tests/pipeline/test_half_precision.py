@@ -1,4 +1,4 @@
-"""Half precision from Python: a user's optimizer updates fp32 copies, and fp16 starts with a loss scale that fits."""
+"""Half precision from Python: a user's optimizer updates fp32 copies, and fp16 starts with a suitable loss scale."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def batch_of(dtype, replica, rows=3, count=2):
 
 
 def linears():
-    """Two blocks whose start is the same on every rank, whatever threads draw at once."""
+    """Two blocks with the same initial values on every rank, whatever other threads draw at the same time."""
     return chain(*[partial(nn.Linear, 4, 4)] * 2, loss=squared)
 
 
@@ -49,7 +49,7 @@ def train(world, mesh, dtype, steps, work=lambda engine: None, **options):
 @pytest.mark.parametrize(("dtype", "accumulate"), covering(HALF, ["half", "fp32"]), ids=str)
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(), Mesh(data=2, pipe=2)]), ids=str)
 def test_a_users_optimizer_has_fp32_master_copies(mesh, dtype, accumulate):
-    """40 steps of 1e-5 are less than half of what tells two numbers of half precision apart: they must add up. The
+    """40 steps of 1e-5 are less than half of the distance between two half-precision numbers: they must add up. The
     reference is Ranvier's own AdamW, which has such copies."""
     settings = {"accumulate": accumulate, "loss_scale_window": 5, "clip_norm": 0.5}
     own = Optim(betas=PLAIN["betas"], epsilon=PLAIN["eps"], weight_decay=0.0, **settings)
@@ -72,7 +72,7 @@ def test_a_users_optimizer_has_fp32_master_copies(mesh, dtype, accumulate):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_groups_by_identity_and_early_states_go_over_to_the_copies(dtype):
-    """An optimizer may choose its groups by which parameters they are, and make states when it is built."""
+    """An optimizer may choose its groups by parameter identity, and create states when it is built."""
     def rank(world):
         model = [nn.Linear(4, 4) for _ in range(2)]
         biases = {module.bias for module in model}
@@ -102,7 +102,7 @@ def zero_in_place(parameter):
 
 
 def zero_data(parameter):
-    """As of torch's version count nothing has been written."""
+    """torch's version counter does not change."""
     parameter.data[:2].zero_()
 
 
@@ -129,8 +129,8 @@ def copy_of(engine, weight):
     (torch.bfloat16, sgd(update_in_backward=True)), (torch.float32, sgd(offload="host"))],
     ids=["torch", "none", "stream", "host", "in backward", "host, fp32"])
 def test_copies_follow_elements_that_are_written(dtype, options, write, first, on_device, monkeypatch):
-    """Before step `first` and each later one two rows; the copies of others keep what they have below the parameter's
-    resolution. On a device two looks are enough to see that a program writes; versions always tell."""
+    """Before step `first` and each later one two rows are written; other rows' copies keep their bits below the
+    parameter's resolution. On a device two checks are enough to detect writes; version counters always do."""
     def linear(outputs, targets):
         return (outputs * targets).float().sum(), 1
 
@@ -144,7 +144,7 @@ def test_copies_follow_elements_that_are_written(dtype, options, write, first, o
         found = [weight.detach().clone(), copy_of(engine, weight).clone()]
         write(weight)
         last = copy_of(engine, weight)
-        assert torch.equal(last.to(dtype), weight), "what is saved"
+        assert torch.equal(last.to(dtype), weight), "the values that are saved"
         engine.close()
         return found
 
@@ -246,7 +246,7 @@ def doubled_in_groups(engine, number):
     (clipped_before_the_optimizer, clipped), (clipped_by_torch_before_the_optimizer, clipped),
     (clipped_after_groups_doubled, clipped), (none_of_the_first_before_the_optimizer, none_of_the_first)])
 def test_a_loop_that_works_with_the_optimizers_parameters(loop, same, accumulate):
-    """They are the copies, and have the gradients of the batch."""
+    """The optimizer's parameters are the copies, and have the gradients of the batch."""
     def rank(world, loop):
         engine = Engine(linears(), world, dtype=torch.bfloat16, optim=Optim(accumulate=accumulate),
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9))
@@ -290,7 +290,7 @@ def halve_in_place(one):
 
 
 def halve_data(one):
-    """The version is as it was, and evaluations do not see it: the next update does."""
+    """The version does not change, and evaluations do not see the write, but the next update does."""
     one.data.mul_(0.5)
 
 
@@ -300,7 +300,7 @@ def halve_memory(one):
 
 @pytest.mark.parametrize("write", [None, halve_in_place, halve_data, halve_memory])
 def test_a_program_that_writes_what_the_optimizer_updates(write):
-    """By a hook, or between steps. Forwards compute with it."""
+    """By a hook, or between steps. Forwards use the written values."""
     def rank(world):
         engine = Engine(linears(), world, dtype=torch.bfloat16,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
@@ -332,7 +332,7 @@ def by_memory(parameter, values):
 
 @pytest.mark.parametrize("swap", [by_copy, by_memory])
 def test_an_evaluation_of_other_values_leaves_the_copies_what_they_have_below_the_parameters_resolution(swap):
-    """A program puts averages in the places of parameters, evaluates, and puts these back."""
+    """A program replaces parameters with averages, evaluates, and restores the parameters."""
     def rank(world, swaps):
         engine = Engine(linears(), world, dtype=torch.bfloat16,
                         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-5))
@@ -353,7 +353,7 @@ def test_an_evaluation_of_other_values_leaves_the_copies_what_they_have_below_th
 
 
 class Alone:
-    """An optimizer in which nothing but its own list says what it updates."""
+    """An optimizer whose parameters are only in a list of its own."""
 
     def __init__(self, parameters):
         self.parameters = list(parameters)
@@ -375,7 +375,7 @@ class Inside(torch.optim.Optimizer):
 
 
 class Around(torch.optim.Optimizer):
-    """Lookahead, for example: it shares the groups."""
+    """It shares the inner optimizer's groups, as Lookahead does."""
 
     def __init__(self, parameters):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
@@ -407,7 +407,7 @@ def test_an_optimizer_in_which_copies_cannot_take_the_places_of_parameters(optim
 
 
 def test_copies_go_through_a_checkpoint(tmp_path):
-    """Two steps, a checkpoint, and two more equal four, in every bit of the copies."""
+    """Two steps, a checkpoint, and two more steps equal four steps, in every bit of the copies."""
     def rank(world, steps, folder=None, load=False):
         engine = Engine(linears(), world, mesh=Mesh(pipe=2), dtype=torch.bfloat16,
                         optimizer=lambda parameters: torch.optim.AdamW(parameters, **PLAIN))
@@ -441,7 +441,7 @@ def wide_batch(dtype=torch.float16):
 @pytest.mark.parametrize(("mesh", "counts", "options"), covering(
     [(Mesh(), [8]), (Mesh(data=2, pipe=2), [8, 8]), (Mesh(data=2), [8, 0])], [{}, {"nominal_weight": 1.0}]), ids=str)
 def test_fp16_skips_no_step_at_the_start(mesh, counts, options):
-    """Sums over thousands of targets times the loss scale overflow: a replica without a microbatch is told, too."""
+    """Sums over thousands of targets times the loss scale overflow; a replica without a microbatch learns it, too."""
     def rank(world):
         model = chain(partial(nn.Linear, 16, 16), nn.Tanh, partial(nn.Linear, 16, 16), loss=squared)
         engine = Engine(model, world, mesh=mesh, dtype=torch.float16, optim=Optim(), **options)

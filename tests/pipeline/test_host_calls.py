@@ -1,7 +1,7 @@
-"""How many calls a microbatch costs the host beside those of its blocks: with small blocks they are the time of a step.
+"""How many host calls a microbatch needs besides those of its blocks: with small blocks they dominate a step's time.
 
-Counted are functions of Python and of C, on ranks that are threads, in steps of two numbers of microbatches: what a
-step begins and ends with is told apart. A rank that waits less often makes fewer calls.
+Calls of Python and C functions are counted, on ranks that are threads, in steps of two sizes, so that calls for each
+microbatch and for each step can be separated. A rank that waits less often makes fewer calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEW, MANY = 2, 8
 
 
 def calls(step: Callable[[int], object]) -> Tensor:
-    """[2]: of a microbatch, and of a step beside its microbatches; in this thread."""
+    """[2]: calls for one microbatch, and for a step besides its microbatches; in this thread."""
     counted = 0
 
     def count(frame, event, arg):
@@ -28,7 +28,7 @@ def calls(step: Callable[[int], object]) -> Tensor:
         counted += event in ("call", "c_call")
 
     found = []
-    for microbatches in (FEW, MANY, FEW, MANY):  # what is only done once comes first
+    for microbatches in (FEW, MANY, FEW, MANY):  # calls that are made only once come first
         counted = 0
         sys.setprofile(count)
         try:
@@ -67,7 +67,7 @@ def beside_blocks(world: ranvier.World) -> Tensor:
 
 
 def test_calls_beside_the_blocks():
-    """How often one of two ranks waits is chance."""
+    """How often one of two ranks waits varies by chance."""
     of_microbatch, of_step = run_ranks(beside_blocks, 1)[0].tolist()
     assert of_microbatch <= 155 and of_step <= 1255
     least = [min(float(one[0]) for one in found)

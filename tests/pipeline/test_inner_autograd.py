@@ -1,5 +1,5 @@
-"""Blocks that call autograd inside the stage's backward, or in its forward: gradients are plain torch's, and alike to
-the bit under every policy."""
+"""Blocks that call autograd inside the stage's backward or in its forward: gradients are plain torch's, and
+bit-identical under every policy."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ POLICIES = [Pipeline(policy="message-driven", defer_bytes=1 << 20), Pipeline(pol
             Pipeline(policy="message-driven", deferred=(9, 9), defer_last=1)]
 
 DEFERRING = [replace(policy, defer_bytes=1 << 20) for policy in POLICIES[:3]]
-"""Where one stage defers plain layers: where it is set."""
+"""Policies with which a single stage defers products of plain layers, which it does only if the setting says so."""
 
 
 class FixedPoint(nn.Module):
@@ -75,7 +75,7 @@ class _Adjoint(torch.autograd.Function):
 
 
 class Adjoint(nn.Module):
-    """A function whose backward computes the forward again, as adjoints of differential equations do."""
+    """A function whose backward recomputes the forward, as adjoints of differential equations do."""
 
     def __init__(self, also=False):
         super().__init__()
@@ -90,7 +90,7 @@ class Adjoint(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A layer inside reentrant checkpointing, whose backward is a backward in the backward; `also` uses it outside."""
+    """A layer inside reentrant checkpointing, which runs a backward in its backward; `also` also calls it outside."""
 
     def __init__(self, also=False):
         super().__init__()
@@ -102,7 +102,7 @@ class Checkpointed(nn.Module):
 
 
 class Carries(nn.Module):
-    """Carries itself, for `Penalised`, and two outputs."""
+    """Carries a tensor for `Penalised`, and two outputs."""
 
     def __init__(self, first=False):
         super().__init__()
@@ -115,7 +115,7 @@ class Carries(nn.Module):
 
 
 class Penalised(nn.Module):
-    """Adds the gradient of one output with respect to an earlier block's, which crosses block boundaries."""
+    """Adds the gradient of one output with respect to an earlier block's output, which crosses block boundaries."""
 
     def forward(self, state):
         x, y, z = state["x"], state["y"], state["z"]
@@ -136,7 +136,7 @@ def alike(model, batches, mesh, policies=POLICIES, **options):
 
 @pytest.mark.parametrize(("block", "place"), covering(list(BLOCKS), [3, 1]))
 def test_autograd_inside_the_backward(block, place):
-    """Also as the last block of a stage, where a hook of the block runs before any other node."""
+    """Even if it is the last block of a stage, where a hook of the block runs before any other node."""
     blocks = [linear] * 6
     blocks[place - 1] = BLOCKS[block]
     alike(partial(chain, *blocks), points([[2, 3, 1]] * 2), Mesh(data=2, pipe=2))
@@ -149,7 +149,7 @@ def test_on_one_rank():
 
 
 def test_a_gradient_within_the_forward_that_crosses_blocks():
-    """It passes some tensors of a block boundary, and not all: the stage's own backward has not passed the block."""
+    """It reaches only some tensors of a block boundary: the stage's own backward has not passed the block."""
     model = partial(chain, linear, partial(Carries, True), Carries, Carries, Penalised, linear)
     alike(model, points([[2, 3, 1]] * 2), Mesh(data=2), DEFERRING, optim=chunks_of(4))
 
@@ -160,7 +160,7 @@ def test_a_gradient_within_the_forward_that_crosses_blocks():
     (Mesh(), lambda layer, x: layer.zero_grad()),
 ], ids=["backward", "backward on rows", "zero_grad"])
 def test_a_forward_that_changes_gradients_is_refused(mesh, act):
-    """Those of the batch are divided by its weight later, and are of other microbatches."""
+    """They are divided by the batch's weight later, and contain those of other microbatches."""
     class Acts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -177,7 +177,7 @@ def test_a_forward_that_changes_gradients_is_refused(mesh, act):
 
 
 class Slope(nn.Module):
-    """Adds the gradient of an energy with respect to what it is given; own: to a view of that."""
+    """Adds the gradient of an energy with respect to its input, or with `own` to a view of the input."""
 
     def __init__(self, own=False):
         super().__init__()
@@ -194,7 +194,7 @@ HOOK_CUTS = [(Mesh(), None, None), (Mesh(), None, Memory(recompute=3)), (Mesh(pi
 
 @pytest.mark.parametrize(("mesh", "boundaries", "memory"), HOOK_CUTS, ids=str)
 def test_a_gradient_that_a_block_computes_of_a_tensor_with_another_blocks_hook(mesh, boundaries, memory):
-    """In plain torch the hook would run for it, and after a cut it would not: refused wherever the model is cut."""
+    """In plain torch the hook would run for this gradient, and after a cut it would not: refused for every cut."""
     options = {"pipeline": Pipeline(boundaries=boundaries), "memory": memory}
     with pytest.raises(ModelError) as caught:
         assert_parity(partial(chain, linear, FixedPoint, nn.Identity, Slope), points([[2, 3]]), mesh, **options)
@@ -219,7 +219,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("gives", ["tensor", "dict", "tuple"])
 def test_hooks_are_found_in_any_state(gives):
-    """Between two blocks of one stage, where a plain tensor without hooks is not looked at any further."""
+    """Between two blocks of one stage, where plain tensors without hooks take a shortcut."""
     def model(own):
         kinds = [(linear, gives), (FixedPoint, gives), (nn.Identity, gives), (partial(Slope, own), "tensor")]
         return chain(*(partial(Around, *kind) for kind in kinds))
@@ -231,7 +231,7 @@ def test_hooks_are_found_in_any_state(gives):
 
 
 class HookedNorm(nn.Module):
-    """A hook on what the block gives on."""
+    """Puts a hook on the block's output."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ class SquareSlope(nn.Module):
 
 
 def test_hooks_are_found_on_rows():
-    """A tensor mesh has no shortcut."""
+    """On a tensor mesh there is no such shortcut."""
     def rank(world):
         engine = Engine([HookedNorm(), SquareSlope()], world, mesh=Mesh(row=2), loss=squared, dtype=torch.float64)
         engine.forward_backward([(torch.ones(1, 2, 4, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64))])
@@ -301,8 +301,8 @@ def test_lookups_inside_the_backward():
 
 
 class SlopeByInput(nn.Module):
-    """Adds the gradient of the value by what the first block was given, which the value needs only on earlier stages,
-    or here, too."""
+    """Adds the gradient of the value with respect to the first block's input, which the value depends on only through
+    earlier stages, or with `uses` also here."""
 
     def __init__(self, uses):
         super().__init__()
@@ -331,7 +331,7 @@ class Noisy(nn.Module):
 
 
 class SlopeThenDropout(nn.Module):
-    """Drops elements after a gradient through the blocks before it, which recomputation runs again for that."""
+    """Drops elements after a gradient through the previous blocks, which recomputation runs again for it."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ class SlopeThenDropout(nn.Module):
 
 
 def test_recomputed_for_a_gradient_in_a_later_forward():
-    """A block runs again in the middle of another one's forward, whose own random numbers go on as before."""
+    """A block runs again during another block's forward, whose random numbers continue as before."""
     linear = partial(nn.Linear, 4, 4)
     assert_parity(partial(chain, linear, linear, Noisy, SlopeThenDropout), points([[3, 2]]), Mesh(),
                   memory=Memory(recompute="alternate"))

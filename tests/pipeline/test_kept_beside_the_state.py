@@ -1,5 +1,5 @@
-"""What blocks keep beside the carried state without reading what other blocks have left, as logs, timers and caches do,
-is taken; what looks alike, but is read by another stage, is refused."""
+"""Values that blocks keep besides the carried state and that no other block reads, as of logs, timers and caches, are
+accepted; similar values that another stage reads are refused."""
 
 import itertools
 import time
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 def four(step, **attributes):
-    """Four layers whose forward is step(self, x, y), a method."""
+    """Four layers whose forward calls step(self, x, y), a method."""
     kind = type("Keeps", (Layer,), {"forward": lambda self, x: self.step(x, Layer.forward(self, x)), "step": step,
                                     **attributes})
     return [kind(number) for number in range(4)], squared
@@ -381,7 +381,7 @@ def by_another_max():
 
 
 class Mixed(dict):
-    """Half of what there was stays."""
+    """Keeps half of the old value."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, 0.5 * (value + self.get(key, value)))
@@ -560,7 +560,7 @@ def test_what_a_backward_leaves_is_refused_where_stages_take_turns(make):
 
 
 def test_stages_of_one_rank_that_nobody_can_compare_are_refused():
-    """Blocks 0 and 3 are on one rank, where microbatches take turns: block 3 may read of another one."""
+    """Blocks 0 and 3 are on one rank, where microbatches take turns: block 3 may read another microbatch's value."""
     class Keeps(Layer):
         last = None
 
@@ -597,11 +597,11 @@ def test_the_error_says_how_to_keep_a_log():
 # ---------------------------------------------------------------------- what it costs
 
 def test_steady_places_are_compared_at_once(monkeypatch):
-    """After the first batch nobody looks into a place that stays as it is."""
+    """After the first batch, places that do not change are not inspected again."""
     looks, batches = [], 4
 
     def look(watch):
-        looks.extend([watch.place.at.path] if hasattr(watch, "marks") else [])  # it is not the first time
+        looks.extend([watch.place.at.path] if hasattr(watch, "marks") else [])  # not at the first time
         inner(watch)
 
     inner = Watch._look

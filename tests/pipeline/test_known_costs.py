@@ -1,4 +1,4 @@
-"""Which models are counted again: whatever computes something else, and all code that is not Ranvier's."""
+"""Which models are counted again: every model with different computations, and all code that is not Ranvier's."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ CONFIG = Transformer(num_layers=1, hidden=16, heads=2, vocab=48, sequence=8)
 
 @pytest.fixture
 def counted(monkeypatch):
-    """A list that grows by each count; nothing is known yet."""
+    """A list with one entry for each count; no costs are known at the start."""
     found = []
     monkeypatch.setattr(costs_module, "_known", costs_module.Known(64))
     monkeypatch.setattr(cut_module, "block_costs", lambda *args: found.append(args) or block_costs(*args))
@@ -43,7 +43,7 @@ def costs(model, *, rows=2, mesh=None, dtype=torch.float64, device="cpu", tensor
 
 
 def test_ranviers_blocks_are_built_once_on_the_meta_device():
-    """Those of any other code each time."""
+    """Blocks of any other code are built each time."""
     found, own = build_on_meta(gpt(CONFIG)), chain(lambda: nn.Linear(2, 2))
     assert build_on_meta(gpt(CONFIG)) is found and build_on_meta(own) is not build_on_meta(own)
     assert not any(one.requires_grad for one in build_on_meta(freeze(gpt(CONFIG), 1))["embedding"].parameters())
@@ -51,7 +51,7 @@ def test_ranviers_blocks_are_built_once_on_the_meta_device():
 
 
 def test_ranviers_models_are_counted_once_and_again_where_anything_differs(counted):
-    """Each of these is another count, and the same a second time none."""
+    """Each case is counted when it is new, and not again."""
     adapted = partial(with_adapters, lora=Lora(rank=2, targets=("layer0.*",)))
     cases = [dict(model=lambda: llama(CONFIG)), dict(model=lambda: llama(replace(CONFIG, kv_heads=1))),
              dict(model=lambda: llama(replace(CONFIG, tied=True))), dict(model=lambda: adapted(llama(CONFIG))),

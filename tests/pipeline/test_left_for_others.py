@@ -1,5 +1,5 @@
-"""Values that a forward leaves outside of the carried state, where code of another stage would find them in a plain
-loop: refused by name, and taken where nobody else reads them or each stage makes them alike."""
+"""Values that a forward leaves outside the carried state, where code of another stage would find them in a plain loop:
+refused by name, and accepted if nothing else reads them or each stage makes them itself."""
 
 import sys
 import threading
@@ -23,11 +23,11 @@ from tests.errors import raises
 from tests.pipeline.parity import points, share, squared
 
 V_SHAPE = Pipeline(stages_per_rank=2)
-PENALTIES = threading.local()  # each rank, a thread, has its own
+PENALTIES = threading.local()  # each rank is a thread and has its own
 
 
 class Penalised(nn.Module):
-    """A layer that leaves a penalty, by `leave`, and adds those that it finds by `find`."""
+    """A layer that leaves a penalty with `leave`, and adds the penalties that it finds with `find`."""
 
     def __init__(self, leave=None, find=None):
         super().__init__()
@@ -160,7 +160,7 @@ def test_under_recomputation():
 
 
 class Follows(nn.Module):
-    """A layer whose forward is a function of (layer, input, output), with its number among four."""
+    """One of four numbered layers, whose forward is a function of (layer, input, output)."""
 
     def __init__(self, number, follow):
         super().__init__()
@@ -350,7 +350,7 @@ def made_first_or_only_counted():
             self.linear += 1
             means.setdefault(value, []).append(self)
 
-    counter = Counter()  # blocks read a linear of their own
+    counter = Counter()  # blocks read their own `linear`
 
     def follow(block, x, y):
         context.calls += 1
@@ -402,7 +402,7 @@ linear = {"no": "global of a block, whose own attributes have such names"}
 
 
 class Hostile(dict):
-    """What a program may have among its attributes, and what must not run."""
+    """An attribute that a program may have, and whose code must not run."""
 
     __getattr__ = dict.__getitem__
 
@@ -463,7 +463,7 @@ REGISTERED = [[]]
 
 
 class Registered(nn.Module):
-    """Its constructor, which no forward of it runs again, reaches what its forward does not, as many of PEFT's do."""
+    """Its constructor, which its forward never calls, reaches more than its forward, as many of PEFT's do."""
 
     def __init__(self):
         super().__init__()
@@ -474,7 +474,7 @@ class Registered(nn.Module):
 
 
 def test_ranks_find_objects_in_one_order_whatever_numbers_names_hash_to():
-    """Methods that nothing names yet wait until something does. A plan is the same on every rank."""
+    """Methods that are not named yet wait until they are. A plan must be the same on every rank."""
     kept = {f"step{number}": [number] for number in range(12)}
     steps = type("Steps", (), {name: lambda self, found=found: found for name, found in kept.items()})()
     names_them = [[[eval(f"lambda one: ({','.join(f'one.{name}' for name in kept)})")]]]
@@ -501,7 +501,7 @@ def columns_of_one_tensor():
 
 
 def test_two_parameters_over_one_memory_are_refused():
-    """Each update of one would change the other, if it is on the same rank."""
+    """Each update of one parameter would change the other, if both are on one rank."""
     with raises("parameters-over-one-memory", "0.weight", where="parameter 3.weight"):
         train(tied_by_memory, Mesh())
     train(columns_of_one_tensor, Mesh(pipe=2))
@@ -537,12 +537,12 @@ def test_a_parameter_that_is_no_plain_tensor_is_refused(weight):
 
 
 def test_batch_norm_over_all_ranks_is_refused_on_several_stages():
-    """Its ranks are all of torch.distributed."""
+    """It communicates with all ranks of torch.distributed."""
     def model(training=True):
         return [nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4).train(training), nn.Linear(4, 4))], squared
 
     train(lambda: model(training=False), Mesh(pipe=2))
-    run_ranks(lambda world: Engine(model()[0], world, mesh=Mesh(data=2), loss=squared).close(), 2)  # all call it
+    run_ranks(lambda world: Engine(model()[0], world, mesh=Mesh(data=2), loss=squared).close(), 2)  # all ranks call it
     with raises("sync-batch-norm", where="module 1.0"):
         train(model, Mesh(pipe=2))
 

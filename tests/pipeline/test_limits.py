@@ -1,4 +1,4 @@
-"""What `pipeline.in-flight` and `pipeline.defer-bytes` stand for where they are auto."""
+"""The values of `pipeline.in-flight` and `pipeline.defer-bytes` when they are auto."""
 
 import random
 from dataclasses import replace
@@ -51,12 +51,12 @@ def load(forward=1.0, backward=1.0, weight=1.0, *, trains=True, fixed=10.0, grap
 def test_the_rule():
     assert rule_limits([True]) == Limits(in_flight=1, deferred=(0,))
     assert rule_limits([True] * 4) == Limits(in_flight=4, deferred=(0, 1, 2, 4))
-    assert rule_limits([False, True, True]) == Limits(in_flight=4, deferred=(0, 0, 3)), "nobody waits for stage 1"
+    assert rule_limits([False, True, True]) == Limits(in_flight=4, deferred=(0, 0, 3)), "no stage waits for stage 1"
     assert rule_limits([False] * 2) == Limits(in_flight=4, deferred=(0, 0))
 
 
 def test_uneven_stages_have_more_in_flight():
-    """Two stages as of a GPT, the first 5 % slower: one more microbatch in flight removes most of the waits."""
+    """Two stages as of a GPT, the first 5 % slower: one more microbatch in flight removes most of the waiting."""
     stages = [load(1.05, 1.05, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.95, graph=0.9, operands=0.9)]
     chosen = computed_limits(stages, MessageDriven(), memory=1.1)
     assert chosen.in_flight > 2
@@ -80,8 +80,8 @@ def case_of(stages, placement, num_microbatches):
 @examples(4)
 @given(st.lists(TRAINED, min_size=2, max_size=5), st.sampled_from(MEMORIES), st.none() | st.integers(1, 40))
 def test_limits_are_no_slower_than_1f1b_and_within_the_memory(stages, memory, num_microbatches):
-    """As simulated, of rounded loads. Of the loads themselves no bound holds, since a schedule that follows arrivals
-    may become slower where an action becomes faster."""
+    """In a simulation with rounded loads. No bound holds for the exact loads, since a schedule that follows arrivals
+    may become slower when an action becomes faster."""
     placement = StagePlacement(num_ranks=len(stages))
     chosen = computed_limits(stages, MessageDriven(), memory=memory, num_microbatches=num_microbatches)
     case = case_of(stages, placement, num_microbatches)
@@ -105,8 +105,8 @@ def test_several_stages_of_a_rank_stay_within_the_memory(pipe, per_rank, how, me
 
 
 def test_stages_that_store_unequally_are_slower_than_by_the_rule():
-    """What the rule lets them store and defer needs more than 1F1B. Nothing is faster within that, and with as many in
-    flight as asked for nothing is within it."""
+    """The rule's limits need more memory than 1F1B. No limits within that memory are faster, and with the requested
+    number in flight none are within it."""
     placement = StagePlacement(num_ranks=2, per_rank=2)
     stages = [load(graph=2.0, fixed=0.0), load(fixed=2.0), load(fixed=2.0), load(fixed=0.0)]
     within, three, rule = (predict(stages, MessageDriven(), limits, placement) for limits in (
@@ -127,7 +127,7 @@ def limits_of_1f1b(pipe):
     pytest.param(12, 24, 0.2, 0.2, True, marks=pytest.mark.slow),
     pytest.param(16, 16, 0.1, 0.05, False, marks=pytest.mark.slow)])
 def test_the_choice_is_no_slower_than_1f1b_in_its_memory(pipe, microbatches, variation, messages, recomputed):
-    """On the mean of draws that the choice has not seen, with the messages and the variation that it was told."""
+    """On the mean of draws that the choice has not seen, with the given message times and variation."""
     stage = load(1.0, 3.0, 0.0, operands=0.0) if recomputed else load()
     conditions = Conditions(messages=messages, variation=variation)
     chosen = computed_limits([stage] * pipe, MessageDriven(), memory=1.0, num_microbatches=microbatches,
@@ -203,7 +203,7 @@ PRICES = st.builds(Deferral, st.floats(-0.5, 1.0), st.floats(0.5, 2.0))
 @examples(12)
 @given(st.lists(st.tuples(TRAINED, PRICES), min_size=2, max_size=4), st.integers(1, 24), st.sampled_from([1.0, 2.0]))
 def test_nothing_waits_where_that_is_slower(stages, num_microbatches, memory):
-    """Whatever the prices: with the same number in flight a step in which nothing waits is no faster."""
+    """Whatever the prices: with the same number in flight, a step without deferral is no faster."""
     loads, prices = zip(*stages, strict=True)
     conditions = Conditions(deferral=prices)
     found = computed_limits(loads, MessageDriven(), memory=memory, num_microbatches=num_microbatches,
@@ -214,8 +214,8 @@ def test_nothing_waits_where_that_is_slower(stages, num_microbatches, memory):
 
 
 def test_a_price_of_deferral_decides_how_many_wait():
-    """Of 24 microbatches on four equal stages: all that fill waits, those of a step's end, none. A deep pipeline lets
-    all wait by its rule, or none."""
+    """With 24 microbatches on four equal stages: all products that fill waits are deferred, those at a step's end, or
+    none. A deep pipeline defers by its rule, or nothing."""
     def found(pipe, *price):
         return computed_limits([load()] * pipe, MessageDriven(), memory=2.0, num_microbatches=24,
                                conditions=Conditions(deferral=(Deferral(*price),) * pipe))
@@ -228,7 +228,7 @@ def test_a_price_of_deferral_decides_how_many_wait():
 
 
 def test_the_choice_is_about_the_microbatches_of_a_batch():
-    """With few the end of the step counts; with many, uneven stages need more in flight, and so many are enough."""
+    """With few microbatches a step's end matters; with many, uneven stages need more in flight, up to a limit."""
     stages = [load(1.03, 1.03, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.97, graph=0.9, operands=0.9)]
 
     def chosen(count):
@@ -240,8 +240,8 @@ def test_the_choice_is_about_the_microbatches_of_a_batch():
 
 
 def test_products_that_take_longer_later_wait_at_the_end_only():
-    """Two equal ranks with two stages each: what waits fills the end of a step, and costs nothing before. Elsewhere a
-    deep pipeline lets all wait, as one does whose deferred products take no longer."""
+    """Two equal ranks with two stages each: products deferred at the end of a step fill it, and cost nothing before. A
+    deep pipeline of one stage on each rank defers all, as does one whose deferred products take no longer."""
     placement = StagePlacement(num_ranks=2, per_rank=2)
     options = {"memory": 1.5, "placement": placement, "num_microbatches": 8}
     slower, same = [load(factor=1.1)] * 4, [load()] * 4
@@ -251,7 +251,7 @@ def test_products_that_take_longer_later_wait_at_the_end_only():
     last_wait, all_wait = (predict(slower, MessageDriven(), limits, placement, 8) for limits in (chosen, any_waits))
     assert last_wait.step < all_wait.step and last_wait.memory <= all_wait.memory
     assert all_wait.bubble_fraction == pytest.approx(
-        1.0 - (1.0 / all_wait.step) * (1.0 + 0.1 / 3), abs=2e-3), "longer products are no bubble"
+        1.0 - (1.0 / all_wait.step) * (1.0 + 0.1 / 3), abs=2e-3), "longer products do not count as bubble"
     assert computed_limits(same, MessageDriven(), **options).last is None
     assert computed_limits([load(factor=1.1)] * 8, MessageDriven(), memory=1.5, num_microbatches=8).last is None
 
@@ -260,7 +260,7 @@ def test_products_that_take_longer_later_wait_at_the_end_only():
     (StagePlacement(num_ranks=16, per_rank=4, how="interleaved"), 0.10),
     (StagePlacement(num_ranks=20), 0.02)], ids=str)
 def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
-    """Interleaved 1F1B, and the rule for one stage on each rank, wait for longer."""
+    """Interleaved 1F1B, and the rule for one stage on each rank, wait longer."""
     stages, policy = [load()] * placement.num_stages, MessageDriven()
     chosen = computed_limits(stages, policy, memory=1.1, placement=placement, num_microbatches=32)
     usual = Limits(in_flight=32, deferred=(0,) * 16, alternating=True) if placement.per_rank > 1 else rule_limits(
@@ -271,7 +271,7 @@ def test_deep_pipelines_use_the_memory_that_there_is(placement, gain):
 
 @pytest.mark.parametrize("how", ["v-shape", pytest.param("interleaved", marks=pytest.mark.slow)])
 def test_deep_pipelines_have_fewer_in_flight_where_a_stage_keeps_more(how):
-    """The first stage needs too much for an even flow of the most in flight; the rule waits for longer."""
+    """The first stage keeps too much for an even flow with the maximum in flight; the rule waits longer."""
     placement, policy = StagePlacement(num_ranks=16, per_rank=4, how=how), MessageDriven()
     stages = [replace(load(), graph=1.3), *[load()] * 63]
     chosen = computed_limits(stages, policy, memory=1.0, placement=placement, num_microbatches=32)
@@ -286,7 +286,7 @@ def test_where_the_rule_holds():
         assert computed_limits(stages, policy, memory=2.0) == rule_limits([True] * 2)
     deep = [load()] * (MAX_SIMULATED_STAGES + 1)
     assert computed_limits(deep, MessageDriven(), memory=2.0) == rule_limits([True] * len(deep))
-    head = replace(deep[0], operands=3.0)  # a third of what is left beside 10 and one of 0.5 in 1F1B's 26.5
+    head = replace(deep[0], operands=3.0)  # 5 of 3 fit into 1F1B's 26.5 besides 10 and one of 0.5
     assert computed_limits([*deep[1:], head], MessageDriven(), memory=1.0).deferred[-1] == 5
     assert computed_limits([load()], MessageDriven(), memory=2.0) == rule_limits([True])
     assert computed_limits([load(trains=False)] * 2, MessageDriven(), memory=2.0) == rule_limits([False] * 2)
@@ -294,8 +294,8 @@ def test_where_the_rule_holds():
 
 
 def test_where_nothing_may_wait_limits_are_those_of_such_a_schedule():
-    """With as many in flight as ranks interleaved stages wait for a quarter of a step, unless deferred products fill
-    that."""
+    """With as many in flight as ranks, interleaved stages would wait for a quarter of a step, unless deferred products
+    fill it."""
     run = resolve(replace(
         Run(), model=Transformer(num_layers=16, hidden=1024, heads=8, vocab=1024, sequence=512), precision="bf16",
         mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=1), launch=Launch(device="cuda"),
@@ -316,7 +316,7 @@ def test_only_the_message_driven_policy_of_several_stages_has_room():
 
 @pytest.mark.parametrize(("pipe", "per_rank"), [(4, 2), (8, 12)])
 def test_interleaved_stages_run_as_interleaved_1f1b_where_nothing_may_wait(pipe, per_rank):
-    """Also those of a deep pipeline, which is not simulated, within that schedule's own memory."""
+    """Even in a deep pipeline, which is not simulated, and within that schedule's own memory."""
     stages = [load(1 / per_rank, 1 / per_rank, 1 / per_rank, fixed=0.0, operands=0.0)] * pipe * per_rank
     placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
     quiet = Conditions(messages=0.0, variation=0.0)
@@ -330,7 +330,7 @@ def test_interleaved_stages_run_as_interleaved_1f1b_where_nothing_may_wait(pipe,
 
 
 def test_conditions_are_measured_across_clocks_that_differ():
-    """Two ranks, the second one's clock 1000 ahead: messages take 2 forth and 4 back, forwards 10 and 20."""
+    """Two ranks, the second one's clock 1000 ahead: messages take 2 forward and 4 back, forwards 10 and 20."""
     first = {(1, "F0"): (0, 8), (1, "F1"): (8, 20), (1, "B0"): (46, 60), (1, "B1"): (95, 99)}
     second = {(1, "F0"): (1010, 1030), (1, "B0"): (1030, 1042), (1, "F1"): (1042, 1062), (1, "B1"): (1062, 1080)}
     found = measured_conditions([first, second])
@@ -370,7 +370,7 @@ def test_a_runs_engine_and_predictions_agree(settings, follows_rule):
 
 
 def test_a_second_run_ends_before_the_last_product_of_its_segment():
-    """Of each layer fc2 and the sum after it: their operations, and four for each byte that they write."""
+    """It leaves out each layer's fc2 and the sum after it: their operations, and four for each byte that they write."""
     run = replace(RUN, memory=Memory(recompute=1))
     costs = laid_out(run)[0].stage_costs()
     segments = recomputed_runs(run, costs)
@@ -398,7 +398,7 @@ def test_memory_against_speed():
     shown = schedule_text(memory_choices(long, laid_out(long)[0].stage_costs()))
     assert "chosen by a simulation of 24 of the step's 2,000 microbatches, whose" in shown
     few = memory_choices(replace(RUN, batch=Batch(global_size=2, microbatch_size=2)), laid_out(RUN)[0].stage_costs())
-    assert few[0].limits.in_flight > 1 == max(choice.in_flight for choice in few), "of one microbatch"
+    assert few[0].limits.in_flight > 1 == max(choice.in_flight for choice in few), "with one microbatch"
     assert "at most 1 microbatches in flight" in schedule_text(few)
     one = replace(RUN, mesh=Mesh(), pipeline=Pipeline())
     assert memory_choices(one, laid_out(one)[0].stage_costs()) == ()

@@ -1,4 +1,4 @@
-"""A loss that is a module trains on the last stage, as it does in a plain loop."""
+"""A loss that is a module is trained on the last stage, as in a plain loop."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A loss that is NaN in a user's loop: nothing is updated from it, and it does not go unnoticed."""
+"""A loss that is NaN in a user's loop: nothing is updated from it, and it is reported."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ def values(engine):
     {"optim": Optim()}, {"optim": Optim(clip_norm=1.0)}, {"optim": Optim(shard=True)},
     {"optimizer": partial(torch.optim.SGD, lr=0.1)}], ids=str)
 def test_it_is_refused_with_what_it_began_with(options):
-    """On every rank alike, and the engine goes on with the next batch."""
+    """It is refused on every rank, and the engine continues with the next batch."""
     def work(engine):
         engine.train_batch(share(engine, points([[2, 1], [2]])))
         before = values(engine)
@@ -52,7 +52,7 @@ def test_updates_in_the_backward_are_held_back_too():
 
 
 def test_a_step_from_its_gradients_is_refused():
-    """forward_backward says it, so that gradients can be looked at."""
+    """forward_backward reports it, so that the gradients can be inspected."""
     def work(engine):
         before, result = values(engine), engine.forward_backward(share(engine, with_nan()))
         assert result.bad == "loss is nan" and not result.stepped

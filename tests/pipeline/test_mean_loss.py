@@ -1,4 +1,4 @@
-"""A loss that is a mean over what it counts is told: the engine divides it by the count."""
+"""A loss that is a mean over its targets causes a warning: the engine divides it by their number again."""
 
 import warnings
 from collections.abc import Callable
@@ -41,7 +41,7 @@ SUMS: dict[str, Loss] = {
 def test_a_mean_is_known_by_its_graph(loss: Loss, expected: bool) -> None:
     x = torch.randn(8, 9, requires_grad=True)
     assert is_mean(loss(x, torch.randn(8, 9), torch.arange(8)), 8) is expected
-    with MemoryTracker():  # as where a run measures its memory
+    with MemoryTracker():  # as when a run measures its memory
         assert is_mean(loss(x, torch.randn(8, 9), torch.arange(8)), 8) is expected
 
 

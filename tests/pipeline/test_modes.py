@@ -1,4 +1,4 @@
-"""Training changes no mode of a module, evaluation puts each one back; a whole model in evaluation mode is named."""
+"""Training changes no module's mode, evaluation restores each one; a model that is all in evaluation mode is named."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ class Normed(nn.Module):
 
 
 class Still(Normed):
-    """As people write it: whatever the mode, the norm computes as in evaluation."""
+    """As users write it: in every mode, the norm computes as in evaluation."""
 
     def train(self, mode=True):
         super().train(mode)
@@ -157,7 +157,7 @@ def test_a_model_that_trains_in_part_is_not():
 
 
 class Around(nn.Module):
-    """Code around the cuts that depends on the mode."""
+    """Code around the cuts, which depends on the mode."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Around(nn.Module):
 
 
 class Inner(Around):
-    """A submodule with a cut inside, whose code does too."""
+    """A submodule with a cut inside, whose code depends on the mode, too."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ class Inner(Around):
 
 
 def drops(blocks, x):
-    """Whether two forwards differ."""
+    """Whether two forwards differ, as with dropout."""
     def run():
         state = x
         for block in blocks.values():

@@ -1,4 +1,4 @@
-"""Trainable tensors of no block are told: no gradient of theirs is that of the batch."""
+"""Trainable tensors of no block cause a warning: their gradients are not those of the batch."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def in_loss(scale):
 
 
 def penalty(outputs, targets):
-    """With a leaf of its own, whose gradient it takes itself."""
+    """A loss with its own leaf, whose gradient it computes itself."""
     inner = outputs.detach().requires_grad_()
     slope, = torch.autograd.grad((inner ** 2).sum(), inner, create_graph=True)
     total, weight = squared(outputs, targets)
@@ -38,7 +38,7 @@ def penalty(outputs, targets):
 
 
 class Learned(nn.Module):
-    """A loss that is a module: a block as others."""
+    """A loss that is a module is a block like others."""
 
     def __init__(self):
         super().__init__()

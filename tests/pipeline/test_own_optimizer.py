@@ -1,4 +1,4 @@
-"""Our own optimizer on every mesh: equal to torch's, whatever is offloaded, sharded, clipped or skipped."""
+"""Our own optimizer on every mesh: equal to torch's, whether offloaded, sharded, clipped or skipped."""
 
 import warnings
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_steps_equal_those_of_torch(make, mesh, offload, shard):
     [(Mesh(pipe=3), 0.01, True), (Mesh(data=2, pipe=2), 0.01, False)],
     MESHES, [(0.01, False), (1e6, True), (0.01, True), (1e6, False)]), ids=str)
 def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
-    """The norm of all stages together, each parameter once: the tied one too."""
+    """The norm over all stages, with each parameter counted once, including the tied one."""
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     optimizer = ADAMW(reference.parameters.values())
     batches = [batch_of(small_gpt, mesh, seed) for seed in range(2)]
@@ -81,7 +81,7 @@ def test_clipping_by_the_global_norm_is_torchs(mesh, clip_norm, shard):
     {"optim": optim(clip_norm=0.01)}, {"optim": optim()}, {"optim": optim(shard=True, offload="stream")},
     {"optim": optim(clip_norm=0.01), "optimizer": ADAMW}]))
 def test_gradients_and_their_step_apart(options):
-    """forward_backward gives whole, unclipped gradients; step is the rest of train_batch."""
+    """forward_backward gives full, unclipped gradients; step does the rest of train_batch."""
     mesh, batch = Mesh(data=2, pipe=2), batch_of(small_gpt, Mesh(data=2), 0)
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     reference.forward_backward([one for replica in batch for one in replica])
@@ -163,7 +163,7 @@ class Grow(nn.Module):
 
 
 def grows(world, values, mesh, **options):
-    """Train two blocks on inputs of these sizes in fp16; what was skipped, the scale, and the weights."""
+    """Train two blocks in fp16 on inputs of these values; returns overflows, scales and weights, and skipped steps."""
     engine = Engine(chain(Grow, Grow, loss=lambda output, targets: (output.sum(), 4.0)), world, mesh=mesh,
                     dtype=torch.float16, learning_rate=0.1, nominal_weight=4.0,
                     optim=Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=3, **options))
@@ -240,7 +240,7 @@ def test_updates_in_the_backward_equal_those_after_it(make, mesh, checkpoint, op
 
 
 def assert_norms_and_weights(make, mesh, batches, checkpoint, **options):
-    """After a step with each batch. options: of `Optim`."""
+    """Compare norms and weights after a step with each batch. options: of `Optim`."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=ADAMW)
     norms = []
     for batch in batches:
@@ -257,7 +257,7 @@ def assert_norms_and_weights(make, mesh, batches, checkpoint, **options):
 
 
 class Split(nn.Module):
-    """A state of two tensors from one."""
+    """Makes a state of two tensors from one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +268,7 @@ class Split(nn.Module):
 
 
 class Carry(nn.Module):
-    """Passes one tensor on untouched, and uses it or not."""
+    """Passes one tensor on unchanged, and also uses it if `uses`."""
 
     def __init__(self, uses):
         super().__init__()
@@ -291,7 +291,7 @@ class Join(nn.Module):
     [Mesh(), Mesh(data=2), Mesh(pipe=2)], [True, False], ["none", 1, 2],
     [{}, {"update_in_backward": True}, {"update_in_backward": True, "shard": True}]), ids=str)
 def test_states_of_several_tensors(mesh, uses, checkpoint, options):
-    """Boundaries whose tensors have their gradients at different times, late, or never."""
+    """Boundaries whose tensors get their gradients at different times, late, or never."""
     make = partial(chain, Split, *[partial(Carry, uses)] * 3, Join)
     batches = [points([[2]] * mesh.data, seed=seed) for seed in range(2)]
     assert_norms_and_weights(make, mesh, batches, checkpoint, **options)
@@ -299,7 +299,7 @@ def test_states_of_several_tensors(mesh, uses, checkpoint, options):
 
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])
 def test_gradients_that_autograd_makes_early_are_widened(accumulate):
-    """The same in bf16, where a fresh gradient has another format than its place."""
+    """Also in bf16, where a new gradient has another dtype than its place in the buffer."""
     def rank(world, **options):
         engine = Engine(chain(Split, *[partial(Carry, True)] * 3, Join), world, seed=SEED, dtype=torch.bfloat16,
                         learning_rate=1e-2, optim=optim(accumulate=accumulate, **options))
@@ -313,7 +313,7 @@ def test_gradients_that_autograd_makes_early_are_widened(accumulate):
 @pytest.mark.parametrize("options", [{}, {"offload": "stream"}, {"offload": "host", "shard": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_are_loaded_later_stay(dtype, options):
-    """Master copies follow what is written into parameters; the others keep their bits below the parameter's."""
+    """Master copies follow values that are written into parameters; others keep their bits below the parameter's."""
     def rank(world):
         engine = Engine(chain(Grow, Grow, loss=squared), world, dtype=dtype, learning_rate=1e-3, optim=optim(
             algorithm="sgd", momentum=0.0, weight_decay=0.0, **options))
@@ -347,7 +347,7 @@ def test_fp16_gradients_are_not_unscaled_in_fp16():
 
 
 def test_one_block_of_gradients_at_a_time():
-    """The buffer is as large as the largest block; what is tied keeps its own."""
+    """The buffer is as large as the largest block; tied gradients keep places of their own."""
     def work(engine):
         engine.train_batch(share(engine, tokens([[2]])))
         assert all(parameter.grad is None for name, parameter in engine.named_parameters().items() if "layer" in name)
@@ -388,7 +388,7 @@ def test_settings_of_our_optimizer_beside_one_of_torch_are_told(setting):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_muon_without_layers_is_told(known):
-    """It cannot tell embeddings and heads from other matrices."""
+    """It cannot distinguish embeddings and heads from other matrices."""
     model = small_gpt() if known else replace(small_gpt(), layers=())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -397,7 +397,7 @@ def test_muon_without_layers_is_told(known):
 
 
 def test_an_optimizer_of_another_model_is_told():
-    """It updates that one, and leaves this one as it is; or has copies, which it writes back."""
+    """It would update the other model and not this one; or it has copies, which it writes back."""
     other = nn.Linear(2, 2)
     with pytest.warns(UserWarning, match="has none of the parameters"):
         on_mesh(small_gpt, Mesh(pipe=2), weights, optimizer=lambda _: ADAMW(other.parameters()))

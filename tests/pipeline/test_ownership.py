@@ -1,4 +1,4 @@
-"""What the layout says of updates and ownership is what ranks do: recorded where the rule writes, on random meshes."""
+"""Ranks update and own what the layout says: recorded where the update rule writes, on random meshes."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ LAYERS = 2
 
 
 class Recorder:
-    """A rule that notes which memory it writes."""
+    """A rule that records which memory it writes."""
 
     def __init__(self, rule):
         self.rule, self.states, self.written = rule, rule.states, []
@@ -41,7 +41,7 @@ def cases(draw):
 
 
 def marked(shape, slices):
-    """[shape] how often each element is in one of `slices`."""
+    """[shape] in how many of `slices` each element is."""
     counts = torch.zeros(shape, dtype=torch.int64)
     for piece in slices:
         for box in piece.boxes():
@@ -57,7 +57,7 @@ def by_name(slices):
 
 
 def intervals(engine, written):
-    """Parameter -> elements [start, stop) of what this rank holds of it that have been written, joined."""
+    """Parameter -> merged ranges [start, stop) of this rank's elements that were written."""
     found = {}
     for name, parameter in engine.named_parameters().items():
         first, last = parameter.data_ptr(), parameter.data_ptr() + parameter.numel() * parameter.itemsize
@@ -75,7 +75,7 @@ def _join(pieces, start, stop):
 
 
 def joined(slices):
-    """The same of what the layout says."""
+    """The same from the layout."""
     found = {}
     for piece in sorted(slices, key=lambda piece: (piece.parameter, piece.interval)):
         if piece.size:
@@ -86,7 +86,7 @@ def joined(slices):
 @examples(4)
 @given(cases())
 def test_ranks_update_what_the_layout_says(case):
-    """And keep the states of that; owners are among those who update, and own every element once."""
+    """They also keep its states; owners are among the ranks that update, and own every element once."""
     mesh = case["mesh"]
     batches = token_batches(mesh, count=1 if case["optim"].update_in_backward else 2, per_row=2)
 
@@ -112,6 +112,6 @@ def test_ranks_update_what_the_layout_says(case):
             owners[name] += marked(layout[name].shape, slices)
             if layout[name].trainable:
                 mine = marked(layout[name].shape, by_name(updated).get(name, []))
-                assert bool((mine >= marked(layout[name].shape, slices)).all()), "who owns it updates it"
+                assert bool((mine >= marked(layout[name].shape, slices)).all()), "owners update what they own"
     for name, counts in owners.items():
         assert bool((counts == int(layout[name].is_owner)).all()), name

@@ -14,7 +14,7 @@ from tests.pipeline.parity import assert_parity, on_mesh, points, share, squared
 
 
 class Counted(nn.Module):
-    """A parametrization that says how often it was evaluated."""
+    """A parametrization that counts its evaluations."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def model(*blocks):
 
 @pytest.mark.parametrize("with_sample", [False, True])
 def test_each_forward_evaluates_once(with_sample):
-    """A linear layer, by weight and by bias, and a table; counting costs on a sample looks at no real weight."""
+    """A linear layer, by weight and by bias, and a table; counting costs on a sample reads no real weight."""
     layers = [parametrized(linear), parametrized(linear, "bias"), parametrized(partial(nn.Embedding, 200, 4)), linear()]
     counts = []
 
@@ -74,7 +74,7 @@ def test_each_forward_evaluates_once(with_sample):
 
 @pytest.mark.parametrize("recompute", ["none", 1, 2])
 def test_gradients_with_a_sample(recompute):
-    """Spectral norm iterates once a forward, from the same start: counting costs is no forward."""
+    """Spectral norm iterates once for each forward, from the same start: counting costs is not a forward."""
     blocks = [linear, lambda: parametrizations.spectral_norm(linear()), lambda: parametrizations.weight_norm(linear()),
               lambda: parametrizations.spectral_norm(linear())]
     batches = points([[2, 3, 1]])

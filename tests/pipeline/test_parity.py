@@ -50,7 +50,7 @@ def mesh_id(mesh):
 
 
 def whole(batches):
-    """All microbatches of all replicas as one."""
+    """All microbatches of all replicas as one microbatch."""
     every = [one for replica in batches for one in replica]
     return [Microbatch(torch.cat([one.inputs for one in every]), torch.cat([one.targets for one in every]),
                        torch.cat([one.samples for one in every]))]
@@ -58,7 +58,7 @@ def whole(batches):
 
 @pytest.mark.parametrize("mesh", FEW, ids=mesh_id)
 def test_gpt_on_every_mesh(mesh):
-    """Against one process that takes the global batch whole; each replica has tokens of its own, many do not count."""
+    """Against one process with the global batch; each replica has its own tokens, and many targets do not count."""
     batches = tokens([[2, 2, 1]] * mesh.data, ignored=0.4)
     reference = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
     loss = reference.forward_backward(whole(batches))
@@ -78,7 +78,7 @@ def test_own_blocks_on_every_mesh(mesh):
 @pytest.mark.parametrize(("make", "mesh", "chunk_size"), quick(3, pairwise(
     [small_gpt, residuals], [Mesh(data=3), Mesh(data=2, pipe=2)], [3, 40, 2000])), ids=label)
 def test_chunks_of_every_size(make, mesh, chunk_size):
-    """A weight and its bias may lie in different chunks, of which one is complete before the other."""
+    """A weight and its bias may be in different chunks, one of which is complete before the other."""
     batches = tokens([[2, 2, 1]] * mesh.data) if make is small_gpt else points([[2, 2, 1]] * mesh.data)
     assert_parity(make, batches, mesh, optim=chunks_of(chunk_size), pipeline=Pipeline(defer_bytes=1 << 40))
 
@@ -103,7 +103,7 @@ def test_blocks_that_do_not_divide(count):
     [[3]], [[2, 2]], [[1] * 20], [[4, 4, 1]], [[2, 2], [1, 1]], [[2] * 3, [2] * 7], [[2, 2, 2], []], [[], [2]],
     [[3, 2], [5]]], POLICIES), ids=str)
 def test_numbers_of_microbatches(policy, counts):
-    """One, fewer than stages, many; a smaller last one; other numbers, or none, on another replica."""
+    """One, fewer than stages, many; a smaller last one; another number, or none, on another replica."""
     assert_parity(residuals, points(counts), Mesh(data=len(counts), pipe=3), pipeline=Pipeline(policy=policy))
 
 

@@ -1,4 +1,4 @@
-"""What blocks cost, and the cut whose dearest stage is cheapest."""
+"""Costs of blocks, and the cut whose slowest stage is fastest."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,13 +45,13 @@ def test_partition_is_exact(costs, data):
     best = min(dearest(costs, edges) for edges in ways)
     assert dearest(costs, boundaries) == best
     assert squares(costs, boundaries) == min(squares(costs, edges) for edges in ways if dearest(costs, edges) == best)
-    sums = [0, *accumulate(costs)]  # and any costs are cut so
+    sums = [0, *accumulate(costs)]  # the same for any costs
     by_any_cost = cut(len(costs), stages, lambda stage, start, stop: sums[stop] - sums[start])
     assert (dearest(costs, by_any_cost), squares(costs, by_any_cost)) == (best, squares(costs, boundaries))
 
 
 def test_stages_are_equal_beside_the_slowest_one():
-    """Of equal ones, more blocks are in front."""
+    """Of equally good cuts, the one with more blocks in front is taken."""
     assert partition([1, 1, 1, 1, 1], 2) == (3,)
     assert partition([4, 1, 1, 1, 1], 2) == (1,)
     assert partition([1] * 12 + [5], 4) == (4, 8, 12)
@@ -82,9 +82,9 @@ def test_boundaries_that_do_not_cut(boundaries, error):
 # ---------------------------------------------------------------------- costs
 
 def test_costs_of_a_chain_of_linear_layers():
-    """2 x in x out operations a row; the output is what is written and what leaves. A kernel reads inputs, weights and
-    bias, and writes the output; the loss's are on 14 numbers and their flags, and it keeps errors and flags. Beside
-    what is kept a forward has the output, and a backward the gradients of output and input (and of its root)."""
+    """2 x in x out operations for each row; the output is written and sent on. A kernel reads inputs, weights and bias,
+    and writes the output; the loss's kernels are on 14 numbers and their flags, and it keeps errors and flags. Besides
+    what is kept, a forward has the output, and a backward the gradients of output and input (and of its root)."""
     model = chain(partial(nn.Linear, 3, 5), partial(nn.Linear, 5, 2, bias=False))
     inputs = torch.zeros(7, 3)
     first, second = block_costs(model, inputs, torch.zeros(7, 2), torch.float32, Counting(is_live=True))
@@ -115,7 +115,7 @@ def test_products_of_linear_layers_alone_may_wait():
 
 
 class _ByValue(torch.autograd.Function):
-    """Its backward reads a number, which the meta device has not."""
+    """Its backward reads a value, which tensors on the meta device do not have."""
 
     @staticmethod
     def forward(ctx, x):
@@ -223,7 +223,7 @@ def test_losses_that_do_not_fit(loss, error):
 
 
 def test_a_loss_may_overwrite_the_outputs():
-    """As it may where they are no leaf; it keeps their errors, in their memory."""
+    """It may do so if they are not leaves; it keeps their errors, in their memory."""
     model = chain(partial(nn.Linear, 3, 3), loss=lambda outputs, targets: (outputs.sub_(targets).square().sum(), 4))
     assert block_costs(model, torch.zeros(4, 3), torch.zeros(4, 3))[-1].loss_bytes == 4 * 3 * 4
 
@@ -249,7 +249,7 @@ MASK = torch.ones(128, 128, dtype=torch.bool).tril()
     (1, (MASK,), {"enable_gqa": True}), (8, (), {"dropout_p": 0.1})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=FP64_SUMS)])
 def test_attention_keeps_what_is_counted(kv_heads, args, options, dtype):
-    """However its arguments are given: grouped queries, masks of both kinds, by name and by place."""
+    """In all forms of its arguments: grouped queries, masks of both kinds, by name and by position."""
     def kept(device):
         def on_device(value):
             if not isinstance(value, torch.Tensor):
@@ -278,14 +278,14 @@ seen: list[int] = []
 
 
 def test_counting_leaves_forwards_of_other_threads_alone():
-    """Ranks may be threads: one counts while another already trains, and torch's own counter has hooks for all."""
+    """Ranks may be threads: one counts while another already trains, and the hooks of torch's counter are global."""
     block_costs(chain(partial(SeesGlobalHooks, 4, 4)), torch.zeros(2, 4), None, torch.float32)
     assert seen == [0]
 
 
 @given(st.lists(st.integers(1, 30), min_size=8, max_size=24), st.sampled_from(["v-shape", "interleaved"]))
 def test_ranks_with_several_stages_have_equal_work(costs, how):
-    """No less equal than where stages alone are equal, and within a block of the best that there can be."""
+    """At least as equal as by cutting into equal stages, and within one block of the optimum."""
     placement = StagePlacement(num_ranks=2, per_rank=2, how=how)
 
     def largest(boundaries):
@@ -307,7 +307,7 @@ def test_the_local_search_is_that_which_looks_at_every_move(costs, sizes, how):
 
 
 def plain_search(costs, placement):
-    """The first better one of all moves by one block of one boundary or two, until there is none."""
+    """Take the first improvement among all moves of one or two boundaries by one block, until there is none."""
     best, sums = partition(costs, placement.num_stages), [0.0, *accumulate(costs)]
     moves = list(product(combinations_with_replacement(range(len(best)), 2), product((-1, 1), (-1, 0, 1))))
 

@@ -1,4 +1,4 @@
-"""A plan is data: an engine builds it as it builds settings, and refuses one that was made for something else."""
+"""A plan is data: an engine is built from it as from settings, and refuses one that was made for something else."""
 
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
@@ -80,7 +80,7 @@ def test_what_does_not_belong_to_it_is_refused():
 
 
 def edit(plan, path, value):
-    """The plan with another value at a dotted path."""
+    """The plan with another value for a dotted path."""
     name, _, rest = path.partition(".")
     return replace(plan, **{name: edit(getattr(plan, name), rest, value) if rest else value})
 
@@ -120,7 +120,7 @@ def test_measured_limits_are_the_second_decision():
 
 
 class Diagonal(nn.Linear):
-    """Both dims of its weight are cut by columns: no column holds what is beside the diagonal."""
+    """Both dims of its weight are cut by columns: no column holds the parts off the diagonal."""
 
     def splits(self, settings):
         return {"weight": Split((("col",), ("col",)))}

@@ -1,4 +1,4 @@
-"""Policies differ in order and memory alone: gradients agree to the bit, and every bound is kept."""
+"""Policies differ only in order and memory: gradients are bit-identical, and every limit is kept."""
 
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ def tied_everywhere():
 
 
 class Pair(nn.Module):
-    """Two linear layers side by side: the gradient of each one's output is a part of a larger tensor."""
+    """Two linear layers side by side: the gradient of each output is a part of a larger tensor."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def test_gradients_agree_to_the_bit(make, batches, mesh, boundaries, options):
         return gradients_on(make, batches, mesh, pipeline=Pipeline(policy="gpipe", boundaries=boundaries,
                                                                    defer_bytes=defer_bytes), **options)
 
-    # On one stage plain layers defer where it is set, and then add in one product and not in two.
+    # On one stage plain layers defer only if that is set, and then add in one product, not in two.
     set_or_not = {True: gpipe(HUGE), False: gpipe("auto")}
     for setting in settings(mesh.pipe):
         first = set_or_not[setting.defer_bytes not in ("auto", 0) or setting.deferred is not None]
@@ -89,7 +89,7 @@ def test_gradients_agree_to_the_bit_whatever_arrives_when():
 # ---------------------------------------------------------------------- memory
 
 class Watch:
-    """What a stage keeps, looked at after each of its actions."""
+    """What a stage keeps, checked after each of its actions."""
 
     def __init__(self, engine: Engine) -> None:
         self.stored = self.queued_bytes = self.largest = 0
@@ -158,7 +158,7 @@ def test_auto_defers_one_microbatch_where_a_stage_before_waits(mesh):
 
 
 def test_the_heads_product_may_wait():
-    """It is the largest of a model, and fills the wait for the last microbatches."""
+    """It is the largest product of a model, and fills the wait for the last microbatches."""
     watch, = watched(partial(chain, partial(nn.Linear, 4, 4)), cut_from_one_tensor(), Mesh(),
                      pipeline=Pipeline(defer_bytes=HUGE))
     assert watch.queued_bytes > 0
@@ -174,7 +174,7 @@ def test_a_frozen_prefix_keeps_no_graph_and_gets_no_gradients():
     assert [watch.messages.count(MessageKind.FORWARD) for watch in watches] == [5, 5, 5, 0]
     assert [watch.messages.count(MessageKind.CREDIT) for watch in watches] == [0, 5, 5, 0]
     assert [watch.messages.count(MessageKind.BACKWARD) for watch in watches] == [0, 0, 0, 5]
-    assert watches[2].queued_bytes == 0, "nobody waits for the gradient of what enters stage 2"
+    assert watches[2].queued_bytes == 0, "no stage waits for the gradient of stage 2's input"
     assert watched(make, points([[1] * 5]), Mesh(pipe=4), pipeline=Pipeline(boundaries=(2, 4, 6),
                                                                             defer_bytes=HUGE))[2].queued_bytes > 0
 
@@ -199,7 +199,7 @@ def test_with_a_frozen_stage_in_the_middle_gradients_pass():
 
 
 def test_all_gradients_close_to_each_other_where_budgets_change_with_the_shapes():
-    """Lengths that change make the automatic budget grow on the way."""
+    """Changing lengths make the automatic budget grow during the batch."""
     batches = tokens([[1, 2, 3, 4, 5]], lengths=(1, 2, 3, 4, 5, 6))
     first, second = (gradients_on(small_gpt, batches, Mesh(pipe=2), pipeline=Pipeline(policy=policy)).gradients
                      for policy in ("message-driven", "gpipe"))
@@ -208,7 +208,7 @@ def test_all_gradients_close_to_each_other_where_budgets_change_with_the_shapes(
 
 
 class Own(MessageDriven):
-    """A policy of a user's; class attributes are how it chooses."""
+    """A user's policy, which chooses by class attributes."""
 
     def choose(self, ready):
         return self.of(ready)

@@ -1,4 +1,4 @@
-"""Raw gradients in fp64 equal plain PyTorch's, over real Gloo and MPI processes."""
+"""Raw gradients in fp64 equal those of plain PyTorch, over real Gloo and MPI processes."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CONFIG = Transformer(num_layers=2, hidden=16, heads=2, vocab=32, sequence=8)
 
 
 def batch_of(replica: int) -> list[Microbatch]:
-    """Microbatches of unequal sizes, lengths and valid targets, other ones on each replica."""
+    """Microbatches of unequal sizes, lengths and numbers of valid targets, different on each replica."""
     generator = torch.Generator().manual_seed(replica)
     batch = []
     for number, (samples, length) in enumerate([(2, 8), (1, 5), (2, 8), (1, 3)][:4 - replica]):
@@ -29,7 +29,7 @@ def batch_of(replica: int) -> list[Microbatch]:
 
 
 def errors(world: World, data: int, pipe: int, policy: str) -> list[float]:
-    """Largest relative error of a gradient owned here, of the loss, and of the loss evaluated before."""
+    """Largest relative error of a gradient owned here, of the loss, and of the loss evaluated before training."""
     reference = Reference(gpt(CONFIG), dtype=torch.float64)
     expected = reference.forward_backward([microbatch for replica in range(data) for microbatch in batch_of(replica)])
     gradients = reference.gradients()
@@ -47,7 +47,7 @@ def errors(world: World, data: int, pipe: int, policy: str) -> list[float]:
 
 
 def errors_of_all(world: World, cases: list[tuple[int, int, str]]) -> list[list[float]]:
-    """One engine after another in the same processes."""
+    """Errors of one engine after another in the same processes."""
     found = [errors(world, *case) for case in cases]
     world.backend.close()
     return found

@@ -1,4 +1,4 @@
-"""What blocks do to their state and to themselves, where activations are recomputed: done once, or refused by name."""
+"""Changes that blocks make to their state and themselves under recomputation: made once, or refused by name."""
 
 import random
 import warnings
@@ -31,7 +31,7 @@ SEEDING = Lock()
 
 
 def model(*blocks):
-    """Builders' own values, the same each time: ranks are threads, which share torch's generator."""
+    """A model with its builders' values, always the same: ranks are threads, which share torch's generator."""
     def build(number, block):
         with SEEDING:
             torch.manual_seed(number)
@@ -44,7 +44,7 @@ def model(*blocks):
 # ---------------------------------------------------------------------- buffers
 
 class Tanh(nn.Module):
-    """A layer before which, and after which, others are put."""
+    """A layer with other modules before and after it."""
 
     def __init__(self, before=nn.Identity, after=nn.Identity):
         super().__init__()
@@ -55,7 +55,7 @@ class Tanh(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Subtracts a running mean, which it keeps in a buffer: written in place, in its data, or replaced."""
+    """Subtracts a running mean, which it keeps in a buffer that is written in place, in its data, or replaced."""
 
     def __init__(self, how):
         super().__init__()
@@ -78,7 +78,7 @@ class Averaged(nn.Module):
 
 
 class Counts(nn.Module):
-    """Counts its calls, computes by that count, and remembers a tensor that it makes in the first of them."""
+    """Counts its calls, computes with the count, and remembers a tensor from the first call."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Counts(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Computes by what earlier calls have left: in a list, a dict of lists, a tensor that is no buffer, a set."""
+    """Computes with what earlier calls left in a list, a dict of lists, a tensor that is not a buffer, and a set."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Remembers(nn.Module):
 
 
 class HasObjects(nn.Module):
-    """Computes by counts in an object of a class of its own, and in one that this has."""
+    """Computes with counts in an object of another class, and in an object inside that one."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ class HasObjects(nn.Module):
 
 
 class MakesLater(nn.Module):
-    """Changes in place from the third forward on what the second has made: a tensor that is no buffer, and a buffer."""
+    """From the third forward on, changes in place what the second has made: a plain tensor, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class MakesLater(nn.Module):
 
 
 class Draws(nn.Module):
-    """Computes by numbers of a generator of its own of each kind; one of the system's, without a state, it just has."""
+    """Computes with numbers of its own generators of each kind; it also has one of the system's, without a state."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class Draws(nn.Module):
 
 
 class Shared(nn.Module):
-    """The same normalisation twice, and two names for one buffer."""
+    """Uses one normalisation twice, and one buffer under two names."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ KEPT = {"batch norm": partial(Tanh, after=partial(nn.BatchNorm1d, 4)),
 @pytest.mark.filterwarnings("ignore:.*(weight_norm|lower than).*")
 @pytest.mark.parametrize(("block", "recompute"), covering(list(KEPT), [1, 2]))
 def test_buffers_change_once(block, recompute):
-    """Gradients and buffers of several steps are those of plain torch, with several microbatches under way."""
+    """Gradients and buffers of several steps are those of plain torch, with several microbatches in flight."""
     make = partial(model, linear, KEPT[block], KEPT[block], linear)
     batches = [points([[3, 2, 4]], seed=seed) for seed in range(2)]
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
@@ -209,7 +209,7 @@ def test_buffers_change_once(block, recompute):
     ranks = on_mesh(make, Mesh(pipe=2), work, memory=Memory(recompute=recompute))
     for step, gradients in enumerate(expected):
         found = {name: value for found, _ in ranks for name, value in found[step].items()}
-        for name, gradient in gradients.items():  # that of a bias before a normalisation is zero
+        for name, gradient in gradients.items():  # the gradient of a bias before a normalisation is zero
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
     found = {name: value for _, kept in ranks for name, value in kept.items()}
     assert buffers or block in ("weight norm by a hook", "attributes", "what is in attributes", "objects",
@@ -219,7 +219,7 @@ def test_buffers_change_once(block, recompute):
 
 
 def test_a_buffer_that_changes_later_is_refused():
-    """From the second batch on, in place: what it was before is nowhere."""
+    """It is changed in place from the second batch on, and its earlier value is not kept."""
     class Later(nn.Module):
         def __init__(self):
             super().__init__()
@@ -291,7 +291,7 @@ class Changes(nn.Module):
 
 
 class Looks(nn.Module):
-    """Looks up rows, whose norms the forward bounds."""
+    """Looks up rows; the forward limits their norms."""
 
     def __init__(self):
         super().__init__()
@@ -321,8 +321,8 @@ def test_a_parameter_that_a_forward_changes_is_refused(change, late):
 @pytest.mark.parametrize("least", [0, 3])
 @pytest.mark.parametrize("common", [random, numpy.random])
 def test_python_and_numpy_draw_once(common, least):
-    """From the generators that a program shares: the second run draws what the first has drawn, and moves nothing,
-    where each microbatch draws and where only the last one does."""
+    """With generators that a program shares: the second run draws the first one's numbers and advances no generator,
+    whether each microbatch draws or only the last one."""
     class LayerDrop(nn.Module):
         def __init__(self):
             super().__init__()
@@ -349,7 +349,7 @@ def test_python_and_numpy_draw_once(common, least):
 
 
 class Common(nn.Module):
-    """What two blocks have in common: one leaves there what the other reads."""
+    """An object of two blocks: one writes values there that the other reads."""
 
     def __init__(self):
         super().__init__()
@@ -365,8 +365,8 @@ LEFT = {"item": (lambda common, mean: common.items.update(mean=mean), lambda com
 
 @pytest.mark.parametrize(("how", "late", "recompute"), covering(list(LEFT), [False, True], [1, "selective"]))
 def test_what_blocks_share_beside_the_state(how, late, recompute):
-    """A block reads what another one has left, in this microbatch or the one before: in its second run what it was in
-    the first."""
+    """A block reads what another block has left, in this microbatch or the previous one; its second run reads the same
+    as the first."""
     leave, read = LEFT[how]
 
     def make():
@@ -392,7 +392,7 @@ def test_what_blocks_share_beside_the_state(how, late, recompute):
 
 
 def test_a_shared_tensor_that_another_block_changes_later_is_refused():
-    """From the third forward on: what it was in those that have run is nowhere."""
+    """It changes from the third forward on, and its value in earlier forwards is not kept."""
     def make():
         common = Common()
 
@@ -423,7 +423,7 @@ def test_a_shared_tensor_that_another_block_changes_later_is_refused():
 
 
 def test_a_parameter_that_another_block_changes_is_refused():
-    """One whose activations are stored."""
+    """Even by a block whose activations are stored."""
     def make():
         scale = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
 
@@ -447,7 +447,7 @@ def test_a_parameter_that_another_block_changes_is_refused():
 
 
 def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
-    """What they were is given back all the same, and what lists among them held."""
+    """They are restored all the same, as are the contents of lists among them."""
     visited, note = [], Remembered._note
     monkeypatch.setattr(Remembered, "_note", lambda self, value: (visited.append(value), note(self, value)))
     block = nn.Module()
@@ -469,7 +469,7 @@ def test_elements_that_hold_nothing_are_not_visited(monkeypatch):
 # ---------------------------------------------------------------------- hooks
 
 class HooksItsInput(nn.Module):
-    """Scales the gradient that leaves it by a hook on what it is given."""
+    """Scales the gradient that leaves it with a hook on its input."""
 
     def __init__(self):
         super().__init__()
@@ -495,7 +495,7 @@ class Leaky(nn.Module):
 
 @pytest.mark.parametrize("activation", [nn.RReLU, Leaky])
 def test_random_slopes_are_there_where_they_are_the_last_thing_saved(activation):
-    """rrelu saves their tensor before it fills it, and torch would end the second run there."""
+    """rrelu saves their tensor before filling it, and torch would end the second run there."""
     block = nn.Sequential(linear(), activation()).double()
     x = torch.randn(6, 4, dtype=torch.float64)
 
@@ -508,7 +508,7 @@ def test_random_slopes_are_there_where_they_are_the_last_thing_saved(activation)
 
 
 def test_hooks_of_others_are_refused():
-    """When the engine is built, and when a hook is put there afterwards."""
+    """When the engine is built, and when a hook is added afterwards."""
     def hooked():
         block = Tanh()
         block.linear.register_forward_hook(lambda module, inputs, output: None)
@@ -577,7 +577,7 @@ class Closes(Opens):
 @pytest.mark.parametrize(("block", "mesh", "recompute"), pairwise(
     [Assigns, Pops], [Mesh(), Mesh(data=2, pipe=2)], [1, 2, 3]))
 def test_a_state_that_blocks_change(block, mesh, recompute):
-    """A block puts other tensors into the dict that it was given, and takes some out."""
+    """A block puts new tensors into the dict that it was given, and removes others."""
     assert_parity(partial(model, Opens, block, block, block, Closes), points([[2, 1, 3]] * mesh.data), mesh,
                   memory=Memory(recompute=recompute))
 
@@ -592,7 +592,7 @@ class InPlace(Opens):
 
 
 class Passes(Opens):
-    """Needs the state's tensor again, and passes it on."""
+    """Needs the tensor of the state again, and passes it on."""
 
     def forward(self, state):
         return {**state, "mask": state["mask"] * torch.tanh(self.linear(state["h"]))}
@@ -604,14 +604,14 @@ class Passes(Opens):
     ([linear, partial(nn.ReLU, inplace=True), linear], "block b1", "the carried state"),
 ])
 def test_a_tensor_that_is_changed_in_place_is_named(blocks, where, what):
-    """Where it is recomputed, and only there."""
+    """If it is recomputed, and only then."""
     batches = points([[2, 1]])
     with raises("recompute-input-changed", what, "recompute", where=where):
         gradients_on(partial(model, *blocks), batches, Mesh(), memory=Memory(recompute=1))
 
 
 def test_a_tensor_that_a_later_block_changes_in_place_is_named():
-    """By the segment that needs it, which has passed it on: the block that changes it is not recomputed itself."""
+    """By the segment that needs it and has passed it on: the block that changes it is not recomputed."""
     def layered(*blocks):
         made = model(*blocks)
         return Model(blocks=made.blocks, loss=made.loss, layers=(("b0",), ("b1",)))
@@ -622,7 +622,7 @@ def test_a_tensor_that_a_later_block_changes_in_place_is_named():
 
 
 class WithinItself(nn.Module):
-    """Changes tensors of its own in place, as residual networks do."""
+    """Changes its own tensors in place, as residual networks do."""
 
     def __init__(self):
         super().__init__()

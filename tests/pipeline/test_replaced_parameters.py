@@ -1,4 +1,4 @@
-"""Parameters that a user writes or replaces between batches: the new value trains, or an error names them."""
+"""Parameters that a user writes or replaces between batches: the new value is trained, or an error names them."""
 
 import warnings
 from functools import partial
@@ -50,7 +50,7 @@ def new_values(number):
 
 
 def trained(world, mesh, write, dtype=torch.float64, apart=False, **options):
-    """Three steps on blocks that keep their places; `write` changes every block after the first step."""
+    """Three steps on blocks that stay the same modules; `write` changes every block after the first step."""
     modules = [nn.Linear(4, 4) for _ in range(3)]
     with torch.no_grad():
         for number, module in enumerate(modules):
@@ -86,7 +86,7 @@ def in_place(module, values):
     [by_data, by_vector, by_assign, by_attribute], list(OPTIMIZERS), [torch.float64, torch.bfloat16],
     [Mesh(), Mesh(data=2, pipe=2)]), ids=label)
 def test_new_values_train(mesh, dtype, kind, write):
-    """As those that are written in place, to the bit, and the parameters are those of the start."""
+    """Bit-identical to values that are written in place, and the parameter objects stay the same."""
     options = {**OPTIMIZERS[kind], "pipeline": Pipeline(defer_bytes=1 << 20)}
     expected, found = (run_ranks(partial(trained, mesh=mesh, write=one, dtype=dtype, **options), mesh.size)
                        for one in (in_place, write))
@@ -98,7 +98,7 @@ def test_new_values_train(mesh, dtype, kind, write):
     (Mesh(data=2), {"optim": Optim(algorithm="sgd", momentum=0.0, weight_decay=0.0, bucket_size=7, shard=True)}),
     (Mesh(pipe=2), {"optimizer": SGD})], ids=["sharded", "tied"])
 def test_a_program_writes_its_modules_as_soon_as_a_step_returns(mesh, options):
-    """Values that other ranks have updated came later, and took the place of what was written."""
+    """Values that other ranks updated used to arrive later and to overwrite what was written."""
     def rank(world, asks):
         modules = [nn.Linear(4, 4) for _ in range(4)]
         with torch.no_grad():
@@ -108,7 +108,7 @@ def test_a_program_writes_its_modules_as_soon_as_a_step_returns(mesh, options):
         engine = Engine(modules, world, mesh=mesh, loss=squared, dtype=torch.float64, learning_rate=0.1, **options)
         for step in range(3):
             engine.train_batch(share(engine, points([[2, 1]] * mesh.data, seed=step)))
-            if asks:  # waits for what is on its way
+            if asks:  # waits for values in transit
                 engine.named_parameters()
             with torch.no_grad():
                 for one in nn.ModuleList(modules).parameters():
@@ -150,7 +150,7 @@ def test_a_module_with_a_list_of_its_parameters_computes_with_those_of_the_start
 
 
 def test_a_checkpoint_before_the_next_step_has_the_new_values():
-    """In half precision it has master copies beside parameters: both are of the new value."""
+    """In half precision a checkpoint has parameters and master copies: both have the new value."""
     def rank(world):
         module = nn.Linear(4, 4)
         engine = Engine([module], world, loss=squared, dtype=torch.bfloat16, optim=Optim())
@@ -166,7 +166,7 @@ def test_a_checkpoint_before_the_next_step_has_the_new_values():
 
 
 def test_both_ends_of_a_tie_that_are_written_keep_their_value():
-    """What the owner sent after the step before comes later, and must not undo it."""
+    """The owner's value from the previous step arrives later, and must not overwrite it."""
     def rank(world):
         modules = [nn.Linear(4, 4, bias=False) for _ in range(2)]
         modules[1].weight = modules[0].weight
@@ -184,7 +184,7 @@ def test_both_ends_of_a_tie_that_are_written_keep_their_value():
 
 
 def test_a_layer_that_is_replaced_gives_its_value():
-    """Another module with parameters of the same names; one that is frozen stops training."""
+    """Another module with parameters of the same names; a frozen parameter stops training."""
     def rank(world):
         block = nn.Sequential(nn.Linear(4, 4))
         engine = Engine([block], world, loss=squared, dtype=torch.float64, optimizer=SGD)
@@ -253,7 +253,7 @@ def tie_by_a_new_one(model):
     (tie, Mesh(), "0.weight"), (tie, Mesh(pipe=2), "0.weight"), (tie_by_a_new_one, Mesh(), "2.weight"),
     (tie_by_a_new_one, Mesh(pipe=4), "2.weight")], ids=label)
 def test_parameters_that_are_tied_after_the_engine_was_built(change, mesh, first):
-    """They have two gradients and two states. Those that were tied before may be tied again."""
+    """They have two gradients and two states. Parameters that were tied before may be tied again."""
     def rank(world, tied):
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         if tied:
@@ -285,7 +285,7 @@ def append_block(model):
     (replace_block, "block 1", 1), (replace_block, "block 1", 2), (remove_block, "block 1", 2),
     (append_block, "block 2", 2)])
 def test_another_block_in_the_users_container_is_refused(change, block, pipe):
-    """The engine has those of the start, and would train them, without a word."""
+    """The engine has the original blocks, and would train them silently."""
     def rank(world):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         engine = Engine(model, world, loss=squared, dtype=torch.float64, optim=Optim(), mesh=Mesh(pipe=pipe))
@@ -299,7 +299,7 @@ def test_another_block_in_the_users_container_is_refused(change, block, pipe):
 
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 20])
 def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
-    """Its gradient would be lost in every batch."""
+    """The weight's gradient would be lost in every batch."""
     class Renews(nn.Linear):
         def forward(self, x):
             self.weight = nn.Parameter(self.weight.detach() * 0.5)
@@ -316,7 +316,7 @@ def test_a_forward_that_replaces_its_weight_is_refused(defer_bytes):
 
 @pytest.mark.parametrize("how", ["forward", "data", "hook"])
 def test_a_parameter_that_each_replica_changes_during_a_batch(how):
-    """By a forward, or by a hook that updates it from this replica's gradient alone. One replica may."""
+    """By a forward, or by a hook that updates it from this replica's gradient alone. A single replica may do so."""
     class Changes(nn.Linear):
         def __init__(self):
             super().__init__(4, 4)
@@ -360,7 +360,7 @@ def test_a_table_that_a_forward_renormalises_is_refused_on_several_replicas():
                                          (lambda count: count == 3, 1)],
                          ids=["own", "own, by turns", "other stage's"])
 def test_a_forward_that_freezes_is_refused(when, place):
-    """Other microbatches are under way, and another stage does not see it."""
+    """Other microbatches are in flight, and other stages do not notice it."""
     class Freezes(nn.Module):
         def __init__(self, layers):
             super().__init__()
