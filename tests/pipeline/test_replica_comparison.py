@@ -1,4 +1,4 @@
-"""Replicas that drift apart: one changed bit on one rank is found, on every rank, and the odd one is named."""
+"""Replicas that differ: one changed bit on one rank is detected on every rank, and the different replica is named."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def flip(parameter, place=-1, bit=0):
 
 
 def compared(make, mesh, changes, *, run=on_mesh, batch=None, batch_share=share, steps=1, **options):
-    """What each rank is told after `steps` steps, without and then with the changes: {rank: [parameter, ...]}."""
+    """The error on each rank when `changes`, {rank: [parameter, ...]}, are made after good steps; none before."""
     def work(engine):
         for _ in range(steps):
             engine.train_batch(batch_share(engine, batch))
@@ -65,7 +65,7 @@ def test_of_two_that_differ_both_are_named(replica, shard):
 
 
 def test_several_parameters_and_ranks_are_counted():
-    """The first in model order is named, whatever stage it is on; a replica may be odd on several."""
+    """The first one in model order is named, whatever stage it is on; a replica may differ on several stages."""
     names = {3: ["layer2.mlp.fc1.weight"], 2: ["layer0.mlp.fc1.bias", "layer0.attention.norm.bias"],
              6: ["layer0.attention.norm.bias"]}
     text = compared(small_gpt, Mesh(data=5, pipe=2), names, batch=tokens([[1]] * 5), optim=OPTIM())
@@ -90,7 +90,7 @@ def test_a_frozen_parameter_is_compared_too():
     (Mesh(row=2, col=2), "stationary"), (Mesh(row=2, col=2), "summa"), (Mesh(data=2, row=2, col=2), "stationary"),
     (Mesh(col=2, data=2), "megatron"), (Mesh(col=4), "sequence")]), ids=str)
 def test_good_runs_on_rows_and_columns_agree(mesh, scheme):
-    """Norms and biases are held by several ranks, weights by one of each replica; tied ends are cut differently."""
+    """Norms and biases are on several ranks, weights on one rank of each replica; tied ends are cut differently."""
     batch = token_batches(mesh, count=2)
 
     def work(engine):
@@ -102,7 +102,7 @@ def test_good_runs_on_rows_and_columns_agree(mesh, scheme):
 
 
 def test_copies_within_a_stage_are_compared():
-    """A norm's weight is the same on the rows of a column; each column has a part of its own."""
+    """A norm's weight is the same on the rows of a column; each column has its own part."""
     mesh = Mesh(row=2, col=2)
     text = compared(partial(tiny_gpt), mesh, {3: ["head.norm.weight"]}, run=on_tensor_mesh, optim=OPTIM(),
                     batch=token_batches(mesh, count=1), batch_share=split_share)
@@ -133,7 +133,7 @@ def test_any_bit_of_any_element_counts(dtype):
     negative[7] *= -1
     swapped[[1, 2]] = tensor[[2, 1]]
     assert before not in (int(checksum(negative, weights)), int(checksum(swapped, weights)))
-    two = tensor.clone()  # pieces are told apart
+    two = tensor.clone()  # pieces are distinguished
     two[3], two[PIECE + 3] = tensor[PIECE + 3], tensor[3]
     assert int(checksum(two, weights)) != before
     assert int(checksum(tensor.view(-1, 2).t().contiguous().t().reshape(-1), weights)) == before

@@ -1,4 +1,4 @@
-"""Dropout of plain modules differs between replicas that are seeded alike, and repeats with its seed."""
+"""Dropout of plain modules differs between replicas with the same seed, and is reproducible with that seed."""
 
 import threading
 from contextlib import contextmanager
@@ -64,7 +64,7 @@ def test_code_outside_of_batches_goes_on_with_the_generator_of_the_user():
 
 @pytest.mark.parametrize("replica", [0, 1])
 def test_what_is_drawn_has_a_number(replica):
-    """0 for nothing; the same for the same numbers, another where the seed or the count differs."""
+    """0 if nothing is drawn; the same for the same numbers, another if the seed or the count differs."""
     def number(seed, count):
         torch.manual_seed(seed)
         randomness = ReplicaRandomness(replica, 0, CPU)
@@ -79,7 +79,7 @@ def test_what_is_drawn_has_a_number(replica):
 
 
 class Masks(nn.Module):
-    """Keeps the masks that it has drawn."""
+    """Stores the masks that it has drawn."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Tensors over the memory of parameters, made before there is an engine: they have the parameters' values, as in plain
-PyTorch, or are refused."""
+"""Tensors that share the memory of parameters and were made before the engine: they keep the parameters' values, as in
+plain PyTorch, or are refused."""
 
 import sys
 from functools import partial
@@ -22,7 +22,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Holds(nn.Module):
-    """Computes with its weight under many names."""
+    """Computes with its weight under several names."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Holds(nn.Module):
 
 
 class InOnePiece(nn.Module):
-    """Two parameters in one memory, of which it has all when it is told to."""
+    """Two parameters in one memory, which it also has as one tensor if `has_all` is set."""
 
     def __init__(self, *, has_all):
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_buffer_over_the_parameter_of_another_stage_is_refused():
 
 
 def test_parameters_of_one_memory_lead_to_no_false_alarm():
-    """A stage whose buffer is in the memory of another stage's parameters, and over none of them."""
+    """A stage's buffer shares a memory with another stage's parameters, without overlapping them."""
     def rank(world):
         memory = torch.linspace(-1, 1, 40, dtype=torch.float64)
         layers = [nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2)]
@@ -143,7 +143,7 @@ def test_parameters_of_one_memory_lead_to_no_false_alarm():
 
 
 def test_values_that_a_program_gives_by_parts_of_one_vector():
-    """Before each step; the parts stay parts of the vector that the program writes."""
+    """They are written before each step; the parts remain parts of the vector that the program writes."""
     def trained(step, model):
         vector = torch.zeros(20, dtype=torch.float64)
         parts = vector.split([16, 4])
@@ -191,14 +191,14 @@ def test_a_search_refers_to_no_object_afterwards():
 
 
 def test_the_memory_of_a_numpy_array_outlives_a_tensor_that_moves():
-    """The array refers to the tensor alone, and would be over memory that is free."""
+    """The array refers only to the tensor, and would otherwise be over freed memory."""
     def rank(world):
         model = nn.Linear(300, 300)
         array = model.weight.detach().numpy()
         before = array.copy()
         for _ in range(2):
             Engine([model], world, loss=squared, **OURS).close()
-            others = [torch.full((300, 300), 7.0) for _ in range(30)]  # would get the memory
+            others = [torch.full((300, 300), 7.0) for _ in range(30)]  # would get the freed memory
             assert np.array_equal(array, before)
             del others
 
@@ -211,7 +211,7 @@ class _Compared(type):
 
 
 def test_objects_that_are_none_of_ours_are_passed_over():
-    """Of a class that has no hash, and a tensor without memory of its own."""
+    """A class that has no hash, and a tensor without memory of its own."""
     one, model, inside = _Compared("Class", (), {})(), nn.Linear(2, 2), []
     torch.func.vmap(lambda x: inside.append(x) or x)(torch.ones(2))
     held = [one, model.weight.detach()]

@@ -1,5 +1,5 @@
-"""Ranks of one replica that were given other samples: refused on every rank, before anything is updated. Replicas that
-were given the same ones: a warning."""
+"""Ranks of one replica that were given different samples: refused on every rank, before anything is updated. Replicas
+that were given the same samples: a warning."""
 
 import warnings
 
@@ -20,7 +20,7 @@ MESHES = [Mesh(pipe=2), Mesh(data=2, pipe=3), Mesh(col=2), Mesh(pipe=2, col=2)]
 
 
 def drawn(engine, seed):
-    """Whole microbatches of this replica, as a program draws them that gives each rank both."""
+    """Complete microbatches of this replica, from a program that gives each rank inputs and targets."""
     return tokens([[2, 1]] * engine.mesh.data, seed=seed)[engine.coordinates.data]
 
 
@@ -34,7 +34,7 @@ def test_samples_that_differ_within_a_replica_are_refused(mesh):
         evaluated = engine.evaluate(drawn(engine, 2 if last else 1))
         engine.evaluate(drawn(engine, 1))
         with raises("targets-differ"):
-            _ = evaluated.loss  # also where only some ranks read it
+            _ = evaluated.loss  # even if only some ranks read it
         with raises("targets-differ"):
             engine.train_batch(drawn(engine, 3 if last else 2))
         return all(map(torch.equal, before, engine.parameters()))
@@ -45,8 +45,8 @@ def test_samples_that_differ_within_a_replica_are_refused(mesh):
 @pytest.mark.parametrize(("mesh", "pipeline"), [
     (Mesh(data=2), None), (Mesh(data=2, pipe=2), None), (Mesh(pipe=2), Pipeline(stages_per_rank=2))], ids=str)
 def test_what_no_loss_depends_on_may_differ(mesh, pipeline):
-    """Other samples on other replicas, targets of ranks between the ends, and ranks that were given none, or some that
-    stand in for them."""
+    """Different samples on other replicas, targets on ranks that do not need them, which may also be None or
+    placeholders."""
     def work(engine):
         def batch(instead):
             return [Microbatch(one.inputs, one.targets if engine.is_last_stage else instead(one.targets), one.samples)
@@ -60,7 +60,7 @@ def test_what_no_loss_depends_on_may_differ(mesh, pipeline):
 
 
 def numbers_of(*targets):
-    """What `check` is given where these are the targets of the first and of the last stage."""
+    """The input of `check` if these are the targets of the first and the last stage."""
     mesh = Mesh(pipe=2)
     ends = [SameTargets(mesh.coordinates(rank), StagePlacement(num_ranks=2)) for rank in range(2)]
     return ends[0], sum(end.numbers([Microbatch(None, one) for one in batch])

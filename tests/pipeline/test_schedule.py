@@ -1,4 +1,4 @@
-"""The schedule without tensors: random pipelines, known answers, and what it says when it is told nonsense."""
+"""The schedule without tensors: random pipelines, known results, and its errors for invalid events."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -43,7 +43,7 @@ def pipelines(draw):
 @examples(25)
 @given(pipelines(), st.integers(2, 4), st.integers(2, 4), st.randoms(use_true_random=False))
 def test_interleaved_1f1b_ends_within_its_bounds_whatever_is_late(pipeline, pipe, per_rank, chance):
-    """Also with a number of microbatches that is no multiple of the ranks, and stages that train nothing."""
+    """Even if the number of microbatches is not a multiple of the ranks, and if stages train nothing."""
     stages, microbatches, options = pipeline
     placement = StagePlacement(num_ranks=pipe, per_rank=per_rank, how="interleaved")
     stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
@@ -69,7 +69,7 @@ def test_interleaved_1f1b_is_torchs(pipe, per_rank, microbatches, hop):
         assert [("FORWARD" if action.kind == "F" else "FULL_BACKWARD", placement.stages_of(rank)[action.turn],
                  action.microbatch) for action, _, _ in actions] == [
             (one.computation_type.name, one.stage_index, one.microbatch_index) for one in theirs if one is not None]
-    if not hop:  # the bubble of Narayanan et al., 2021
+    if not hop:  # the bubble according to Narayanan et al., 2021
         assert run.seconds == pytest.approx(1.5 * (per_rank * microbatches + pipe - 1))
 
 
@@ -100,7 +100,7 @@ def test_ranks_with_several_stages_end_in_order_and_within_their_bounds(pipeline
 
 
 def held_at_most(run, stages, placement):
-    """Per rank, the most microbatches that its stages store or have products of."""
+    """For each rank, the maximum number of microbatches that its stages store or have products of."""
     most = []
     for rank, spans in enumerate(run.actions):
         held, peak, products = 0, 0, {}
@@ -120,7 +120,7 @@ def held_at_most(run, stages, placement):
 
 
 def held_in_order(placement, microbatches, in_flight):
-    """Per rank, the most that its stages store where all run exactly when they are due."""
+    """For each rank, the maximum number that its stages store if all actions run exactly when due."""
     made = [Schedule(stage=stage, num_stages=placement.num_stages, num_microbatches=microbatches,
                      policy=MessageDriven(), in_flight=in_flight) for stage in range(placement.num_stages)]
     most = []
@@ -135,8 +135,8 @@ def held_in_order(placement, microbatches, in_flight):
 @given(pipelines(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(["v-shape", "interleaved"]),
        st.randoms(use_true_random=False))
 def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, room, how, chance):
-    """Whatever actions and messages take and whatever trains. What all need that run when they are due is exceeded only
-    by what there is room for."""
+    """Whatever times actions and messages take, and whatever trains. The number needed when all run as due is exceeded
+    only up to `room`."""
     stages, microbatches, options = pipeline
     placement = StagePlacement(num_ranks=pipe, per_rank=max(2, len(stages) // pipe), how=how)
     stages = [stages[number % len(stages)] for number in range(placement.num_stages)]
@@ -153,19 +153,19 @@ def test_what_is_due_first_ends_in_order_and_within_the_room(pipeline, pipe, roo
 
 
 def test_an_even_flow_alternates_as_zb_v_does():
-    """Equal stages, as many in flight as there are: each rank has a forward, a backward and a weight gradient in turn
-    once it is full, within 1F1B's memory."""
+    """Equal stages, as many in flight as stages: once a rank is full, it has a forward, a backward and a weight
+    gradient in turn, within 1F1B's memory."""
     placement = StagePlacement(num_ranks=4, per_rank=2)
     assert [max(held_in_order(placement, 16, in_flight)) for in_flight in (4, 6, 8)] == [4, 6, 8]
     run = simulate([EQUAL] * 8, 16, MessageDriven(), 8, placement=placement, defer_bytes=1 << 40, max_stored=8)
     assert max(held_at_most(run, [EQUAL] * 8, placement)) == 8
     assert "F5 B0 W0 F4.1 B2.1 W2.1 F6 B1 W1 F5.1 B3.1 W3.1 F7 B2 W2" in text(run, 2), text(run, 2)
-    assert run.seconds <= 1.021 * (6 * 16 + 3), "only the way to the last rank is lost, and little more"
+    assert run.seconds <= 1.021 * (6 * 16 + 3), "little more is lost than the way to the last rank"
 
 
 def test_a_forward_that_is_due_later_leaves_room():
-    """Two ranks, four stages: with three held the first stage's next forward waits, for a forward of the last stage is
-    due before it; the weight gradient runs."""
+    """Two ranks, four stages: with three stored, the first stage's next forward waits, since a forward of the last
+    stage is due earlier; the weight gradient runs."""
     rank = RankSchedule(stages=(0, 3), num_stages=4, num_microbatches=4, policy=MessageDriven(), in_flight=4,
                         defer_bytes=100, max_stored=3)
     done = dict(expects_backward=True, deferrable_bytes=10)
@@ -189,7 +189,7 @@ def test_stages_of_a_placement():
 
 @pytest.mark.parametrize(("pipe", "microbatches", "deferred"), [(4, 8, 500), (4, 16, 500), (8, 8, 4750), (8, 16, 2250)])
 def test_virtual_stages_have_half_of_1f1bs_bubble_in_its_memory(pipe, microbatches, deferred):
-    """Two stages a rank, in a v-shape; what deferred products keep alive counts as much as what they replace."""
+    """Two stages on each rank, in a v-shape; memory that deferred products keep alive counts like what it replaces."""
     plain = simulate([replace(EQUAL, kept_bytes=1000)] * pipe, microbatches, OneForwardOneBackward(), pipe)
     half = StageTimes(forward=0.5, backward=0.5, weight=0.5, products=4, alive_bytes=500, kept_bytes=500)
     run = simulate([half] * 2 * pipe, microbatches, MessageDriven(), pipe, defer_bytes=deferred,
@@ -208,7 +208,7 @@ def test_fewer_in_flight_than_stages(policy, in_flight):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_in_flight_limit_is_used_where_nothing_returns(policy):
-    """Evaluation of many microbatches through a short pipeline: credits return, so it ends, within the limit."""
+    """Evaluation of many microbatches in a short pipeline: credits return, so it ends, within the limit."""
     run = simulate([EQUAL] * 2, 40, policy, 3, training=False, hop=2.0)
     assert max(run.most_stored) <= (40 if policy.name == "gpipe" else 3)
     assert actions_text([action for action, _, _ in run.actions[1]]).startswith("F0 C0 F1 C1")
@@ -230,7 +230,7 @@ def test_stored_microbatches_of_one_forward_one_backward():
 
 @pytest.mark.parametrize(("in_flight", "idle"), [(4, 0.204), (8, 0.101)])
 def test_hop_times_starve_a_pipeline_as_deep_as_its_limit(in_flight, idle):
-    """4 stages, 32 microbatches, a hop of 0.3 forward times, backward twice the forward; ideal 3/35 = 8.6 %. Where a
+    """4 stages, 32 microbatches, a hop of 0.3 forward times, backward twice the forward; ideal 3/35 = 8.6 %. If a
     backward always runs before a forward, 4 in flight give 29.5 %."""
     times = StageTimes(forward=1.0, backward=1.0, weight=1.0)
     run = simulate([times] * 4, 32, MessageDriven(), in_flight, hop=0.3)
@@ -267,7 +267,7 @@ def test_actions_of_small_cases(policy, room, first, second):
     (9, "F0 F1 B0 F2 W0 B1 F3 W1 B2 W2 B3 W3", "F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3"),
 ])
 def test_only_the_last_products_wait(last, first, second):
-    """Those of one microbatch on each of two stages, of two, and of more than there are."""
+    """Products of the last microbatch on each of two stages, of the last two, and of more than exist."""
     run = simulate([EQUAL] * 2, 4, MessageDriven(), 2, defer_bytes=2, defer_last=last)
     assert (text(run, 0), text(run, 1)) == (first, second)
 
@@ -433,7 +433,7 @@ def test_policies_conform(policy):
 
 @dataclass(frozen=True)
 class ForwardFirst:
-    """A policy in a few lines: as many forwards as the limit allows, then backwards."""
+    """A minimal policy: as many forwards as the limit allows, then backwards."""
 
     name: str = "forward-first"
     defers: bool = True

@@ -1,5 +1,5 @@
-"""Selective recomputation: outputs of expensive operations are kept, all else runs again, and what cannot be kept is
-computed."""
+"""Selective recomputation: outputs of expensive operations are kept, all others are recomputed, as are outputs that
+cannot be kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SELECTIVE = Memory(recompute="selective")
 
 @pytest.fixture
 def second_runs(monkeypatch):
-    """How many outputs second runs have found, and how many they have computed."""
+    """How many outputs second runs have looked up, and how many of them they have computed."""
     counted = Counter()
     inner = KeptOutputs._next
 
@@ -52,7 +52,7 @@ def second_runs(monkeypatch):
 
 
 class Attention(nn.Module):
-    """Of one head, in one kernel or with scores."""
+    """Attention with one head, in one kernel or with scores."""
 
     def __init__(self, is_fused, dropout=0.0):
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes what a product has returned."""
+    """Changes the output of a product in place."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class InPlace(nn.Module):
 
 
 class ReturnsBoth(InPlace):
-    """Returns what is kept, which others may change."""
+    """Returns a kept output, which other blocks may change."""
 
     def forward(self, x):
         y = self.first(x)
@@ -88,7 +88,7 @@ class ReturnsBoth(InPlace):
 
 
 class Inner(nn.Module):
-    """Calls autograd in the midst of its forward."""
+    """Calls autograd during its forward."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Inner(nn.Module):
 
 
 class OnceMore(nn.Module):
-    """Has a product in its first forward that the second does not have: what it makes is not its module's."""
+    """Has a product in its first forward that the second lacks, since its result is kept outside the module."""
 
     tables = threading.local()
 
@@ -121,8 +121,8 @@ class OnceMore(nn.Module):
     (partial(Attention, True), 2, 0), (partial(Attention, False), 2, 0), (InPlace, 1, 1), (Inner, None, None),
     (OnceMore, None, None)])
 def test_gradients_whatever_is_found(block, found, computed, second_runs):
-    """Three blocks. found, computed: by each block and microbatch, the last product aside, which never runs again, and
-    scores, which are not kept."""
+    """Three blocks. found, computed: for each block and microbatch, without the last product, which never runs again,
+    and without scores, which are not kept."""
     batches = points([[10, 10]])
     assert_parity(partial(chain, *[block] * 3), batches, Mesh(), memory=SELECTIVE)
     if found is not None:
@@ -134,7 +134,7 @@ def test_gradients_whatever_is_found(block, found, computed, second_runs):
 @pytest.mark.parametrize("product", [
     lambda x, w: functional.linear(x, w), lambda x, w: x @ w, lambda x, w: torch.softmax(x @ w[:, :3], -1) @ x])
 def test_products_of_three_dims_that_are_changed_in_place(product, change):
-    """Without a bias they are what `_unsafe_view` returns, whose version is its own."""
+    """Without a bias they are the result of `_unsafe_view`, which has its own version counter."""
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
 
     def compute(state):
@@ -166,7 +166,7 @@ def test_an_output_that_others_change_later(second_runs):
 
 
 def test_attention_with_dropout_of_its_own_draws_the_same_masks():
-    """The generator of the masks behind it is where it was."""
+    """The generator of later masks is where it was after the first run."""
     block = Attention(True, 0.5).double()
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
 
@@ -190,7 +190,7 @@ def test_settings_that_cannot_be_together():
 # ---------------------------------------------------------------------- the law: what runs again, and what is kept
 
 class Found:
-    """What a second run has found, as a first run shows what it keeps."""
+    """Outputs that a second run has found, in the form in which a first run shows what it keeps."""
 
     def __init__(self, outputs):
         self.outputs, self.count = outputs, 0
@@ -214,7 +214,7 @@ class Found:
 
 
 class Ran(KernelCount):
-    """Counts what real ranks run, as what is counted without values."""
+    """Counts what real ranks run, in the same way as is counted without values."""
 
     def counts(self, tensors):
         return True
@@ -241,7 +241,7 @@ MODELS = {"llama": partial(llama, Transformer(family="llama", num_layers=2, hidd
     ("gpt", Mesh(), "stationary"), ("llama", Mesh(col=2), "sequence"),
     pytest.param("llama", Mesh(row=2, col=2), "stationary-sequence", marks=pytest.mark.slow)], ids=str)
 def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monkeypatch):
-    """Kernel by kernel in the second runs of real ranks, and to the byte what lies between the runs."""
+    """Kernel by kernel in the second runs of real ranks, and to the byte in what is kept between the runs."""
     ran, kept, place = {}, {}, threading.local()
     replayed, recorded, run = KeptOutputs.replaying, KeptOutputs.recording, Segment.run
 
@@ -287,8 +287,8 @@ def test_what_is_counted_is_what_runs_again_and_is_kept(name, mesh, scheme, monk
 
 @FP64_SUMS
 def test_what_selective_recomputation_keeps():
-    """Of a layer of GPT: queries, keys and values, attention's output and sums, the first product of the MLP; neither
-    norms nor what an activation returns. The last product of a block is behind all that is saved."""
+    """Of a GPT layer: queries, keys and values, attention's output and sums, the first product of the MLP; neither
+    norms nor an activation's output. The last product of a block comes after everything that is saved."""
     cost = counted(MODELS["gpt"](), Mesh(), token_batches(Mesh(), count=1)[0][0])
     tokens, itemsize = token_batches(Mesh(), count=1)[0][0].inputs.numel(), 8
     attention, mlp = cost["layer0.attention"].repeated, cost["layer0.mlp"].repeated

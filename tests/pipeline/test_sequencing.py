@@ -1,7 +1,7 @@
-"""A stage of several ranks acts in one order, whatever arrives when: fake row and column collectives under delays.
+"""All ranks of a stage act in one order, whenever messages arrive: fake row and column collectives under delays.
 
-Forwards, backwards and deferred products all hold collectives along the row and along the column. Each brings what it
-is for (a kind and a microbatch), so that ranks that are not at the same place find out, and nobody waits for ever.
+Forwards, backwards and deferred products all have collectives along the row and along the column. Each carries its
+purpose (a kind and a microbatch), so that ranks in different places detect it, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Disorder(AssertionError):
 
 
 def meet(groups: tuple[Group, ...], kind: int, number: int) -> None:
-    """A blocking collective in each group that finds out whether all members are here for the same purpose."""
+    """A blocking collective in each group, which checks whether all members are here for the same purpose."""
     for group in groups:
         lowest, highest = torch.tensor([kind, number]), torch.tensor([kind, number])
         group.all_reduce(lowest, "min").wait()
@@ -64,7 +64,7 @@ class _MeetInBackward(torch.autograd.Function):
 
 
 class Copied(nn.Linear):
-    """The same on every rank of a stage, whose rows have the same samples."""
+    """The same on every rank of a stage; rows have the same samples."""
 
     def splits(self, settings):
         return {"weight": Split(((), ()), summed=("row",)), "bias": Split(((),), summed=("row",))}
@@ -86,7 +86,7 @@ class Sharded(nn.Module):
 
     @property
     def _groups(self) -> tuple[Group, ...]:
-        """Not an attribute: all blocks of a rank have the same, and what these count is not of a microbatch."""
+        """Not an attribute: all blocks of a rank have the same groups, whose counts do not belong to a microbatch."""
         return tuple(group for reference in self._references if (group := reference()) is not None)
 
     def forward(self, x):
@@ -99,7 +99,7 @@ class Sharded(nn.Module):
 
 
 def numbered(counts):
-    """Points whose first feature is their sample's number, which is the same for a whole microbatch."""
+    """Points whose first feature is the number of the microbatch's first sample."""
     batches = points(counts)
     for replica in batches:
         for one in replica:
@@ -175,7 +175,7 @@ def test_one_order_on_every_rank_of_a_stage(mesh, policy):
 
 
 def test_deferred_products_and_uneven_replicas():
-    """W actions are decided by the leader too; replicas go their own ways."""
+    """The leader orders W actions too; replicas run independently."""
     orders = check(Mesh(data=2, pipe=2, col=2), Adversary(seed=5), [[2] * 6, [1]],
                    pipeline=Pipeline(defer_bytes=1 << 20, in_flight=4))
     assert any(name.startswith("W") for name, _, _ in orders[0])
@@ -195,7 +195,7 @@ def test_any_mesh_any_delays(tensor, pipe, data, policy, seed, defer_bytes, in_f
 # ---------------------------------------------------------------------- the tests above can fail
 
 class EachForItself(Sequencer):
-    """No leader: every rank decides from its own arrivals."""
+    """Without a leader: every rank decides by its own arrivals."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -206,7 +206,7 @@ class EachForItself(Sequencer):
 
 
 class SecondColumnIsLate(Adversary):
-    """What returns to the ranks of column 1 takes long, so that they see less than those of column 0."""
+    """Returns to the ranks of column 1 are slow, so that they see fewer messages than column 0."""
 
     def slow(self, world):
         late = Link(latency_seconds=0.05)
@@ -222,7 +222,7 @@ def test_without_a_leader_the_order_check_finds_ranks_that_differ(monkeypatch):
 
 
 def test_without_a_leader_collectives_mix(monkeypatch):
-    """Sooner or later: which message is first is chance."""
+    """After some tries: which message arrives first varies by chance."""
     monkeypatch.setattr(connections, "Sequencer", EachForItself)
 
     def mixes():
@@ -242,7 +242,7 @@ def test_with_a_leader_the_same_delays_do_no_harm():
 
 
 def test_a_leader_that_says_nothing(monkeypatch):
-    """Its peers tell whom they wait for."""
+    """Its peers report which rank they wait for."""
     monkeypatch.setattr(Sequencer, "announce", lambda self, call, action: None)
     with pytest.raises(MessageTimeout) as caught:
         run(Mesh(col=2), numbered([[1]]), Adversary(), wait_seconds=0.3)
@@ -250,7 +250,7 @@ def test_a_leader_that_says_nothing(monkeypatch):
 
 
 def test_a_lost_announcement_is_noticed_before_anything_is_done_in_another_order():
-    """The peer would run the next action with the leader's present one, and their collectives would fit by chance."""
+    """The peer would run the next action during the leader's current one, and collectives could match by chance."""
     done = []
 
     def run(world):

@@ -1,4 +1,4 @@
-"""Objects that blocks share by identity, on one stage, on several ranks, and on several stages of one rank."""
+"""Objects that blocks share by identity: on one stage, on several ranks, and on several stages of one rank."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ V_SHAPE, INTERLEAVED = Pipeline(stages_per_rank=2), Pipeline(stages_per_rank=2, 
 
 
 class Outer(nn.Module):
-    """A block with a module that others may have too, by two names, and something of its own."""
+    """A block with a module that other blocks may have too, under two names, and a layer of its own."""
 
     def __init__(self, inner):
         super().__init__()
@@ -49,7 +49,7 @@ class Unembed(nn.Module):
 
 
 def tied(count, *groups):
-    """Blocks of a linear layer each, with the weights of these groups of blocks tied."""
+    """Blocks of one linear layer each, with the weights of these groups of blocks tied."""
     blocks = [Plain() for _ in range(count)]
     for group in groups:
         for end in group[1:]:
@@ -58,7 +58,7 @@ def tied(count, *groups):
 
 
 def assert_training(make, mesh, pipeline, memory=None, counts=(2, 1, 3)):
-    """Gradients and parameters of some steps equal those of plain PyTorch; afterwards blocks share what they did."""
+    """Gradients and parameters of some steps equal those of plain PyTorch; afterwards blocks still share the same."""
     def build():
         torch.manual_seed(1)
         return make()
@@ -97,7 +97,7 @@ def assert_training(make, mesh, pipeline, memory=None, counts=(2, 1, 3)):
 
 
 def shared_names(blocks):
-    """Groups of names of one parameter."""
+    """Groups of names that stand for one parameter."""
     names = {}
     for number, block in enumerate(blocks):
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -116,7 +116,7 @@ def test_ends_on_two_stages_of_a_rank(ends, mesh, pipeline):
 @given(st.randoms(use_true_random=False))
 @examples(4)
 def test_any_model_on_any_stages(draw: random.Random):
-    """Of `drawn_models`: three steps equal those of plain PyTorch, or the model is refused before the first."""
+    """A model of `drawn_models`: three steps equal those of plain PyTorch, or it is refused before the first."""
     assert_drawn(draw_model(draw))
 
 
@@ -215,7 +215,7 @@ def test_shared_modules(make, mesh, pipeline, memory):
                                        lambda block: nn.Buffer(block.linear.bias.detach()[1:])],
                          ids=["no copy", "view", "buffer"])
 def test_a_module_that_cannot_be_copied_is_named(attribute):
-    """One that has a view of its parameter would have that of the copied one's."""
+    """A copy of a module with a view of its own parameter would have a view of the original's."""
     def make():
         block = Plain().double()
         block.kept = attribute(block)
@@ -306,7 +306,7 @@ def test_a_shared_buffer_that_training_changes_is_named_before_the_update(in_pla
 
 @PLACES
 def test_running_statistics_of_a_function_are_named(pipeline):
-    """Its kernel leaves no trace but the values."""
+    """Its kernel changes no version counter, only values."""
     class Normalises(Plain):
         def __init__(self, mean, variance):
             super().__init__()
@@ -342,7 +342,7 @@ class Found:
                                     lambda shared, x: shared.update(mean={"of": (3, Found(x.mean()))})],
                          ids=["list", "dict"])
 def test_a_shared_list_with_new_gradients_is_named_before_the_update(change, memory, pipeline):
-    """Such as losses that blocks leave beside the carried state: a later stage has none of an earlier one's."""
+    """Such as losses that blocks leave besides the carried state: a later stage lacks those of earlier stages."""
     class Leaves(Plain):
         def __init__(self, shared):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Engine.state_dict: a rank's whole state, from which the same rank of another engine resumes bit-identical."""
+"""Engine.state_dict: the full state of a rank, from which the same rank of another engine resumes bit-identically."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ def engine_of(world, mesh, *, dtype=torch.float64, make=tiny_gpt, **options):
 
 
 def through_a_file(state):
-    """As `torch.save` writes it and `torch.load` reads it, without running any code of the file's."""
+    """Written by `torch.save` and read by `torch.load`, without running any code from the file."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -37,11 +37,11 @@ def through_a_file(state):
 
 def train(engine, batches):
     found = [engine.train_batch(share(engine, batch)) for batch in batches]
-    return [str((result.loss, result.grad_norm, result.stepped)) for result in found]  # nan is nan
+    return [str((result.loss, result.grad_norm, result.stepped)) for result in found]  # strings, so that nan equals nan
 
 
 def everything(engine):
-    """All tensors and numbers of a rank, and copies of them."""
+    """Copies of all tensors and numbers of a rank."""
     return copy.deepcopy(engine.state_dict())
 
 
@@ -77,7 +77,7 @@ def same(one, other):
         "in the backward": (Mesh(data=2), {"optim": Optim(update_in_backward=True, algorithm="sgd")}),
     }.items()])
 def test_a_run_resumes_bit_identical(mesh, options):
-    """Two steps, the state through a file into an engine with other weights, and two more steps of both."""
+    """Two steps, the state through a file into an engine with other weights, and two more steps of both engines."""
     count = 1 if options.get("optim", OWN).update_in_backward else 2
     batches = [token_batches(mesh, count=count, seed=seed) for seed in range(4)]
 
@@ -106,7 +106,7 @@ def test_a_run_resumes_bit_identical(mesh, options):
 
 
 def test_a_state_fits_whatever_holds_the_optimizers_states():
-    """Other buckets and another place of the states are not another layout, where states are not sharded."""
+    """Other buckets and another place of the states do not change the layout, if states are not sharded."""
     batches = [token_batches(Mesh(), seed=seed) for seed in range(2)]
 
     def rank(world):
@@ -150,7 +150,7 @@ def test_what_was_frozen_since_the_start_stays_frozen():
     ((Mesh(data=2), {}), (Mesh(data=2), {"optim": SHARDED}), "has the optimizer's states of other elements")],
     ids=["mesh", "boundaries", "model", "format", "algorithm", "torch", "shards"])
 def test_a_state_of_another_layout(first, second, says):
-    """Nothing is written, and the error names what fits any mesh."""
+    """Nothing is written, and the error names the alternative that fits any mesh."""
     def rank(world):
         engines = [engine_of(world, mesh, **{"optim": OWN, **options}) for mesh, options in (first, second)]
         before = everything(engines[1])
@@ -176,7 +176,7 @@ def test_a_state_of_another_rank_or_of_something_else():
 
 
 def test_other_groups_of_torchs_optimizer():
-    """Torch refused them itself, after the parameters had been written."""
+    """torch's own refusal came only after the parameters had been written."""
     def rank(world):
         engines = [Engine([torch.nn.Linear(2, 2)], world, mesh=Mesh(), loss=lambda y, t: (y.sum(), 1.0),
                           optimizer=lambda parameters, count=count: ADAMW(parameters[:count])) for count in (1, 2)]
@@ -202,7 +202,7 @@ def test_other_buffers(tmp_path):
 
 
 def test_checkpoints_do_what_a_state_dict_cannot(tmp_path):
-    """The remedy of the error above: the same state on another mesh."""
+    """The remedy of the error above works: the same state on another mesh."""
     batches = token_batches(Mesh(data=2), seed=1)
 
     def written(world):
@@ -225,7 +225,7 @@ def test_checkpoints_do_what_a_state_dict_cannot(tmp_path):
 
 
 class Counting(torch.nn.Linear):
-    """It counts its forwards outside of its buffers: `form` of the number is its extra state."""
+    """Counts its forwards outside its buffers: `form` of the count is its extra state."""
 
     calls = 0
 
@@ -241,7 +241,7 @@ class Counting(torch.nn.Linear):
 
 
 def trained_twice(world, folder, form):
-    """Whole parameters and extra states after a batch whose gradients wait, and a return to the state before it."""
+    """Parameters and extra states after a batch whose gradients are pending and a return to the state before it."""
     layer = Counting(2, 2)
     layer.form = form
     torch.nn.init.eye_(layer.weight)
@@ -273,7 +273,7 @@ def test_accumulated_gradients_end_with_a_load_and_extra_states_are_taken(in_fil
 
 
 def test_a_state_can_be_loaded_again():
-    """Training after the first load leaves it as it is."""
+    """Training after the first load does not change it."""
     def rank(world):
         engine = engine_of(world, Mesh(), optimizer=ADAMW)
         batches = token_batches(Mesh(), seed=1)

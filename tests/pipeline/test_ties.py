@@ -1,4 +1,4 @@
-"""Tied parameters: who owns, who sends to whom, and that ends on any stages make one sum and one value."""
+"""Tied parameters: who owns, who sends to whom, and that ends on any stages have one sum and one value."""
 
 import random
 from collections import defaultdict, deque
@@ -41,7 +41,7 @@ POLICIES = ("message-driven", "1f1b", "gpipe")
 
 
 def blocks(*groups, count=6):
-    """Blocks b0 .. of a linear layer each, with the weights of these groups of blocks tied."""
+    """Blocks b0, b1, ... of one linear layer each, with the weights of these groups of blocks tied."""
     return chain(*[Plain] * count,
                  tied=tuple(tuple(f"b{number}.linear.weight" for number in group) for group in groups))
 
@@ -107,7 +107,7 @@ def test_ends_on_one_stage_are_one_parameter():
 
 
 def test_ends_start_from_their_owners_value():
-    """Where nobody seeds, each end is built with values of its own; the owner's count."""
+    """Without a seed, each end is built with its own values; the owner's values are used."""
     def make():
         built = [nn.Linear(4, 4) for _ in range(4)]
         return Model(blocks={f"b{number}": lambda module=module: module for number, module in enumerate(built)},
@@ -124,7 +124,7 @@ def test_ends_start_from_their_owners_value():
 
 
 def test_who_sends_to_whom():
-    """Stage 1 of 3 owns; ranks of replica 1."""
+    """Stage 1 of 3 is the owner; checked on the ranks of replica 1."""
     mesh = Mesh(data=2, pipe=3)
 
     def rank(world):
@@ -169,7 +169,7 @@ def test_gradients_are_added_in_stage_order_and_wait_their_turn():
 
 
 def test_a_value_that_comes_early_is_not_used_before_the_next_batch():
-    """A rank of the owner that this one sends no gradient to may be through with a step in which this one computes."""
+    """An owner's rank to which this rank sends no gradient may have finished a step that this rank still computes."""
     ranks = Ranks(tied_layout(Mesh(pipe=2, row=2), [0, 2], [Split((("row",), ())), Split(((), ()))], 0))
     for parameters in ranks.parameters[:2]:
         parameters["b0.w"].data.fill_(5.0)
@@ -191,11 +191,11 @@ SPLITS = [Split(dims, summed) for dims, summed in [
     (((), ()), ()), (((), ()), ("row",)), (((), ()), ("row", "col")), ((("row",), ()), ()), (((), ("row",)), ()),
     ((("col",), ()), ()), (((), ("col",)), ("row",)), ((("row",), ("col",)), ()), ((("col",), ("row",)), ()),
     ((("row", "col"), ()), ()), ((("col", "row"), ()), ()), (((), ("col", "row")), ())]]
-"""Whole, cut by one axis or by both; on one dim, nested, or on two."""
+"""Not cut, cut by one axis or by both; on one dim, nested, or on two."""
 
 
 def tied_layout(mesh, blocks, splits, owner):
-    """Parameters b0.w, b1.w, ... of one group, in these blocks of two per stage, each cut in its own way."""
+    """Parameters b0.w, b1.w, ... of one group, in these blocks of two per stage, each with its own split."""
     parameters = tuple(Parameter(f"b{number}.w", SHAPE, block, f"b{owner}.w", summed=split.summed)
                        for number, (block, split) in enumerate(zip(blocks, splits, strict=True)))
     return Layout(mesh=mesh, num_blocks=2 * mesh.pipe, boundaries=tuple(range(2, 2 * mesh.pipe, 2)),
@@ -214,7 +214,7 @@ def tied_layouts(draw, splits):
 
 
 class Ranks:
-    """All ranks of a layout, whose messages arrive in any order that keeps those of one source in theirs."""
+    """All ranks of a layout; messages arrive in any order that keeps the order of each source."""
 
     def __init__(self, layout, seed=0, trainable=True):
         self.layout, self.mesh, self.choice = layout, layout.mesh, random.Random(seed)
@@ -242,7 +242,7 @@ class Ranks:
         self.messages[rank].put(self.choice.choice(waiting).popleft())
 
     def each(self, key):
-        """(rank, at, its parameter, its box) on the ranks of a (stage, key)."""
+        """(parameter, at, its tensor, its box) on the ranks of a (stage, key)."""
         for rank in range(self.mesh.size):
             at = self.mesh.coordinates(rank)
             if at.pipe == key[0]:
@@ -252,7 +252,7 @@ class Ranks:
                 yield one, at, self.parameters[rank][key[1]], tuple(slice(*part) for part in box)
 
     def exchange_gradients(self, batch):
-        """Some ends send as soon as theirs is complete, the others last."""
+        """Some ends send as soon as their gradient is complete, the others last."""
         for ends in self.ends:
             for tie in ends.ties:
                 if not tie.owns and self.choice.random() < 0.5:
@@ -271,7 +271,7 @@ class Ranks:
 
 
 def ends_of(layout):
-    """(stage, key) of every end in model order, and that of the owner."""
+    """(stage, key) of every end in model order, and of the owner."""
     places = list(dict.fromkeys((layout.stage_of(one.block), layout.key(one)) for one in layout.parameters))
     owner = layout[layout.parameters[0].owner]
     return places, (layout.stage_of(owner.block), owner.name)
@@ -280,7 +280,7 @@ def ends_of(layout):
 @examples(25)
 @given(tied_layouts([split for split in SPLITS if not split.summed]), st.integers(0, 99))
 def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
-    """To the bit: each element is the owner's, plus the ends' one after another. Copies count once."""
+    """Bit-identical: each element is the owner's, plus those of the ends one after another. Copies count once."""
     ranks, (places, home) = Ranks(layout, seed), ends_of(layout)
     for batch in (1, 2):
         whole = {(place, data): torch.randn(SHAPE, generator=generator(number, data, batch), dtype=torch.float64)
@@ -314,12 +314,11 @@ def test_ends_cut_in_any_way_make_one_sum_and_one_value(layout, seed):
 @examples(50)
 @given(tied_layouts(SPLITS), st.integers(0, 99))
 def test_parts_of_gradients_are_added_once(layout, seed):
-    """Where positions have parts of a gradient each, those of the owner sum up to all of them; whole numbers are
-    exact."""
+    """If positions have parts of a gradient each, the owner's parts sum up to the full gradient; integers are exact."""
     ranks, (places, home) = Ranks(layout, seed), ends_of(layout)
 
     def part(number, one, at):
-        """The part of a gradient that a position has: another one for each place along the axes that sum."""
+        """A position's part of a gradient: a different one for each place along the summed axes."""
         return torch.randint(-99, 99, SHAPE, generator=generator(number, *along(one, at))).double()
 
     def along(one, at):
@@ -360,7 +359,7 @@ def test_ends_cut_alike_need_one_message_to_the_counterpart(split):
 
 
 def test_an_embedding_and_a_head_on_one_stage():
-    """Nothing travels from a rank to itself."""
+    """No message is sent from a rank to itself."""
     layout = tied_layout(Mesh(row=2, col=2), [0, 1], [Split(((), ("col", "row"))), Split((("col",), ("row",)))], 0)
     ranks = Ranks(layout)
     for parameters in ranks.parameters:
@@ -392,7 +391,7 @@ def test_a_frozen_tie_that_is_cut_differently_moves_at_the_start_alone():
 
 
 def apart(layout, parameter):
-    """The key of `parameter`, as if no two ends on a stage were cut alike."""
+    """The key of `parameter`, as if no two ends on a stage were cut the same way."""
     stage = layout.blocks(layout.stage_of(parameter.block))
     ends = [one for one in layout.parameters if one.owner == parameter.owner and one.block in stage]
     return parameter.owner if parameter is min(ends, key=lambda one: not one.is_owner) else parameter.name
@@ -401,7 +400,7 @@ def apart(layout, parameter):
 @pytest.mark.parametrize(("group", "mesh"), covering(
     [((0, 1),), ((1, 0),), ((2, 0, 1, 3),)], [Mesh(data=2, pipe=2), Mesh(), Mesh(data=2), Mesh(pipe=2)]), ids=str)
 def test_an_engine_with_separate_ends_on_a_stage(group, mesh, monkeypatch):
-    """One sum, shown under one name, and one value; what is frozen on the way stays as it is at all ends."""
+    """One sum, shown under one name, and one value; weights frozen during training stay unchanged at all ends."""
     monkeypatch.setattr(Layout, "key", apart)
     make, ends = partial(blocks, group, count=4), [f"b{number}.linear.weight" for number in group]
     owner = ends[0]
@@ -457,7 +456,7 @@ def test_freezing_one_end_is_refused(end):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 def test_sharing_that_is_not_declared_is_refused(mesh):
-    """It would be lost across stages, and counted twice on one."""
+    """The tie would be lost across stages, and its gradient counted twice on one stage."""
     same = nn.Linear(4, 4)
     model = Model(blocks={"a": lambda: same, "b": nn.Tanh, "c": lambda: same}, loss=squared)
     with raises("tied-undeclared", "c.weight", "a.weight"):

@@ -1,4 +1,4 @@
-"""Lookup tables: gradients to the bit those of autograd, and sums over replicas of the touched rows alone."""
+"""Lookup tables: gradients are bit-identical to autograd's, and only touched rows are summed over replicas."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ class Table(nn.Embedding):
 
 
 class Weighed(nn.Module):
-    """A table whose weights the block also uses otherwise, on some batches."""
+    """A table whose weights the block also uses directly, on all or some batches."""
 
     def __init__(self, always):
         super().__init__()
@@ -53,7 +53,7 @@ class Head(nn.Linear):
 
 
 def sentences(lengths=((5, 3), (4, 6)), largest=VOCAB):
-    """[replica][microbatch]: sentences of so many words, with repeated ones."""
+    """[replica][microbatch]: sentences of these lengths, with repeated words."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for replica, counts in enumerate(lengths):
@@ -71,7 +71,7 @@ def lookup_model(first=Table):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """Elements of the packed chunks that are summed."""
+    """The sizes of the packed chunks that are summed."""
     found, take = [], PackedChunk.take
 
     def noted(self):
@@ -93,11 +93,11 @@ def test_raw_gradients_are_those_of_plain_pytorch(mesh, options, padding, packed
             for one in replica:
                 one.inputs[:, 1] = padding
     assert_parity(lookup_model(lambda: Table(padding)), batches, mesh, **options)
-    assert packed and sum(packed) <= 2 * 3 * 40 + 100, "few rows travel"
+    assert packed and sum(packed) <= 2 * 3 * 40 + 100, "few rows are sent"
 
 
 class Transposed(Table):
-    """Its gradient lies in memory as it does: not row by row."""
+    """Its gradient is transposed in memory, as its weight is: not row by row."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_a_table_that_lies_transposed():
 
 
 def test_one_rank_has_autograds_bits(monkeypatch):
-    """Sums in the order of autograd's kernel, however often a word occurs; with several microbatches too."""
+    """Sums are in the order of autograd's kernel, however often a word occurs, and with several microbatches."""
     batches, make = sentences(((9, 7, 8),), largest=11), lookup_model()
 
     def work(engine):
@@ -128,7 +128,7 @@ def test_one_rank_has_autograds_bits(monkeypatch):
     Optim(accumulate="half", reduce_dtype="fp32", bucket_size=512), Optim(offload="stream", bucket_size=512)],
     [torch.float32, torch.bfloat16]))
 def test_training_is_bit_identical_on_two_replicas(optim, precision, monkeypatch, packed):
-    """Parameters after some steps, with and without packed sums: a step that reaches no table among them."""
+    """Parameters after some steps, with and without packed sums; one of the steps reaches fewer rows."""
     config = Transformer(num_layers=1, hidden=8, heads=2, vocab=VOCAB, sequence=6, untied=True)
     steps = [tokens(((1, 2), (2, 1)), vocab=vocab, seed=number) for number, vocab in enumerate((VOCAB, 40, VOCAB))]
 
@@ -154,7 +154,7 @@ def test_training_is_bit_identical_on_two_replicas(optim, precision, monkeypatch
 
 @pytest.mark.parametrize("always", [True, False])
 def test_a_table_that_is_used_otherwise_is_summed_as_a_whole(always, packed):
-    """On one replica only, too: the other learns of it."""
+    """Even if only one replica uses it so: the other is informed."""
     batches = sentences()
     for replica in batches:
         for one in replica:
@@ -165,7 +165,7 @@ def test_a_table_that_is_used_otherwise_is_summed_as_a_whole(always, packed):
 
 
 def test_a_replica_that_reaches_no_row(packed):
-    """Its zeros say so by their sign: everything is summed, and what the other has added is not left alone."""
+    """The sign of its zeros shows this: everything is summed, and rows that the other replica reached are updated."""
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -189,7 +189,7 @@ def test_many_rows_are_summed_as_a_whole(packed):
 
 
 def test_bytes_between_replicas_follow_the_rows():
-    """A table that is nearly all of the model, and two short sentences."""
+    """The table is nearly the entire model, and there are two short sentences."""
     def work(engine):
         data = engine._connections.data
         before = data.bytes_received
@@ -201,7 +201,7 @@ def test_bytes_between_replicas_follow_the_rows():
 
 
 def test_frozen_tables_and_other_models(packed):
-    """A tied table is summed as before; Llama's own table is not tied."""
+    """A tied table is summed in full; Llama's own table is not tied."""
     config = Transformer(family="llama", num_layers=2, hidden=8, heads=2, kv_heads=2, intermediate=16, vocab=VOCAB,
                          sequence=6, untied=True)
     batches = tokens(((1, 2), (2, 1)), vocab=VOCAB)
@@ -224,11 +224,11 @@ def test_blocks_are_plain_modules_between_batches():
 
 
 def test_whole_rows_of_a_cut_chunk_are_packed():
-    """A chunk that begins and ends within rows: their parts travel whatever is in them."""
+    """A chunk that begins and ends within rows: the partial rows are always sent."""
     table = TouchedRows(4, 100, 3)
     table.found, table.decided = torch.tensor([0, 3, 50, 98, 99]), True
     flat = torch.arange(310.0)
-    chunk = PackedChunk(flat[8:306], 8, [table])  # from within row 1 to two elements behind the last
+    chunk = PackedChunk(flat[8:306], 8, [table])  # from within row 1 to two elements after the last row
     assert chunk.take().tolist() == [8, 9, *range(304, 306), *(4 + 3 * row + i for row in (3, 50, 98, 99)
                                                               for i in range(3))]
     assert chunk.size == 16 and chunk.pays

@@ -1,4 +1,4 @@
-"""A user's modules that another rank has trained: who uses them is warned, and no engine begins with them."""
+"""A user's modules that another rank has trained: using them causes a warning, and no engine starts with them."""
 
 import copy
 import gc
@@ -82,14 +82,14 @@ def test_old_values_warn_until_they_are_new(make, use):
     for model in (one, other):
         assert len(told(use, model, x)) == 1 and not told(use, model, x)
         model.load_state_dict(full)
-        assert not hooks_of(model), "nothing is in the way of torch.compile and torch.jit"
+        assert not hooks_of(model), "no hook obstructs torch.compile and torch.jit"
         assert not told(use, model, x)
         outputs.append(model(x))
     assert torch.equal(*outputs)
 
 
 def test_new_values_are_old_after_the_next_step():
-    """Beside a user's own hooks, which stay."""
+    """A user's own hooks stay in place."""
     def work(world):
         model, mine = plain(), [lambda *_: None for _ in range(3)]
         with closing(engine_of(model, world)) as engine:
@@ -125,7 +125,7 @@ def test_an_engine_does_not_begin_with_old_values(tmp_path):
         with closing(engine_of(model, world)) as again:
             assert again.evaluate(batch).loss == loss
         with closing(engine_of(model, world, cut=2)) as moved:
-            if world.rank == 0:  # which has block 1 now
+            if world.rank == 0:  # this rank has block 1 now
                 with raises("parameter-trained-elsewhere"):
                     moved.evaluate(batch)
             with closing(Checkpoints(moved, tmp_path)) as checkpoints:
@@ -148,7 +148,7 @@ def test_an_engine_that_was_built_before_does_not_begin_with_old_values():
 
 
 def test_replicas_take_new_values_from_the_first_one():
-    """Where only rank 0 has loaded them, as its model is the one that is saved."""
+    """If only rank 0 has loaded them, since its model is the one that is saved."""
     def work(world):
         model = plain()
         with closing(engine_of(model, world)) as engine:

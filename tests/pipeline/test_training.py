@@ -1,4 +1,4 @@
-"""Steps, evaluations and predictions one after another, equal to those of one process with a torch optimizer."""
+"""Steps, evaluations and predictions in sequence, equal to those of one process with a torch optimizer."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ MESHES = [Mesh(), Mesh(pipe=2), Mesh(data=2), Mesh(data=2, pipe=3)]
 
 
 def three_ends():
-    """The first block's weight is the third's and the last's too."""
+    """The first block's weight is also that of the third and the last."""
     return chain(*[partial(nn.Linear, 4, 4)] * 5, tied=(("b2.weight", "b0.weight", "b4.weight"),))
 
 
@@ -51,7 +51,7 @@ def weights(engine):
 
 
 def assert_same_weights(found, reference, mesh):
-    """Every end of every parameter, on every rank that holds one, has the reference's value."""
+    """Every end of every parameter has the reference's value, on every rank that holds it."""
     held = set()
     for parameters in found:
         for name, value in parameters.items():
@@ -59,7 +59,7 @@ def assert_same_weights(found, reference, mesh):
         held |= set(parameters)
     assert held == set(reference.parameters)
     pipe = mesh.pipe
-    for stage in range(pipe):  # replicas agree to the bit
+    for stage in range(pipe):  # replicas are bit-identical
         assert all(torch.equal(value, found[rank][name]) for rank in range(stage, mesh.size, pipe)
                    for name, value in found[stage].items())
 
@@ -108,7 +108,7 @@ def test_steps_with_messages_that_dawdle(seed):
 
 @pytest.mark.parametrize("mesh", quick(2, MESHES), ids=str)
 def test_evaluation_before_between_and_after_steps(mesh):
-    """With dropout in the model: off in evaluation, and undisturbed by it in training."""
+    """With dropout in the model: off in evaluation, and in training not affected by evaluations."""
     make = partial(small_gpt, dropout=0.3)
     reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
     batches, held_out = [batch_of(small_gpt, mesh, seed) for seed in range(2)], tokens([[3, 1]] * mesh.data, seed=9)
@@ -131,7 +131,7 @@ def test_evaluation_before_between_and_after_steps(mesh):
 
 @pytest.mark.parametrize("mesh", quick(3, [*MESHES, Mesh(data=4, pipe=2)]), ids=str)
 def test_dropout_is_that_of_one_process(mesh):
-    """Masks depend on sample numbers, not on who draws them; and there are masks."""
+    """Masks depend on sample numbers, not on the rank that draws them; and masks are applied."""
     make, batches = partial(small_gpt, dropout=0.5), tokens([[2, 2, 1]] * mesh.data, ignored=0.3)
     outcome = assert_parity(make, batches, mesh)
     plain = Reference(small_gpt(), seed=SEED, dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_predictions(mesh):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
 def test_a_batch_of_weight_zero_is_skipped(mesh):
-    """The step after it is as if it had not been."""
+    """The next step is as if the skipped batch had not existed."""
     empty = [[Microbatch(one.inputs, torch.full_like(one.targets, IGNORED)) for one in replica]
              for replica in points([[2, 2]] * mesh.data)]
     full = points([[2, 1]] * mesh.data)
@@ -196,7 +196,7 @@ def test_an_empty_batch_everywhere_is_one_of_weight_zero():
 # ---------------------------------------------------------------------- one's own loop
 
 def test_gradients_only_and_an_update_by_hand():
-    """What `train_batch` does, in pieces, with an optimizer that lets go of gradients."""
+    """The parts of `train_batch`, with an optimizer that sets gradients to None."""
     mesh, batches = Mesh(data=2, pipe=2), [points([[2, 2]] * 2, seed=seed) for seed in range(3)]
     reference = Reference(three_ends(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["adamw"])
     for batch in batches:
@@ -214,12 +214,12 @@ def test_gradients_only_and_an_update_by_hand():
 
 
 def test_gradients_of_batch_after_batch_without_a_step():
-    """They start from zero after `zero_grad`, tied ones included."""
+    """Gradients start from zero after `zero_grad`, including tied ones."""
     assert_gradients_of_batches(three_ends, Mesh(pipe=3), [points([[2, 2, 1]], seed=seed) for seed in range(3)])
 
 
 def assert_gradients_of_batches(make, mesh, batches, **options):
-    """Of one after the other, without a step."""
+    """Gradients of one batch after another, without a step."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
 
     def work(engine):
@@ -241,7 +241,7 @@ def only_ties_train():
 
 
 def test_the_owners_of_a_tied_weight_alone_have_an_optimizer():
-    """Where nothing else trains: other stages have none, and training goes on."""
+    """If nothing else trains, other stages have no optimizer, and training continues."""
     reference = Reference(only_ties_train(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS["sgd"])
     batches, mesh = [points([[2, 1]], seed=seed) for seed in range(3)], Mesh(pipe=5)
     for batch in batches:
@@ -259,7 +259,7 @@ def test_the_owners_of_a_tied_weight_alone_have_an_optimizer():
 
 
 def test_many_batches_without_microbatches_on_one_replica():
-    """A rank that has nothing to do may be batches ahead; what it sends ahead must not be lost."""
+    """A rank without work may be batches ahead; messages that it sends early must not be lost."""
     batches = [points([[1] * 6, []], seed=seed) for seed in range(4)]
     batches.insert(2, [[], []])
     assert_gradients_of_batches(only_ties_train, Mesh(data=2, pipe=3), batches,
@@ -273,7 +273,7 @@ def test_many_batches_without_microbatches_on_one_replica():
      [f"b{block}.{kind}" for block in range(5) for kind in ("weight", "bias")]],
     [Mesh(), Mesh(data=2, pipe=3)], list(OPTIMIZERS)), ids=str)
 def test_freezing_between_steps(names, mesh, optimizer):
-    """What is frozen stays as it is, without decay or momentum, ties included."""
+    """Frozen parameters stay unchanged, without decay or momentum, including ties."""
     reference = Reference(three_ends(), seed=SEED, dtype=torch.float64, optimizer=OPTIMIZERS[optimizer])
     batches = [points([[2, 1]] * mesh.data, seed=seed) for seed in range(4)]
 
@@ -363,7 +363,7 @@ def test_a_function_that_makes_no_optimizer():
 
 
 class Strided(nn.Module):
-    """A convolution in channels_last, and a matrix that lies transposed."""
+    """A convolution in channels_last, and a matrix that is transposed in memory."""
 
     def __init__(self):
         super().__init__()
@@ -378,7 +378,7 @@ class Strided(nn.Module):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
 def test_parameters_whose_elements_are_not_in_order(mesh, fused):
-    """Fused optimizers of torch take tensors as they lie in memory."""
+    """torch's fused optimizers process tensors in memory order."""
     make = partial(chain, Strided, Strided)
     optimizer = partial(torch.optim.AdamW, lr=0.1, fused=fused)
     reference = Reference(make(), seed=SEED, dtype=torch.float64, optimizer=optimizer)
@@ -401,14 +401,14 @@ def test_parameters_whose_elements_are_not_in_order(mesh, fused):
 
 
 class Wrapped:
-    """SGD of the head, with a method of its own and nothing else."""
+    """SGD of the head, which has only a `step` method."""
 
     def __init__(self, named_parameters):
         self.step = torch.optim.SGD([one for name, one in named_parameters if name.startswith("b1")], lr=0.1).step
 
 
 def test_an_optimizer_of_one_stages_parameters():
-    """It is called on all ranks that train something."""
+    """Its step is called on all ranks with trainable parameters."""
     make = partial(chain, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4))
     with raises("optimizer-picks-none", "a group with lr=0", where="optimizer", value=2):
         on_mesh(make, Mesh(pipe=2), lambda engine: None, optimizer=lambda named_parameters: Wrapped(named_parameters))
@@ -423,7 +423,7 @@ def test_an_optimizer_of_one_stages_parameters():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_engines_that_share_a_block_train_each_their_own(size):
-    """A GAN: the generator's engine has a group of rate 0 for the discriminator, on a stage of that alone, too."""
+    """A GAN: the generator's engine has a group with lr 0 for the discriminator, also on a stage of its own."""
     def network():
         torch.manual_seed(0)
         return nn.Linear(4, 4), nn.Linear(4, 1)

@@ -1,4 +1,4 @@
-"""torch.func inside blocks, and blocks that are copied and saved while an engine has them."""
+"""torch.func inside blocks, and blocks that are copied and saved while an engine uses them."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ POLICIES = ["message-driven", "1f1b", "gpipe"]
 
 
 class Transformed(nn.Module):
-    """A Linear under a transform of torch.func; `also` uses it as it is, too."""
+    """A Linear under a transform of torch.func; `also` also calls it directly."""
 
     def __init__(self, transform, also=False):
         super().__init__()
@@ -54,10 +54,10 @@ def by_dual_numbers(linear, x):
 @pytest.mark.parametrize(("transform", "also"), covering(
     [by_vmap, by_grad, by_dual_numbers, by_jvp], [False, True]), ids=label)
 def test_gradients_through_transforms_are_torchs(transform, also):
-    """Under every policy, and alike to the bit."""
+    """Under every policy, and bit-identical between policies."""
     model = partial(chain, partial(nn.Linear, 4, 4), partial(Transformed, transform, also), partial(nn.Linear, 4, 4),
                     partial(nn.Linear, 4, 4))
-    forward_mode = transform in (by_jvp, by_dual_numbers)  # of which torch has one level a process
+    forward_mode = transform in (by_jvp, by_dual_numbers)  # torch has one level of it in a process
     mesh = Mesh() if forward_mode else Mesh(data=2, pipe=2)
     batches = points([[2, 3, 1]] * mesh.data)
     first, *others = (assert_parity(model, batches, mesh, pipeline=Pipeline(policy=policy, defer_bytes=1 << 20))
@@ -77,7 +77,7 @@ def test_a_transform_that_torch_cannot_recompute_is_named(recompute):
 
 
 def test_other_layers_still_defer(monkeypatch):
-    monkeypatch.setattr(weight_gradients, "_SMALL_BYTES", 0)  # each layer's product by itself
+    monkeypatch.setattr(weight_gradients, "_SMALL_BYTES", 0)  # each layer's product runs separately
     model = partial(chain, partial(nn.Linear, 4, 4), partial(Transformed, by_vmap), partial(nn.Linear, 4, 4),
                     partial(nn.Linear, 4, 4))
 
@@ -93,7 +93,7 @@ def test_other_layers_still_defer(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"optim": Optim(shard=True)}, {"optim": Optim(offload="stream")}],
                          ids=["torch", "sharded", "streamed"])
 def test_an_average_of_a_live_model_is_that_of_plain_torch(options):
-    """An EMA by torch's own AveragedModel, while weight gradients are deferred on every stage."""
+    """An EMA with torch's own AveragedModel, while weight gradients are deferred on every stage."""
     mesh, options = Mesh(data=2, pipe=2), options or {"optimizer": partial(torch.optim.AdamW, lr=1e-3)}
     batches = [points([[2, 1]] * 2, seed=seed) for seed in range(4)]
     model = partial(chain, *[partial(nn.Linear, 4, 4)] * 4)
@@ -124,7 +124,7 @@ def test_an_average_of_a_live_model_is_that_of_plain_torch(options):
 
 
 def test_a_saved_block_needs_nothing_of_ranvier():
-    """Neither its class nor its forward: what torch.save writes is a plain nn.Linear."""
+    """Neither its class nor its forward: torch.save writes a plain nn.Linear."""
     def work(engine):
         engine.train_batch(share(engine, points([[2]])))
         module, x = engine.blocks["b0"], torch.randn(2, 4, dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_a_block_may_copy_a_layer_in_its_forward():
 
 
 def test_blocks_on_rows_and_columns_are_copied_and_not_saved():
-    """A copy has the same place among the ranks; what is saved is a state_dict or a checkpoint."""
+    """A copy has the same place among the ranks; a state_dict or a checkpoint is saved instead."""
     mesh = Mesh(row=2, col=2)
 
     def work(engine):

@@ -1,4 +1,4 @@
-"""Parameters that no loss reaches are left alone, as torch's optimizers leave a parameter whose gradient is None."""
+"""Parameters that no loss reaches stay unchanged, as torch's optimizers leave parameters whose gradient is None."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ EXPERTS = 3
 
 
 class Routed(nn.Module):
-    """Each microbatch goes to the expert that its first number names; one parameter is never used."""
+    """Each microbatch goes to the expert given by its first number; one parameter is never used."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Routed(nn.Module):
 
 
 def routed(*steps):
-    """steps[step][replica][microbatch]: the expert."""
+    """steps[step][replica][microbatch]: number of the expert."""
     found = []
     for number, step in enumerate(steps):
         batch = points([[2] * len(replica) for replica in step], seed=number)
@@ -45,7 +45,7 @@ def routed(*steps):
 
 MODEL = partial(chain, Routed, partial(nn.Linear, 4, 4))
 STEPS = routed([[0, 1], [0]], [[0], [2, 2]], [[1], [1]], [[1], []])
-"""Of the experts, one is reached on replica 1 alone, each is unreached in some step, and a replica may have nothing."""
+"""One expert is reached only on replica 1, each is unreached in some step, and a replica may have no microbatch."""
 
 
 def trained(engine, batches):
@@ -70,9 +70,9 @@ OWN = partial(Optim, algorithm="sgd", momentum=0.9, weight_decay=0.1, bucket_siz
      {"offload": "hybrid", "bucket_size": 16}],
     [Mesh(data=2), Mesh(data=2, pipe=2)], [0, 1 << 20]), ids=str)
 def test_own_optimizer(options, mesh, defer_bytes):
-    """Neither weight decay nor momentum moves what no replica reaches in a step."""
+    """Neither weight decay nor momentum changes parameters that no replica reaches in a step."""
     theirs = expected(SGD)
-    assert torch.equal(theirs["b0.unused"], expected(SGD, ())["b0.unused"]), "torch leaves it alone"
+    assert torch.equal(theirs["b0.unused"], expected(SGD, ())["b0.unused"]), "torch does not change it"
     for mine in on_mesh(MODEL, mesh, partial(trained, batches=STEPS), optim=OWN(**options), learning_rate=0.1,
                         pipeline=Pipeline(defer_bytes=defer_bytes)):
         for name, value in mine.items():
@@ -82,7 +82,7 @@ def test_own_optimizer(options, mesh, defer_bytes):
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, pipe=2)], ids=str)
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_users_optimizer(mesh, apart):
-    """AdamW counts the steps of each parameter."""
+    """AdamW counts steps for each parameter separately."""
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
     theirs = expected(adamw)
 
@@ -107,7 +107,7 @@ def add_noise(parameters):
 @pytest.mark.parametrize("options", [{"optimizer": SGD}, {"optim": OWN()}, {"optim": OWN(shard=True)}], ids=str)
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, pipe=2)], ids=str)
 def test_a_program_that_changes_the_gradients_that_there_are(mesh, options):
-    """Between forward_backward and step, and between two calls of forward_backward that add up."""
+    """Between forward_backward and step, and between two accumulated calls of forward_backward."""
     groups = [STEPS[:1], STEPS[1:3], STEPS[3:]]
     reference = Reference(MODEL(), seed=SEED, dtype=torch.float64)
     optimizer = SGD(reference.parameters.values())
@@ -144,7 +144,7 @@ def test_updates_in_the_backward():
 
 
 class WithoutGradient(torch.autograd.Function):
-    """Its backward returns None, as a function may that stops gradients."""
+    """Its backward returns None, as a function that stops gradients may do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -168,8 +168,8 @@ class Stops(nn.Module):
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(pipe=2)], ids=str)
 def test_a_backward_that_returns_none(mesh):
-    """Autograd then calls the functions before it without a gradient, and zeros are none: within a stage, through the
-    beginning of one, and on both of two replicas."""
+    """Autograd then calls earlier functions without a gradient, which zeros must not replace: within a stage, through
+    the beginning of one, and on both of two replicas."""
     model, batches = partial(chain, partial(Stops, 5, stops=False), partial(Stops, 1100)), [points([[2]] * mesh.data)]
     theirs = expected(SGD, batches, model)
     for mine in on_mesh(model, mesh, partial(trained, batches=batches), optim=OWN(), learning_rate=0.1):
@@ -180,7 +180,7 @@ def test_a_backward_that_returns_none(mesh):
 @pytest.mark.parametrize("accumulate", ["fp32", "half"])
 @pytest.mark.parametrize("users", [False, True])
 def test_half_precision(users, accumulate):
-    """Gradients travel as halves: the sign of zero does too, and master copies stay."""
+    """Gradients are sent as halves, with the sign of zero, and master copies stay unchanged."""
     batches = [[[Microbatch(one.inputs.bfloat16(), one.targets.bfloat16()) for one in replica] for replica in batch]
                for batch in routed([[0], [1]], [[1], [1]])]
     options = {"optim": OWN(accumulate=accumulate), "learning_rate": 0.1} if not users else {
@@ -200,7 +200,7 @@ def test_half_precision(users, accumulate):
 
 
 def test_a_gradient_that_is_zero_is_one():
-    """Reached, but with the gradient 0: it decays, on every replica, as in torch."""
+    """A parameter that is reached with gradient 0 decays, on every replica, as in torch."""
     class Zeroed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_zero_is_one():
 
 @pytest.mark.parametrize("reached", [(), (0,), (1,), (0, 1)], ids=str)
 def test_the_ends_of_a_tie(reached):
-    """One that no end reaches is left alone; one end is enough to train it."""
+    """A tie that no end reaches stays unchanged; one reached end is enough to train it."""
     class End(nn.Module):
         def __init__(self, number):
             super().__init__()
@@ -244,8 +244,8 @@ def test_the_ends_of_a_tie(reached):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2)], ids=str)
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_a_loss_without_a_gradient_is_refused(mesh, recompute):
-    """A plain loop fails at its backward. Where nothing counts, or the loss is 0 as of samples without any pair, it may
-    be a constant, and an evaluation needs no gradient."""
+    """A plain loop fails at its backward. If nothing counts, or if the loss is 0 as for samples without any pair, it
+    may be constant, and an evaluation needs no gradient."""
     def loss(outputs, targets):
         if not len(targets):
             return torch.zeros((), dtype=torch.float64), outputs.shape[0] - 2

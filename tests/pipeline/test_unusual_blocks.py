@@ -1,4 +1,4 @@
-"""Blocks as people write them: linear layers used, hooked, packed and patched in every way keep their gradients."""
+"""Unusual but valid blocks: linear layers used, hooked, packed and patched in every way keep their gradients."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -38,7 +38,7 @@ class BesideItsWeight(Plain):
 
 
 class Doubles(nn.Parameter):
-    """A weight that computes twice a linear layer's product."""
+    """A weight that doubles a linear layer's product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -110,7 +110,7 @@ class InPlaceOnTheInput(Plain):
 
 
 class FourTimesLarger(nn.Linear):
-    """A subclass with a forward of its own."""
+    """A subclass with its own forward."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -120,7 +120,7 @@ class FourTimesLarger(nn.Linear):
 
 
 class Assigned(Plain):
-    """A forward that someone has put in front of the layer's own, as adapters do."""
+    """A forward that was assigned over the layer's own, as adapters do."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class DifferentiatesInside(Plain):
 
 
 class DifferentiatesAside(Plain):
-    """Uses a gradient as a number, and must leave no trace in anybody's."""
+    """Uses a gradient as a number, and must leave no trace in the gradients of others."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -201,7 +201,7 @@ class Unchanged(nn.Module):
 
 
 class Buffered(Plain):
-    """A constant buffer, one of whole numbers, and a count that its forward writes."""
+    """A constant buffer, an integer buffer, and a count that its forward updates."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ class Buffered(Plain):
 
 
 class Attention(nn.Module):
-    """PyTorch's own, whose output projection's weight is used without calling the layer."""
+    """PyTorch's attention, which uses its output projection's weight without calling the layer."""
 
     def __init__(self):
         super().__init__()
@@ -296,12 +296,12 @@ def test_hooks_of_modules_are_called():
             self.linear.register_full_backward_hook(lambda *call: seen.append("backward"))
 
     assert_parity(partial(chain, Plain, Watched, Plain), points([[2]]), Mesh(pipe=3))
-    assert seen == ["forward", "backward"] * 2  # once here, once in the reference
+    assert seen == ["forward", "backward"] * 2  # once in the engine, once in the reference
 
 
 @pytest.mark.parametrize("policy", ["message-driven", "1f1b"])
 def test_autocast_inside_a_block(policy):
-    """In fp32, for nothing casts fp64, and as near as the eight bits of bfloat16 allow."""
+    """In fp32, since autocast does not cast fp64, and as close as bfloat16's eight bits allow."""
     class Cast(Plain):
         def forward(self, x):
             with torch.autocast("cpu", torch.bfloat16):
@@ -322,7 +322,7 @@ def test_autocast_inside_a_block(policy):
 
 
 def test_batch_norm_sees_microbatches_one_after_another():
-    """Its statistics are those of a process that runs the same microbatches; so are its running averages."""
+    """Its statistics and running averages are those of a process that runs the same microbatches."""
     make = partial(chain, Plain, lambda: nn.BatchNorm1d(4), Plain)
     batches = points([[3, 4, 2]])
     reference = Reference(make(), seed=3, dtype=torch.float64)
@@ -341,7 +341,7 @@ def test_batch_norm_sees_microbatches_one_after_another():
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipe=2), Mesh(pipe=5)], ids=str)
 def test_one_module_as_two_blocks(mesh):
-    """Nothing of a sequence that names a module twice is lost; it is a tie."""
+    """A sequence that contains a module twice is complete; the two blocks are tied."""
     def make():
         torch.manual_seed(0)
         same = nn.Linear(4, 4)
@@ -366,7 +366,7 @@ def test_one_module_as_two_blocks(mesh):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_modules_are_plain_between_batches(fails):
-    """After one that has failed, too."""
+    """Also after a batch that failed."""
     linear, patched, inside = nn.Linear(4, 4), Assigned(), []
     theirs = patched.linear.forward
 
@@ -392,7 +392,7 @@ def test_two_engines_one_after_another_on_the_same_modules():
 
     def rank(world):
         found = []
-        for _ in range(2):  # the first is never closed
+        for _ in range(2):  # the first engine is never closed
             engine = Engine(model, world, mesh=Mesh(), loss=squared, dtype=torch.float64)
             engine.forward_backward(batch)
             found.append({name: gradient.clone() for name, gradient in engine.gradients().items()})

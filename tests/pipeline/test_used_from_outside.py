@@ -1,4 +1,4 @@
-"""Parameters that a block or a loss uses without having them: their gradient is right or refused, never lost."""
+"""Parameters that a block or a loss uses without owning them: their gradient is right or refused, never lost."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from tests.pipeline.parity import points, share, squared
 
 
 class Reads(nn.Module):
-    """Multiplies by the weight of a layer that it has in a list, so that torch does not know."""
+    """Multiplies by the weight of a layer that it has in a list, which torch does not see."""
 
     def __init__(self, layer):
         super().__init__()
@@ -30,7 +30,7 @@ def linear():
 
 
 def chain_of(reader, read):
-    """Four blocks, of which one reads another, and a loss."""
+    """Four blocks, one of which reads another one's weight, and a loss."""
     torch.manual_seed(0)
     blocks = [linear() for _ in range(4)]
     blocks[reader] = Reads(blocks[read])
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_a_plain_loop(case, mesh, options):
     ("an earlier block", "3.weight", Mesh(data=2), {"optim": SMALL}), ("the loss", "0.weight", Mesh(pipe=2), {})],
     ids=str)
 def test_a_gradient_that_would_be_lost_is_refused(case, name, mesh, options):
-    """It goes to another rank's parameter, or comes after the sum over replicas has begun."""
+    """It belongs to another rank's parameter, or comes after the sum over replicas has begun."""
     with raises("parameter-used-from-outside", where=f"parameter {name}"):
         gradients_of(CASES[case], mesh, **options)
 
@@ -105,7 +105,7 @@ def test_updates_in_the_backward_come_too_early_for_it():
 # ---------------------------------------------------------------------- values, without a gradient
 
 class Uses(nn.Module):
-    """Does something with a layer that it has in a list, from its second forward on."""
+    """Uses a layer that it has in a list, from its second forward on."""
 
     def __init__(self, layer, use):
         super().__init__()
@@ -150,7 +150,7 @@ def freezes(layer):
 
 
 def form(layer):
-    """Nothing of its values."""
+    """Uses shapes only, not values."""
     return layer.weight.shape[0] + torch.zeros_like(layer.weight).sum() + sum(one.numel() for one in layer.parameters())
 
 
@@ -159,7 +159,7 @@ def norm(layer):
 
 
 def state_after(use, pipeline=None, plain=False, freeze=False, user=3, used=0, evaluates=False):
-    """All parameters after three steps of one microbatch; of plain PyTorch where `plain` says so."""
+    """All parameters after three steps of one microbatch; with `plain`, of plain PyTorch."""
     def make():
         torch.manual_seed(0)
         blocks = [linear() for _ in range(4)]
@@ -204,7 +204,7 @@ VIRTUAL = Pipeline(stages_per_rank=2)
     (replaces_data, VIRTUAL, {}), (replaces_data, None, {}), (freezes, None, {}),
     (writes, None, {"freeze": True})])
 def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, options):
-    """Another rank's is old, at whatever forward it is read; one of this rank's is written when the schedule says."""
+    """Another rank's value is old whenever it is read; one of this rank is written when the schedule decides."""
     with raises("parameter-used-from-outside", where=f"parameter {options.get('used', 0)}.weight"):
         state_after(use, pipeline, **options)
 
@@ -212,14 +212,14 @@ def test_a_value_of_another_stage_is_neither_read_nor_written(use, pipeline, opt
 @pytest.mark.parametrize(("use", "pipeline", "options"), [
     (form, None, {}), (norm, None, {"freeze": True}), (norm, VIRTUAL, {})])
 def test_what_is_the_same_on_all_ranks_may_be_read(use, pipeline, options):
-    """A form, a frozen value, one of the same rank."""
+    """A shape, a frozen value, a value of the same rank."""
     found, expected = state_after(use, pipeline, **options), state_after(use, plain=True, **options)
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-12)
 
 
 class HasValues(nn.Module):
-    """Has the values of a layer's weight, and not the weight."""
+    """Has a tensor over the values of a layer's weight, not the weight."""
 
     def __init__(self, layer):
         super().__init__()
@@ -242,7 +242,7 @@ def test_values_over_the_memory_of_another_stages_parameter_are_refused():
 
 
 def test_running_statistics_of_another_stage_are_refused():
-    """Their kernels leave no trace of a change: the count of batches beside them does."""
+    """Their kernels leave no trace of a change, but the count of batches does."""
     class Shifts(nn.Module):
         def __init__(self, norm):
             super().__init__()
@@ -268,7 +268,7 @@ def test_before_the_training_a_value_is_not_old():
 
 @pytest.mark.parametrize("place", ["block", "loss", "loss, later"])
 def test_a_parameter_of_no_block_that_the_optimizer_has_is_refused(place):
-    """Its gradient would be that of a sum of losses, on this rank alone. One without a gradient is left alone."""
+    """Its gradient would be that of a loss sum of this rank alone. Without a gradient the parameter is ignored."""
     later = place == "loss, later"
 
     def rank(is_used, world):

@@ -1,4 +1,4 @@
-"""What programs written for other libraries look for: outputs, whole states, metrics over ranks, named parameters."""
+"""Features that programs for other libraries expect: outputs, full states, metrics over ranks, named parameters."""
 
 import copy
 import math
@@ -104,7 +104,7 @@ def test_outputs_and_losses_of_a_training_batch(mesh, pipeline):
 
 
 class Ends(nn.Module):
-    """Ends with what columns have parts of, and what each has whole."""
+    """Returns outputs of which columns have parts, and outputs that each column has in full."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class Ends(nn.Module):
     [Mesh(pipe=2, col=2), Mesh(row=2, col=2)],
     [Mesh(col=2), Mesh(pipe=2, col=2), Mesh(col=3), Mesh(row=2, col=2)]), ids=str)
 def test_outputs_of_columns_are_whole(mesh):
-    """Of a vocabulary that no mesh divides evenly (13)."""
+    """With a vocabulary that no mesh divides evenly (13)."""
     batch = tokens([[2, 2]], ignored=0.3)
     rows = [Microbatch(*(part.chunk(mesh.row)[row] for part in (one.inputs, one.targets, one.samples)))
             for one in batch[0] for row in range(mesh.row)]
@@ -203,7 +203,7 @@ def test_the_whole_state_loads_into_the_module(mesh, optim):
 
 
 class Tied(nn.Module):
-    """With a forward of its own, a shared weight, buffers, and a parameter that it does not use."""
+    """A module with its own forward, a shared weight, buffers, and an unused parameter."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ def test_the_whole_state_loads_into_the_module_that_was_cut(mesh):
 
 
 class Aliased(nn.Module):
-    """One layer by two names, and a weight that another layer has, too."""
+    """One layer under two names, and a weight that another layer has, too."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +287,7 @@ def test_values_over_all_ranks():
         total = world.all_reduce(table)
         assert torch.equal(total, 3 * table - 3 * world.rank + 3) and total.shape == (3, 2)
         assert world.all_reduce(world.rank) == 3.0 and world.all_reduce(0.5 + world.rank, "mean") == 1.5
-        for dtype in (torch.bool, torch.uint8, torch.int64):  # uint8 would overflow, and bool be "any of them"
+        for dtype in (torch.bool, torch.uint8, torch.int64):  # uint8 would overflow, and bool would mean "any of them"
             ones = torch.ones(2).to(dtype) * (1 if dtype is torch.bool else 200)
             total, mean = world.all_reduce(ones), world.all_reduce(ones, "mean")
             assert torch.equal(total, 3 * ones.long()) and torch.equal(mean, ones.double())
@@ -334,7 +334,7 @@ class Scaled(nn.Module):
 
 
 def test_an_optimizer_has_the_names_of_the_users_module():
-    """Not those of its blocks, of which the last one has the norm."""
+    """Not the names of its blocks, the last of which has the norm."""
     def rank(world):
         names = []
 
@@ -357,7 +357,7 @@ class WithClosure(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, WithClosure])
 def test_an_optimizer_with_a_closure_needs_all_parameters(kind):
-    """It decides by their gradients how far it goes, and how often."""
+    """It decides by all gradients how far and how often to step."""
     def rank(mesh, world):
         engine = Engine([nn.Linear(4, 4), nn.Linear(4, 4)], world, mesh=mesh, loss=squared)
         return kind(engine.parameters(), lr=0.1)

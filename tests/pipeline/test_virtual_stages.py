@@ -1,4 +1,4 @@
-"""Several stages on a rank: the gradients of one process whatever the placement, with all that a stage can be."""
+"""Several stages on a rank: gradients equal those of one process for every placement, with all features of a stage."""
 
 import json
 from functools import partial
@@ -50,7 +50,7 @@ def several(per_rank=2, placement="v-shape", **changed):
     (Mesh(pipe=2), 2, [[2, 1, 2, 1, 2]]), (Mesh(pipe=3), 2, [[1]]), (Mesh(pipe=2), 3, [[2, 2, 1]]),
     (Mesh(pipe=2, data=2), 2, [[2, 1, 2], [1, 1, 1]])], PLACEMENTS), ids=str)
 def test_gradients_equal_plain_pytorch(mesh, per_rank, counts, placement):
-    """Embedding and head are tied; sequences have several lengths, and targets that do not count."""
+    """Embedding and head are tied; sequences have several lengths, and some targets do not count."""
     assert_parity(small_gpt, tokens(counts, lengths=(6, 4), ignored=0.3), mesh, pipeline=several(per_rank, placement))
 
 
@@ -90,7 +90,7 @@ def test_all_policies_agree_to_the_bit(bounds):
                                   pipeline=several()))
     found.append(gradients_on(small_gpt, batches, Mesh(pipe=2), also=lambda engine: engine.limits.max_stored,
                               sample=batches[0][0], pipeline=several()))
-    assert all(found[-1].others), "a bound that was chosen by simulation"
+    assert all(found[-1].others), "the simulation must choose a bound"
     for name, gradient in found[0].gradients.items():
         assert all(torch.equal(gradient, other.gradients[name]) for other in found[1:]), name
 
@@ -115,7 +115,7 @@ def test_evaluation_before_training_and_outputs():
     {"shard": True, "offload": "stream", "ema": 0.9}, {"shard": True, "offload": "stream"}, {"offload": "host"},
     {"ema": 0.9}]), ids=str)
 def test_training_goes_on_from_a_checkpoint_on_other_stages(tmp_path, options):
-    """Three steps with two stages a rank and three with one, and the other way round, are six with neither."""
+    """Three steps with two stages on each rank and three with one, and vice versa, equal six with neither."""
     def first(engine):
         losses = anywhere.train(engine, 3)
         checkpoints = Checkpoints(engine, tmp_path / str(engine.layout.stages.per_rank))
@@ -159,7 +159,7 @@ def replaced(run, **changed):
 
 
 def test_a_run_and_its_memory(run, tmp_path):
-    """Losses are those of one stage a rank, on resume too; the table has a rank for each stage, the prediction both."""
+    """Losses equal those of one stage on each rank; the table has each stage's rank, the prediction both ranks."""
     def losses(folder, **changed):
         changed = replaced(run, run_dir=folder, **changed)
         run_ranks(lambda world: train_run(changed, "tiny", world), 2)
@@ -194,7 +194,7 @@ def test_an_engine_refuses_an_order_for_one_stage():
 
 
 def test_a_step_is_predicted_by_the_schedule_that_runs():
-    """Of equal stages with few microbatches: less bubble, twice the messages, the same work; `simulate` agrees."""
+    """Equal stages, few microbatches: less bubble, twice the messages, the same work; `simulate` agrees."""
     big = Run(mesh=Mesh(pipe=4), batch=Batch(global_size=8, microbatch_size=1), precision="bf16",
               model=Transformer(num_layers=16, hidden=1024, heads=8, vocab=2048, sequence=512))
     cluster, work = load_cluster("a100"), Work()
@@ -202,7 +202,7 @@ def test_a_step_is_predicted_by_the_schedule_that_runs():
         Pipeline(memory=1.25), several(memory=1.25), several(memory=1.5)))
     costs = [predict(resolved(each), cluster, work).cost for each in (one, two, more)]
     assert costs[1].bubble_fraction < 0.75 * costs[0].bubble_fraction and costs[1].seconds < costs[0].seconds
-    assert costs[2].seconds <= costs[1].seconds, "with the cluster's messages too, which the choice does not know"
+    assert costs[2].seconds <= costs[1].seconds, "also with the cluster's message times, which the choice does not know"
     assert costs[0].model_flops == costs[1].model_flops
     assert costs[1].link_bytes["pipe"] == 2 * costs[0].link_bytes["pipe"]
     assert simulation(resolved(two), cluster).seconds == pytest.approx(costs[1].seconds, rel=0.05)
@@ -211,7 +211,7 @@ def test_a_step_is_predicted_by_the_schedule_that_runs():
 
 
 def test_optimizers_in_the_backward():
-    """One microbatch whose gradients of a block share the memory of the next one's, across both stages of a rank."""
+    """One microbatch; gradients of consecutive blocks share one memory, across both stages of a rank."""
     batches = tokens([[3]])
 
     def work(engine):

@@ -1,4 +1,4 @@
-"""Whatever changes in a place is noticed, by identity first."""
+"""Every change in a place is noticed, with identities compared first."""
 
 import threading
 from collections import OrderedDict, deque

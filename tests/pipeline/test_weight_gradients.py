@@ -1,4 +1,4 @@
-"""The queue of deferred products: their order, what they keep alive, and what is left after a failure."""
+"""The queue of deferred products: their order, what they keep alive, and what remains after a failure."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, 
 
 
 class Log:
-    """A queue of one block's products, and what it reports."""
+    """A queue of one block's products, and its reports."""
 
     def __init__(self, block, others=(), after=lambda action: action()):
         self.names = {parameter: name for name, parameter in block.named_parameters()}
@@ -73,7 +73,7 @@ def test_nothing_is_queued_where_nothing_is_deferred():
 
 
 def test_sums_do_not_depend_on_when_products_run():
-    """Two microbatches, products run between or after: the same to the bit."""
+    """Two microbatches, products run in between or afterwards: sums are bit-identical."""
     torch.manual_seed(1)
     inputs, found = torch.randn(2, 4, 3, dtype=torch.float64), []
     for order in ["at once", "each", "after"]:
@@ -188,7 +188,7 @@ def test_a_backward_that_breaks_leaves_nothing_behind():
 
 
 def test_a_batch_that_broke_leaves_nothing_stored_and_an_engine_that_refuses_more():
-    """It breaks in the backward of microbatch 1, when the products of microbatch 0 wait."""
+    """It fails in the backward of microbatch 1, while the products of microbatch 0 are queued."""
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -242,7 +242,7 @@ def test_which_layers_are_taken():
 
 
 def test_what_a_block_computes_inside_the_backward_is_not_queued():
-    """An inner autograd call of a hook on the loss itself, the first that autograd calls; its layer waits no more."""
+    """A hook on the loss, the first that autograd calls, calls autograd inside; its layer's product is not deferred."""
     log = Log(block := linear_pair())
     x, seen = torch.ones(1, 3, dtype=torch.float64), []
     inner = block(x).sum()
@@ -257,7 +257,7 @@ def test_what_a_block_computes_inside_the_backward_is_not_queued():
 
 
 def patched(engine):
-    """Names of linear layers that have a forward of Ranvier's while a batch runs."""
+    """Names of linear layers that have a forward of Ranvier's during a batch."""
     seen, names = set(), {module: f"{block}.{name}" for block, whole in engine.blocks.items()
                           for name, module in whole.named_modules() if isinstance(module, nn.Linear)}
     for module in engine.blocks.values():
@@ -273,7 +273,7 @@ def patched(engine):
     (Mesh(), Pipeline(defer_bytes=1 << 20), True), (Mesh(), Pipeline(deferred=(1,), defer_last=1), True),
     (Mesh(pipe=2), Pipeline(), True), (Mesh(pipe=2), Pipeline(policy="1f1b"), True)], ids=str)
 def test_plain_layers_stay_as_they_are_where_nothing_may_wait(mesh, pipeline, plain):
-    """On one stage nothing is deferred unless the caller wants it; layers of Ranvier's own add as they do elsewhere."""
+    """On one stage nothing is deferred unless the caller asks for it; Ranvier's own layers add as they do elsewhere."""
     model = partial(chain, partial(nn.Linear, 4, 4), partial(ReplicatedLinear, 4, 4), partial(nn.Linear, 4, 4))
     found = set().union(*on_mesh(model, mesh, patched, pipeline=pipeline))
     assert found == ({"b0.", "b1.", "b2."} if plain else {"b1."})

@@ -1,4 +1,4 @@
-"""Tied parameters that a program writes or freezes by itself: all ends follow, or an error says so."""
+"""Tied parameters that a program writes or freezes itself: all ends follow, or an error names the tie."""
 
 import copy
 from dataclasses import replace
@@ -28,7 +28,7 @@ BATCHES = [points([[2, 1], [3]], seed=seed) for seed in range(3)]
 
 
 def plain(group, change=lambda parameters: None, optimizer=SGD):
-    """Parameters and losses of plain PyTorch, after each step of which `change` is made."""
+    """Parameters and losses of plain PyTorch, with `change` made after each step."""
     reference, losses = Reference(blocks(group), seed=SEED, dtype=torch.float64, optimizer=optimizer), []
     for batch in BATCHES:
         one = [each for replica in batch for each in replica]
@@ -40,7 +40,7 @@ def plain(group, change=lambda parameters: None, optimizer=SGD):
 
 
 def batches_of(engine, batch):
-    """All of a batch, on any number of replicas."""
+    """All microbatches of a batch, on any number of replicas."""
     return share(engine, batch if engine.mesh.data == 2 else [[one for replica in batch for one in replica]])
 
 
@@ -138,7 +138,7 @@ def test_ends_that_are_written_differently_are_refused(write, use, mesh, pipelin
             write(engine)
         found = getattr(engine, use)(batches_of(engine, BATCHES[2]))
         _ = found if use == "predict" else found.loss
-        engine.train_batch(batches_of(engine, BATCHES[2]))  # a rank that has seen nothing waits for those that have
+        engine.train_batch(batches_of(engine, BATCHES[2]))  # ranks that have not noticed it wait for those that have
 
     with raises("tied-end-written", "b0.linear.weight", "b5.linear.weight"):
         on_mesh(partial(blocks, (0, 5)), mesh, work, pipeline=pipeline, optimizer=SGD)
@@ -167,7 +167,7 @@ def test_an_end_that_a_user_writes_alone_is_refused_where_he_updates_too():
 
 
 class Shrinks(Plain):
-    """A forward that writes its own weight."""
+    """Its forward writes its own weight."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -185,7 +185,7 @@ def test_a_forward_that_writes_one_end_is_refused(pipeline, optimizer):
 
 
 def test_what_a_user_has_updated_may_be_saved_before_the_next_batch():
-    """Ends that have not followed yet are loaded as they are, and follow then."""
+    """Ends that have not followed yet are loaded as they are, and follow afterwards."""
     def state(engine, optimizer):
         engine.forward_backward(batches_of(engine, BATCHES[0]))
         optimizer.step()
@@ -231,7 +231,7 @@ def test_a_hook_on_one_end_is_refused(method, pipeline):
 @pytest.mark.parametrize("frozen", ["b0", "b5"])
 @pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(stages_per_rank=2)], ids=["one stage", "two"])
 def test_freezing_one_end_during_the_training_is_refused(frozen, pipeline):
-    """A plain loop has one parameter, which is frozen, or is not."""
+    """A plain loop has one parameter, which is either frozen or not."""
     def work(engine):
         engine.train_batch(batches_of(engine, BATCHES[0]))
         if frozen in engine.blocks:
