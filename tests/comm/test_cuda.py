@@ -87,7 +87,7 @@ def overlap(world: World) -> bool:
 
 @devices(1)
 def test_the_allocator_is_not_told_what_nccl_does_with_shared_memory():
-    """The allocator reuses memory only when all recorded streams have ended, and recording takes its lock."""
+    """The allocator reuses memory only after all recorded streams have ended, and recording takes its lock."""
     device = torch.device("cuda", 0)
     side = torch.cuda.Stream(device)
     for share, told in ((lambda tensor: tensor, True), (_as_foreign_memory, False)):

@@ -1,4 +1,4 @@
-"""A rank that computes without end is detected by how long its earlier actions took; long waits are exempt."""
+"""A rank that computes without end is found by how long its earlier actions took; slow kinds of action are exempt."""
 
 import bdb
 import re

@@ -1,4 +1,4 @@
-"""Commands under test; their ranks are ended with the test."""
+"""Commands under test whose ranks are ended with the test."""
 
 import pytest
 

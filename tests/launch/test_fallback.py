@@ -160,7 +160,7 @@ class Reached(Exception):
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """(mesh, arguments of launch.start_ranks) with which the command starts its rank."""
+    """(mesh, arguments of launch.start_ranks) as the command has them when it starts its rank."""
     def command(rank, size, *flags):
         for name, value in {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank,
                             "MPI_LOCALNRANKS": size}.items():

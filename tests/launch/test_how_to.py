@@ -342,7 +342,7 @@ def test_torchrun_starts_again_after_a_rank_died_and_then_with_fewer_ranks(shell
 
 @pytest.mark.slow
 def test_several_machines_become_fewer(shell, tmp_path, tiny):
-    """The page's second command with two machines, then with one, as --nnodes 1:2 allows."""
+    """The page's second command with two machines, and then, as --nnodes 1:2 allows, with one."""
     run_dir = tmp_path / "run"
 
     def machines(count):

@@ -30,7 +30,7 @@ BETWEEN = pytest.mark.parametrize("between", [SHELL, pytest.param([], marks=pyte
 @LINUX
 @BETWEEN
 def test_torchruns_agent_is_killed(start_ranks, between):
-    """Before, the ranks have chosen the launcher's transport."""
+    """By then the ranks have chosen the launcher's transport."""
     each = start_ranks(*torchrun("--no-python", *between, sys.executable, SCRIPT, "hang", "auto"))
     each.wait_for_ranks()
     assert re.findall(r"^rank \d pid \d+ (\w+ \w+)", each.text, re.MULTILINE) == ["torchrun torch"] * 2

@@ -36,7 +36,7 @@ def leave(where, transport):
     ("loop", "error: rank 1: ended its program while rank 0 (data 0, pipe 0, row 0, col 0) needs it"),
     ("raise", "error: rank 1: ended its program while rank 0 (data 0, pipe 0, row 0, col 0) needs it")]))
 def test_the_others_end_and_the_culprit_is_named(where, says, transport):
-    """Otherwise they would wait 300 seconds for its messages."""
+    """They would wait 300 seconds for its messages otherwise."""
     code, errors, seconds = leave(where, transport)
     assert code == 2 and says in errors and errors.count("error:") == 1, errors
     assert seconds < 100.0

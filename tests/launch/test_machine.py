@@ -1,4 +1,4 @@
-"""Cores and memory within the limits of a container."""
+"""Cores and memory within a container's limits."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Open MPI's wheel, in its own environment: two ranks  train, one is killed, and the run resumes.
+"""Open MPI's wheel, in its own environment: two ranks train, one is killed, and the run resumes.
 
 Skipped if the wheel cannot be installed. docs/mpi.md names the flags.
 """

@@ -1,4 +1,4 @@
-"""examples/ray_ranks.py: each actor's rank is started as torchrun's are; and four ranks on Ray's own local cluster."""
+"""examples/ray_ranks.py: each actor's rank counts as torchrun's; and four ranks on Ray's own local cluster."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
 
 
 def test_ranks_are_told_to_stop_where_standard_error_is_lost(monkeypatch):
-    """Ctrl-C also reaches the `tee` of `2>&1 | tee log`."""
+    """Ctrl-C reaches the `tee` of `2>&1 | tee log`, too."""
     reader, writer = os.pipe()
     os.close(reader)
     write = os.write

@@ -37,7 +37,7 @@ def settings(tmp_path, steps):
 
 
 def agent(hosts, index, output, tmp_path, known, nodes="1:2", more=(), endpoint=NAMES[0], **variables):
-    """The page's command on one host, for a small run without end."""
+    """The page's command on one host, for a small run that has no end."""
     words = shlex.split(COMMAND.replace("/shared/runs/first", str(tmp_path / "run")))[1:]
     for option, value in (("--nnodes", nodes), ("--nproc-per-node", "2"), ("--rdzv-endpoint", f"{endpoint}:29400")):
         words[words.index(option) + 1] = value

@@ -82,7 +82,7 @@ class Bound(Scaled):
 
 
 class Distance(torch.optim.Optimizer):
-    """The rate grows with the distance that all parameters have moved along their gradients, as in Prodigy."""
+    """The rate grows with the distance that all parameters have gone along their gradients, as in Prodigy."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1.0})

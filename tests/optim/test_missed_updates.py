@@ -23,7 +23,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
 
 
 class Experts(nn.Module):
-    """A linear layer for inputs with a positive sum, and another for all other inputs."""
+    """A linear layer for inputs with a positive sum, and one for the others."""
 
     def __init__(self):
         super().__init__()

@@ -51,7 +51,7 @@ def make(parameters, group=None, *, chunk=None, accumulate=None, offload="none",
 
 
 def step(gradients, optimizer, values, *, factor=1.0, learning_rate=1e-2):
-    """One update with these gradients, one tensor for each parameter."""
+    """One update from these gradients, one tensor for each parameter."""
     gradients.begin(scatter=optimizer.scatters)
     for spec, value in zip(gradients.owned_specs(), values, strict=True):
         spec.parameter.grad.add_(value)

@@ -188,7 +188,7 @@ def test_real_processes(transport):
 
 
 def test_the_memory_of_chunks_that_are_alike_is_counted_once(monkeypatch):
-    """A rank of a large model has tens of thousands of chunks, but of only a few sizes."""
+    """A rank of a large model has tens of thousands of chunks, of a few sizes."""
     of_chunk, group = SimpleNamespace(sent_to_owner=False, group=None), MetaGroup("data", 2)
     chunks = [Chunk(start=start, stop=start + size, specs=[of_chunk], share=(start, start + size // 2), group=group,
                     counts=True) for start, size in [*((8 * number, 8) for number in range(100)), (800, 4)]]

@@ -116,7 +116,7 @@ def test_bytes_of_states(algorithm):
 
 
 def test_plans_count_newton_schulz_steps():
-    """Equal to torch's count on one matrix, and to a manual count on this model."""
+    """Equal to torch's count on a matrix and a manual one on this model; split over stages, not rows and columns."""
     with FlopCounterMode(display=False) as counter:
         orthogonalised(torch.randn(24, 8))
     assert counter.get_total_flops() == Muon().flops((24, 8))
@@ -129,7 +129,7 @@ def test_plans_count_newton_schulz_steps():
 @pytest.mark.parametrize(("algorithm", "dtype"), [
     ("lion", torch.float32), ("muon", torch.float32), ("muon", torch.bfloat16), ("adafactor", torch.float32)])
 def test_working_memory_of_updates(algorithm, dtype):
-    """Of a bucket, or of two matrices in turn, by counted storages; the second reuses the first one's memory."""
+    """Of a bucket, or of two matrices in turn, by counted storages; nothing of the first is kept for the second."""
     rules, shape = rules_of(Optim(algorithm=algorithm), dtype), (64, 256)
     spec = GradientSpec(name="", blocks=(0,), numel=prod(shape), parameter=nn.Parameter(torch.zeros(shape)),
                         whole=rules.tensors is not None)

@@ -1,4 +1,4 @@
-"""Muon, Adafactor and Lion: equal to torch's on every mesh, wherever states are placed."""
+"""Muon, Adafactor and Lion: equal to torch's on every mesh, wherever states are."""
 
 from functools import partial
 
@@ -117,7 +117,7 @@ CASES = [(algorithm, mesh, WAYS[(first + number) % len(WAYS)]) for first, algori
                                         Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2)])
          if algorithm != "adamw" or number == 0]
 QUICK = {"muon": Mesh(pipe=2, row=2), "adafactor": Mesh(data=2, col=2)}
-"""Meshes on which `make test` tries an algorithm, if not on two replicas of two stages."""
+"""Meshes on which `make test` tries an algorithm, if not two replicas of two stages."""
 
 
 def test_all_algorithms_are_compared():
@@ -149,7 +149,7 @@ def test_muons_original_scale_is_torchs(in_fp64):
 
 
 def test_muon_in_bf16_is_torchs_on_fp32_copies():
-    """Its Newton-Schulz steps are in bf16, like torch's."""
+    """Its Newton-Schulz steps are in bf16, as torch's."""
     rule, matrix = rules_of(Optim(algorithm="muon"), torch.bfloat16).tensors, nn.Parameter(torch.randn(12, 30))
     theirs = nn.Parameter(matrix.detach().clone())
     reference = torch.optim.Muon([theirs], lr=RATE, weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw")

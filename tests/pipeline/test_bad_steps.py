@@ -331,7 +331,7 @@ def test_bad_data_is_told_apart(mesh, which):
 
 
 def test_data_that_harms_nobody_is_not_named():
-    """A block may produce NaN on purpose: what matters is whether it reaches the loss."""
+    """A block may handle NaN in its input: what matters is the result."""
     class Cleans(nn.Linear):
         def forward(self, x):
             return super().forward(x.nan_to_num())

@@ -1,4 +1,4 @@
-"""What blocks may do on one rank, they may do wherever the model is cut, with the same gradients."""
+"""What blocks may do on one rank they may do wherever the model is cut, with the same gradients."""
 
 from dataclasses import replace
 from functools import partial

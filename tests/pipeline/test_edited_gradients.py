@@ -55,7 +55,7 @@ def transpose(name, parameter):
 
 
 def transpose_data(name, parameter):
-    """The gradient is still the same object."""
+    """The gradient stays the same object."""
     parameter.grad.data = 2.0 * parameter.grad.data.t()
 
 
@@ -421,7 +421,7 @@ def test_clipping_a_stage_by_its_own_norm_warns(mesh, warns, clip):
 
 
 def test_norms_of_other_models_are_torchs_beside_an_engine():
-    """In a single graph of torch.compile, and in function transforms."""
+    """In one graph of torch.compile, and in transforms of functions."""
     def rank(engine):
         norm = partial(nn.utils.get_total_norm, foreach=False)
         compiled = torch.compile(lambda tensor: norm([tensor]), fullgraph=True, backend="eager")

@@ -441,7 +441,7 @@ def wide_batch(dtype=torch.float16):
 @pytest.mark.parametrize(("mesh", "counts", "options"), covering(
     [(Mesh(), [8]), (Mesh(data=2, pipe=2), [8, 8]), (Mesh(data=2), [8, 0])], [{}, {"nominal_weight": 1.0}]), ids=str)
 def test_fp16_skips_no_step_at_the_start(mesh, counts, options):
-    """Sums over thousands of targets times the loss scale overflow; a replica without a microbatch learns it, too."""
+    """Sums over thousands of targets times the loss scale overflow; a replica without a microbatch is informed, too."""
     def rank(world):
         model = chain(partial(nn.Linear, 16, 16), nn.Tanh, partial(nn.Linear, 16, 16), loss=squared)
         engine = Engine(model, world, mesh=mesh, dtype=torch.float16, optim=Optim(), **options)

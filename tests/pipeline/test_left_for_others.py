@@ -1,5 +1,5 @@
 """Values that a forward leaves outside the carried state, where code of another stage would find them in a plain loop:
-refused by name, and accepted if nothing else reads them or each stage makes them itself."""
+refused by name, and accepted if nothing else reads them or each stage makes the same."""
 
 import sys
 import threading

@@ -56,7 +56,7 @@ def test_the_rule():
 
 
 def test_uneven_stages_have_more_in_flight():
-    """Two stages as of a GPT, the first 5 % slower: one more microbatch in flight removes most of the waiting."""
+    """Two stages as of a GPT, the first 5 % slower: one more microbatch in flight removes most of the waits."""
     stages = [load(1.05, 1.05, 1.0, graph=1.0, operands=1.0), load(1.0, 1.0, 0.95, graph=0.9, operands=0.9)]
     chosen = computed_limits(stages, MessageDriven(), memory=1.1)
     assert chosen.in_flight > 2

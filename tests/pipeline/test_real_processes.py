@@ -1,4 +1,4 @@
-"""Raw gradients in fp64 equal those of plain PyTorch, over real Gloo and MPI processes."""
+"""Raw gradients in fp64 equal plain PyTorch's, over real Gloo and MPI processes."""
 
 import pytest
 import torch

@@ -495,7 +495,7 @@ class Leaky(nn.Module):
 
 @pytest.mark.parametrize("activation", [nn.RReLU, Leaky])
 def test_random_slopes_are_there_where_they_are_the_last_thing_saved(activation):
-    """rrelu saves their tensor before filling it, and torch would end the second run there."""
+    """rrelu saves their tensor before it fills it, and torch would end the second run there."""
     block = nn.Sequential(linear(), activation()).double()
     x = torch.randn(6, 4, dtype=torch.float64)
 
@@ -592,7 +592,7 @@ class InPlace(Opens):
 
 
 class Passes(Opens):
-    """Needs the tensor of the state again, and passes it on."""
+    """Needs the state's tensor again, and passes it on."""
 
     def forward(self, state):
         return {**state, "mask": state["mask"] * torch.tanh(self.linear(state["h"]))}

@@ -184,7 +184,7 @@ def test_both_ends_of_a_tie_that_are_written_keep_their_value():
 
 
 def test_a_layer_that_is_replaced_gives_its_value():
-    """Another module with parameters of the same names; a frozen parameter stops training."""
+    """Another module with parameters of the same names; one that is frozen stops training."""
     def rank(world):
         block = nn.Sequential(nn.Linear(4, 4))
         engine = Engine([block], world, loss=squared, dtype=torch.float64, optimizer=SGD)

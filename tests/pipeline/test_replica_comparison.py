@@ -1,4 +1,4 @@
-"""Replicas that differ: one changed bit on one rank is detected on every rank, and the different replica is named."""
+"""Replicas that differ: one changed bit on one rank is found on every rank, and the replica that differs is named."""
 
 from functools import partial
 

@@ -79,7 +79,7 @@ def test_what_is_drawn_has_a_number(replica):
 
 
 class Masks(nn.Module):
-    """Stores the masks that it has drawn."""
+    """Keeps the masks that it has drawn."""
 
     def __init__(self):
         super().__init__()

@@ -208,7 +208,7 @@ def test_fewer_in_flight_than_stages(policy, in_flight):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_in_flight_limit_is_used_where_nothing_returns(policy):
-    """Evaluation of many microbatches in a short pipeline: credits return, so it ends, within the limit."""
+    """Evaluation of many microbatches through a short pipeline: credits return, so it ends, within the limit."""
     run = simulate([EQUAL] * 2, 40, policy, 3, training=False, hop=2.0)
     assert max(run.most_stored) <= (40 if policy.name == "gpipe" else 3)
     assert actions_text([action for action, _, _ in run.actions[1]]).startswith("F0 C0 F1 C1")

@@ -1,4 +1,4 @@
-"""Objects that blocks share by identity: on one stage, on several ranks, and on several stages of one rank."""
+"""Objects that blocks share by identity, on one stage, on several ranks, and on several stages of one rank."""
 
 import random
 import threading

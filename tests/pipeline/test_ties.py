@@ -271,7 +271,7 @@ class Ranks:
 
 
 def ends_of(layout):
-    """(stage, key) of every end in model order, and of the owner."""
+    """(stage, key) of every end in model order, and that of the owner."""
     places = list(dict.fromkeys((layout.stage_of(one.block), layout.key(one)) for one in layout.parameters))
     owner = layout[layout.parameters[0].owner]
     return places, (layout.stage_of(owner.block), owner.name)

@@ -166,7 +166,7 @@ def test_predictions(mesh):
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, pipe=2)], ids=str)
 def test_a_batch_of_weight_zero_is_skipped(mesh):
-    """The next step is as if the skipped batch had not existed."""
+    """The next step is as if the skipped batch had not been there."""
     empty = [[Microbatch(one.inputs, torch.full_like(one.targets, IGNORED)) for one in replica]
              for replica in points([[2, 2]] * mesh.data)]
     full = points([[2, 1]] * mesh.data)

@@ -93,7 +93,7 @@ def test_other_layers_still_defer(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"optim": Optim(shard=True)}, {"optim": Optim(offload="stream")}],
                          ids=["torch", "sharded", "streamed"])
 def test_an_average_of_a_live_model_is_that_of_plain_torch(options):
-    """An EMA with torch's own AveragedModel, while weight gradients are deferred on every stage."""
+    """An EMA by torch's own AveragedModel, while weight gradients are deferred on every stage."""
     mesh, options = Mesh(data=2, pipe=2), options or {"optimizer": partial(torch.optim.AdamW, lr=1e-3)}
     batches = [points([[2, 1]] * 2, seed=seed) for seed in range(4)]
     model = partial(chain, *[partial(nn.Linear, 4, 4)] * 4)

@@ -20,7 +20,7 @@ from tests.pipeline.parity import assert_parity, chain, on_mesh, points, share, 
 
 
 class Log:
-    """A queue of one block's products, and its reports."""
+    """A queue of one block's products, and what it reports."""
 
     def __init__(self, block, others=(), after=lambda action: action()):
         self.names = {parameter: name for name, parameter in block.named_parameters()}
