@@ -59,7 +59,7 @@ class Prefix:
 
 
 class Cached:
-    """A cache, used as the first stage uses it. knows: the form of a row, by the check of its blocks."""
+    """A cache, used as the first stage uses it. knows: the check of the blocks has told it the format of a row."""
 
     def __init__(self, folder, prefix=None, *, token="run", knows=False, **options):
         self.prefix, self.told = prefix or Prefix(), []
@@ -84,7 +84,7 @@ class Cached:
         return state, list(self.prefix.calls)
 
     def right(self, *samples):
-        """As a call, after the state was compared with the plain one, bit by bit; what was computed."""
+        """Check that the state is bit-identical to the uncached state, and return what was computed for it."""
         state, calls = self(*samples)
         same(state, self.prefix.truth(samples))
         return calls
@@ -95,7 +95,7 @@ class Cached:
 
 
 def same(state, truth):
-    """Equal to the bit, formats and shapes too."""
+    """Check that states are bit-identical, with the same formats and shapes."""
     if isinstance(truth, dict):
         assert list(state) == list(truth)
         for name in truth:
@@ -107,7 +107,7 @@ def same(state, truth):
 
 
 def files(folder):
-    """Those of all runs of a folder."""
+    """The cache files of all runs in a folder."""
     return sorted(folder.glob("*/*.rows"))
 
 

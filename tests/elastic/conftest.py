@@ -23,19 +23,19 @@ def sentences(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_one_process(sentences, tmp_path_factory):
-    """The run that freezes the same layers after the same steps, on one rank."""
+    """Losses of the run that freezes the same layers after the same steps, on one rank."""
     return losses_of_one_rank(sentences, tmp_path_factory, replace(BY_HAND, auto_pipe=False, auto_dp=False))
 
 
 @pytest.fixture(scope="module")
 def plain_losses(sentences, tmp_path_factory):
-    """Of the run that freezes nothing, on one rank."""
+    """Losses of the run that freezes nothing, on one rank."""
     return losses_of_one_rank(sentences, tmp_path_factory, Elastic())
 
 
 @pytest.fixture
 def requests(monkeypatch):
-    """The requests to stop, of all ranks."""
+    """The stop requests of all ranks."""
     made = []
 
     def kept(signals):
@@ -71,7 +71,7 @@ def start_run(sentences, tmp_path):
 
     def begin(ranks, **options):
         options = {"manual": "", "launch__join_address": "127.0.0.1", "launch__stopped_seconds": 0,
-                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks are stopped
+                   "launch__threads": 1, "comm__timeout_seconds": 300} | options  # longer than ranks stay stopped
         started.append(Command(sentences, tmp_path / "run", "torch", ranks=ranks, **options))
         return started[-1]
 

@@ -1,4 +1,4 @@
-"""For test_elastic_processes: a run's ranks go from mesh to mesh many times in one process; what is left of each."""
+"""For test_elastic_processes: the ranks of a run change their mesh many times, and count what each mesh leaves."""
 
 from __future__ import annotations
 

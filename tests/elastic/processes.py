@@ -1,6 +1,6 @@
 """Elastic runs as real processes: `ranvier train`, `join` and `resize`, their ranks, and what they leave.
 
-One that hangs is ended by the time of its test."""
+A process that hangs is ended by the time limit of its test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Command:
     """`ranvier train` on a tiny BERT over two epochs, and what it leaves in its folder."""
 
     def __init__(self, sentences, folder, transport, ranks=4, manual="5:2,14:4", faults=(), inside=(), **flags):
-        """inside: what runs the command, on another host."""
+        """inside: the command that runs it on another host."""
         self.folder = folder
         settings = {
             "model.num-layers": 6, "model.hidden": 16, "model.heads": 2, "model.vocab": 120, "model.sequence": 12,
@@ -79,7 +79,7 @@ class Command:
 
 
 class Joining:
-    """`ranvier join`, whose ranks are found as those of a run."""
+    """`ranvier join`; its ranks are found in the same way as a run's."""
 
     ranks = Command.ranks
 
@@ -101,7 +101,7 @@ def resize(run, data, pipe, wait=60):
 
 @contextmanager
 def stopped(run):
-    """The ranks with which the run was started are stopped between or in two steps, until the block ends."""
+    """Stop the ranks with which the run was started, within a step or between two, until the block ends."""
     run.wait_until((run.folder / contact.NAME).exists)
     run.stopped = getattr(run, "stopped", None) or list(run.ranks().values())
     for process in run.stopped:
@@ -119,7 +119,7 @@ def events(run, name):
 
 
 def undisturbed(run, tmp_path):
-    """Losses of the same run on one rank in this process, which takes a batch at once."""
+    """Losses of the same run on one rank in this process, with one microbatch a batch."""
     there = read.merge([read.load(str(run.folder / "run.toml"))[1]]).run
     here = replace(there, mesh=Mesh(), batch=AT_ONCE, run_dir=tmp_path / "here", pipeline=Pipeline(),
                    launch=replace(there.launch, join_address=None))
@@ -128,7 +128,7 @@ def undisturbed(run, tmp_path):
 
 
 def silent_newcomer(run):
-    """A newcomer has answered the run's call and never connects: the store, and what its keys begin with."""
+    """Answer the run's call as a newcomer that never connects; returns the store and the prefix of its keys."""
     wish = "00000000000000aa"
     with stopped(run):
         found = contact.read_contact(run.folder)

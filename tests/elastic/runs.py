@@ -20,7 +20,7 @@ mesh_candidates, pays = controller.mesh_candidates, Ledger.decide
 
 
 def write_sentences(folder, train=96):
-    """Labelled sentences: of `train` the label is whether "good" is among them."""
+    """Labelled sentences; a training sentence's label says whether it contains "good"."""
     for name, count, start in (("train", train, 0), ("eval", 30, 7)):
         lines = ["label\tsentence"]
         for number in range(start, start + count):
@@ -32,13 +32,13 @@ def write_sentences(folder, train=96):
 TRAIN = Train(epochs=2, learning_rate=3e-3, warmup_steps=4, schedule="cosine", final_learning_rate=1e-4, eval_every=12)
 NUM_STEPS, NUM_LAYERS = 24, 6
 AT_ONCE = Batch(global_size=8, microbatch_size=8)
-"""For a run on one rank, which takes a third of the time with it."""
+"""For runs on one rank, which take a third of the time with it."""
 IN_TWO = Batch(global_size=8, microbatch_size=4)
 """For runs of at most two replicas whose microbatches are not what is tested."""
 
 
 def tiny(sentences, run_dir, *, mesh=None, elastic=None, **changes):
-    """Six layers, twelve batches an epoch, two epochs, in fp64; no two steps have one learning rate."""
+    """Six layers, twelve batches an epoch, two epochs, in fp64; no two steps have the same learning rate."""
     changes = {"train": TRAIN, **changes}
     changes = {"batch": Batch(global_size=8, microbatch_size=2), **changes}
     return Run(mesh=mesh or Mesh(pipe=4), precision="fp64",
@@ -67,7 +67,7 @@ _OF_ONE_RANK = {}
 
 
 def losses_of_one_rank(sentences, folders, elastic):
-    """Of the tiny run with `elastic`; the files of tests that one process runs have them from one run."""
+    """Losses of the tiny run with `elastic`; all test files in one process share one run."""
     if elastic not in _OF_ONE_RANK:
         run = tiny(sentences, folders.mktemp("one") / "run", mesh=Mesh(), elastic=elastic, batch=AT_ONCE)
         run_all(run)
@@ -92,7 +92,7 @@ BY_HAND = Elastic(freeze="manual", manual=("5:2", "14:4"), auto_pipe=True, auto_
 
 
 def always(monkeypatch):
-    """Half the stages are always the best, and any transition pays: ranks that are threads tell nothing of time."""
+    """Half the stages are always best, and every transition pays: times of ranks that are threads mean nothing."""
     def halved(rules, present, *args, **options):
         found = mesh_candidates(rules, present, *args, **options)
         return sorted(found, key=lambda candidate: abs(candidate.mesh.pipe - max(1, present.mesh.pipe // 2)))
@@ -102,7 +102,7 @@ def always(monkeypatch):
 
 
 class Wishes:
-    """A tracker that wishes for another mesh after given steps."""
+    """A tracker that requests another mesh after given steps."""
 
     def __init__(self, run, wishes):
         self.run, self.wishes = run, wishes
@@ -117,7 +117,7 @@ class Wishes:
 
 
 class StopAfter:
-    """A tracker that has all ranks told to stop once a step has been told."""
+    """A tracker that requests all ranks to stop once a given step has been reported."""
 
     def __init__(self, step, requests):
         self.step, self.requests = step, requests

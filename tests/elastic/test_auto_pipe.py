@@ -1,4 +1,4 @@
-"""Stages, replicas and cuts for a model whose first layers are frozen: the paper's numbers, and what holds for all."""
+"""Stages, replicas and cuts for a model whose first layers are frozen: the paper's numbers, and invariants."""
 
 from dataclasses import fields, replace
 from itertools import accumulate, combinations, pairwise
@@ -39,8 +39,8 @@ def test_vit_on_eight_devices():
 
 
 def test_vit_is_compressed_as_it_freezes():
-    """The number of devices with 0 to 12 frozen layers. A sixth of all 12 is more than the largest stage was, so it
-    never fits one device."""
+    """The number of devices with 0 to 12 frozen layers. A sixth of all 12 is more than the largest stage was, so the
+    model never fits one device."""
     largest, lengths = max(stage_sizes(VIT_B_16, greedy(VIT_B_16, 8))), [8]
     for layers in range(1, 13):
         lengths.append(compress(VIT_B_16, lengths[-1], vit_frozen(layers), largest))
@@ -48,7 +48,7 @@ def test_vit_is_compressed_as_it_freezes():
 
 
 def test_the_variance_is_the_populations():
-    """23 in all, variance 6.47: device 0 takes 6, 3, 1 and 1, and a load of 15 is above 14.74, half of the two."""
+    """The sum is 23, the variance 6.47: device 0 takes 6, 3, 1 and 1, as a load of 15 is above 14.74, half of both."""
     assert greedy([6.0, 3.0, 1.0, 1.0, 4.0, 8.0], 2) == (4, 2)
 
 
@@ -64,7 +64,7 @@ def test_frozen_blocks_stay_on_the_first_device_and_weigh_a_sixth():
     (8, 3.0, 4), (8, 2.9, 8), (8, 4.9, 4), (8, 5.0, 2), (8, 8.0, 1), (6, 4.0, 3), (6, 3.9, 6), (3, 8.0, 3),
     (1, 0.0, 1)])
 def test_compress_halves_within_the_first_largest(devices, largest, expected):
-    """Eight equal blocks: on 4 devices the rule deals out 1, 2, 2 and 3, because a device must stay below its share."""
+    """Eight equal blocks: on 4 devices the rule assigns 1, 2, 2 and 3, because a device must stay below its share."""
     assert compress([1.0] * 8, devices, 0, largest) == expected
 
 
@@ -96,7 +96,7 @@ def test_the_exact_cut_of_vit_is_better():
 
 
 def test_a_cut_whose_stages_differ_and_may_be_impossible():
-    """Exact over all cuts when the cost depends on the stage; where nothing is possible any cut comes out."""
+    """The cut is exact over all cuts when the cost depends on the stage; if no cut is possible, any is returned."""
     inf = float("inf")
 
     def cost(stage, start, stop):
@@ -112,7 +112,7 @@ def test_a_cut_whose_stages_differ_and_may_be_impossible():
 # ---------------------------------------------------------------------- the exact mode
 
 def situation(**settings):
-    """Six equal blocks, one forward second and two backward ones per sample."""
+    """Six equal blocks, each with 1 s of forward and 2 s of backward per sample."""
     blocks = len(settings.get("forward_seconds", (1.0,) * 6))
     facts = BlockFacts(forward_seconds=(1.0,) * blocks, backward_seconds=(2.0,) * blocks,
                        update_seconds=(0.0,) * blocks, output_bytes=(100,) * blocks, num_parameters=(0,) * blocks,
@@ -129,7 +129,7 @@ OF_BLOCKS = {field.name for field in fields(BlockFacts)}
 
 
 def changed(given, *, pipeline_size=None, **settings):
-    """The situation with other settings, those of its blocks too."""
+    """The situation with other settings, including those of its blocks."""
     facts = {name: value for name, value in settings.items() if name in OF_BLOCKS}
     if pipeline_size is not None:
         settings.setdefault("placement", StagePlacement(num_ranks=pipeline_size))
@@ -146,7 +146,7 @@ def cut_of(given):
 
 
 def found(given, data, pipe):
-    """The best cut of that mesh; ranks of a stage or replica more or less leave the other settings as they are."""
+    """The best cut for this number of replicas and stages; the other settings stay as they are."""
     return cut_of(changed(given, num_replicas=data, pipeline_size=pipe))
 
 
@@ -184,7 +184,7 @@ def test_several_stages_on_a_rank(how, pipe, per_rank, frozen, seconds):
 
 
 def test_several_stages_on_a_rank_leave_a_smaller_bubble():
-    """Of four ranks, four microbatches and eight equal blocks; nine stages are too many for them."""
+    """Four ranks, four microbatches and eight equal blocks; nine stages are too many for eight blocks."""
     eight = situation(forward_seconds=(1.0,) * 8, microbatches=4)
     one, two = best_cut(eight), best_cut(changed(eight, placement=StagePlacement(num_ranks=4, per_rank=2)))
     assert two.boundaries == (1, 2, 3, 4, 5, 6, 7) and (one.seconds, two.seconds) == (68.0, 58.0)
@@ -211,7 +211,7 @@ def test_frozen_blocks_have_no_backward():
 
 
 def test_nothing_but_a_credit_goes_to_stages_that_do_not_train():
-    """With 1 s a message, a return to the frozen stage takes none."""
+    """Although a message takes 1 s, a return to the frozen stage takes no time."""
     given = situation(pipeline_size=2, forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), samples=1,
                       bandwidth=100.0, frozen=1, weight_share=0.0)
     assert found(given, 1, 2).seconds == 1 + 1 + 3
@@ -226,8 +226,8 @@ def test_states_travel_to_stages_that_do_not_train():
 
 
 def test_nothing_is_deferred_where_no_stage_before_waits_for_a_gradient():
-    """The credit comes after the whole backward, and waits while stage 1 computes: with three microbatches in flight
-    stage 0 waits 3 s for it after the first three, and with two more, as auto has it, it does not."""
+    """The credit comes after the full backward, and waits while stage 1 computes: with three microbatches in flight
+    stage 0 waits 3 s for it after the first three; with two more, as auto chooses, stage 0 does not wait."""
     given = situation(pipeline_size=3, forward_seconds=(3.0, 3.0, 1.0), backward_seconds=(6.0, 6.0, 2.0), samples=6,
                       microbatches=6, frozen=2)
     assert found(replace(given, in_flight=3), 1, 3).seconds == 27
@@ -235,7 +235,7 @@ def test_nothing_is_deferred_where_no_stage_before_waits_for_a_gradient():
 
 
 def test_boundaries_are_improved_on_the_simulated_clock():
-    """The dearest stage is cheapest at 3 (12 s a microbatch, 55 s a step); at 4 it has 13 s, and the step 52 s."""
+    """Cut at 3, the slowest stage takes 12 s a microbatch and a step 55 s; cut at 4, they take 13 s and 52 s."""
     given = situation(pipeline_size=2, forward_seconds=(1.0, 3.0, 1.0, 2.0, 2.0), frozen=2, weight_share=0.0, samples=4,
                       backward_seconds=(2.0, 6.0, 2.0, 4.0, 4.0), microbatches=4)
     choice = found(given, 1, 2)
@@ -252,7 +252,7 @@ def test_cached_blocks_cost_nothing_and_are_on_the_first_stage():
 
 
 def test_no_cut_inside_the_cached_prefix():
-    """Neither where shorter messages would leave, nor where the memory asks for it."""
+    """No cut there, even if messages would be shorter or the memory would require it."""
     given = situation(pipeline_size=2, frozen=4, cached=4, bandwidth=10.0,
                       output_bytes=(0, 0, 0, 100, 100, 0))
     assert found(given, 1, 2).boundaries == (4,)
@@ -269,7 +269,7 @@ def test_meshes_that_cannot_be(settings, mesh, reason):
 
 
 def test_memory_decides_where_to_cut_and_what_is_dropped():
-    """Block 0 is heavy and quick; without memory it would share its stage with two more."""
+    """Block 0 is large and fast; without the memory limit it would share its stage with two other blocks."""
     heavy = (3, 1, 1, 1, 1, 1)
     asked = []
 
@@ -278,7 +278,7 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
         return sum(heavy[start:stop]) * 2**20
 
     given = situation(pipeline_size=2, memory_bytes=memory_bytes)
-    assert found(given, 1, 2).boundaries == (3,) and not asked, "nobody asks where there is no limit"
+    assert found(given, 1, 2).boundaries == (3,) and not asked, "memory is not asked for without a limit"
     limited = replace(given, limit_bytes=4 * 2**20)
     assert found(limited, 1, 2).boundaries == (2,)
     assert found(limited, 2, 1).reason == (
@@ -291,7 +291,7 @@ def test_memory_decides_where_to_cut_and_what_is_dropped():
 
 
 def test_improved_boundaries_fit_the_memory_too():
-    """Frozen blocks make GPipe's best cut another than the dearest stage's; the limit forbids it."""
+    """With frozen blocks, the best cut for GPipe does not minimize the slowest stage; the limit forbids that cut."""
     given = situation(pipeline_size=2, frozen=2, policy=GPipe(), weight_share=0.0, samples=16,
                       microbatches=16, memory_bytes=lambda stage, start, stop: stop - start, limit_bytes=100)
     free = found(given, 1, 2)
@@ -300,14 +300,14 @@ def test_improved_boundaries_fit_the_memory_too():
 
 
 def test_averaging_over_replicas():
-    """A ring: 2 (d - 1) messages of a d-th, of what trains; what follows the last backward counts in full."""
+    """A ring: 2 (d - 1) messages of a d-th of what trains; work after the last backward counts in full."""
     given = situation(bandwidth=1000.0, latency_seconds=0.25, frozen=2, update_seconds=(9.0, 9.0, 0.0, 0.5, 0.5, 1.0))
     assert found(given, 4, 1).seconds == (6 + 4 * 2) * 2 + 6 * (0.25 + 1.0) + 2.0
     assert found(given, 1, 1).seconds == (6 + 4 * 2) * 8 + 2.0
 
 
 def test_ranks_that_share_cores():
-    """All work on two cores: no mesh is faster than half of it, and replicas that update twice are slower."""
+    """With two cores no mesh takes less than half of all work, and meshes with more replicas update more often."""
     given = situation(cores=2.0, update_seconds=(1.0,) * 6)
     times = {mesh: found(given, *mesh).seconds for mesh in meshes(given)}
     assert times == {(1, 4): (6 * 3 * 8 + 6) / 2, (2, 2): (6 * 3 * 8 + 12) / 2, (4, 1): (6 * 3 * 8 + 24) / 2}
@@ -356,7 +356,7 @@ def test_every_cut_is_whole(given):
 @examples(24)
 @given(situations)
 def test_freezing_more_never_makes_one_stage_slower(given):
-    """Exactly so without a pipeline."""
+    """Without a pipeline this holds exactly."""
     given = changed(given, pipeline_size=1, cached=0)
     assume(given.num_replicas <= given.samples and given.limit_bytes is None)
     times = [cut_of(replace(given, frozen=frozen)).seconds for frozen in range(given.num_blocks + 1)]
@@ -366,9 +366,9 @@ def test_freezing_more_never_makes_one_stage_slower(given):
 @examples(16)
 @given(situations)
 def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
-    """With a pipeline up to a quarter: a greedy schedule can take longer with less to do (Graham, 1969), and so does
-    the engine's. Over 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b). Cuts are chosen by
-    what stages compute, so messages of another cut may take longer."""
+    """With a pipeline by up to a quarter: a greedy schedule can take longer with less work (Graham, 1969), and so can
+    the engine's. Of 2,243 random cases 57 were slower, the worst by 14 % (one by 3 % with 1f1b). Cuts are chosen by
+    the times of stages, so the messages of another cut may take longer."""
     assume(any(given.facts.forward_seconds))
     given = replace(given, cached=0, limit_bytes=None)
     message_seconds = max(given.facts.output_bytes) / given.facts.bandwidth + given.facts.latency_seconds
@@ -384,7 +384,7 @@ def test_freezing_more_hardly_ever_makes_the_best_choice_slower(given):
 
 
 def test_more_frozen_layers_move_ranks_from_stages_to_replicas():
-    """Activations need the memory of two stages; once half of the model is frozen one is enough."""
+    """Activations need the memory of two stages; once half of the model is frozen, one stage is enough."""
     def memory_bytes(stage, start, stop):
         return sum(4 for block in range(start, stop) if block >= frozen)
 
@@ -412,4 +412,4 @@ def test_microbatch_counts_cut_a_share_evenly(stages, share):
     for count in counts:
         assert min(stages, share) <= count <= min(6 * stages, share)
         size = -(-share // count)
-        assert -(-share // size) == count, "the engine makes as many of that size"
+        assert -(-share // size) == count, "the engine makes the same number of that size"

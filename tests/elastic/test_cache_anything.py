@@ -1,4 +1,4 @@
-"""Any order of what a run does to its cache, with and without room for it: the state is always the plain one."""
+"""Random sequences of all operations on a cache, with and without space: states always equal the uncached ones."""
 
 import os
 
@@ -37,7 +37,7 @@ def damage(path, place):
     [0, 60_000, 200_000, 1 << 24]))
 @settings(examples(24), suppress_health_check=list(HealthCheck))
 def test_every_state_is_the_plain_one(tmp_path_factory, steps, wide, state, most):
-    """Two ranks in one folder, whose limit is for nothing, little, some or all of it."""
+    """Two ranks use one folder, whose limit has space for no, few, some or all entries."""
     folder = tmp_path_factory.mktemp("cache")
 
     def opened():

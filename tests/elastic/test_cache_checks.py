@@ -1,4 +1,4 @@
-"""What the cache asks of the frozen blocks and of the data themselves, and whose entries it reads."""
+"""What the cache requires of the frozen blocks and of the data, and whose entries it reads."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,7 +82,7 @@ class DroppingMixer(Mixer):
 
 @dataclass(frozen=True)
 class Dropping(Convolutional):
-    """A family with dropout that no setting of the model names."""
+    """A family whose dropout is not a setting of the model."""
 
     keyed: bool = True
 
@@ -94,7 +94,7 @@ class Dropping(Convolutional):
 
 
 def test_dropout_in_a_familys_own_modules_is_not_cached(tmp_path):
-    """The losses are those without the cache; with dropout off in frozen layers, outputs are cached."""
+    """The losses are the same as without the cache; with dropout off in frozen layers, outputs are cached."""
     lines = (f"{number} fox number {number * 7 % 13} over {number * 3 % 11} dogs" for number in range(40))
     (tmp_path / "text.txt").write_text("\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""Whatever a disk, a stranger or a killed writer leaves in the folder: a miss, never a wrong entry or a crash."""
+"""Whatever a disk, a stranger or a killed writer leaves in the folder causes a miss, never a wrong entry or a crash."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def test_changed_bytes_anywhere_are_misses(written, data):
             file.write(bytes([data.draw(st.integers(0, 255))]))
     with Cached(folder, knows=True) as cached:
         cached.right(3, 0, 1, 2)
-        assert cached.right(3, 0, 1, 2) == HIT  # damaged entries have been made again
+        assert cached.right(3, 0, 1, 2) == HIT  # damaged entries have been written again
         assert not cached.told
 
 
@@ -84,7 +84,7 @@ def test_files_that_end_early_or_are_replaced(written, data):
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_from(tmp_path):
-    """Another process truncates it: a short read, no SIGBUS."""
+    """Another process truncates the file: a short read, no SIGBUS."""
     with Cached(tmp_path) as cached:
         cached.right(0, 1, 2, 3)
         os.truncate(files(tmp_path)[0], 200)
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_from(tmp_path):
 
 
 def test_rows_of_another_file_or_sample(tmp_path):
-    """Rows know their key and their number."""
+    """A row's checksum covers the key and the row's number."""
     with Cached(tmp_path / "a") as one, Cached(tmp_path / "b", part="other") as other:
         one.right(0, 1)
         other.right(0, 1)
@@ -122,7 +122,7 @@ def link(path):
 
 @pytest.mark.parametrize("instead", [fifo, folder_instead, link])
 def test_things_that_are_no_files(written, instead):
-    """Nothing waits for a pipe, and nothing is written through a link."""
+    """The cache never waits for a pipe and never writes through a link."""
     folder, contents = written
     for path in files(folder):
         instead(path)
@@ -171,7 +171,7 @@ for line in sys.stdin:
         os.waitpid(pid, 0)
     print("gone", flush=True)
 """
-"""A process whose children write entries of one number each, whose last digits are the sample's, over and over."""
+"""A process whose children write entries again and again, each filled with one number that contains the sample's."""
 BIG = RowFormat.from_state(torch.zeros(1, 1 << 16, dtype=torch.int64), "full", count=1)
 """Rows of half a megabyte: a signal comes while one is being written."""
 
@@ -183,7 +183,7 @@ def opened(folder, samples):
 
 
 def check(store, samples):
-    """Every entry that can be read is whole and its sample's own; how many there are."""
+    """Check that every entry that can be read is complete and its sample's own; returns their number."""
     places, rows = store.read(range(samples))
     payload = rows[:, CHECKSUM_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64)
     for place, row in zip(places.tolist(), payload, strict=True):
@@ -192,8 +192,8 @@ def check(store, samples):
 
 
 def kill_writers(folder, rounds, samples=12):
-    """Two writers at once, killed at a random moment, again and again, while all is read; how many entries were not
-    whole afterwards, and how many were."""
+    """Repeatedly kill two concurrent writers at a random moment while all entries are read; returns how many entries
+    were incomplete afterwards, and how many complete."""
     run, store = opened(folder / "cache", samples)
     mother = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "cache"), str(samples)],
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -257,7 +257,7 @@ with Cached(folder, Prefix(depth=2)) as cached:
 
 @pytest.mark.slow
 def test_processes_that_write_and_read_at_once(tmp_path):
-    """Every state equals the plain one to the bit, also where one is at another depth and removes the other's files."""
+    """States are bit-identical to uncached ones, even if one process is deeper and removes the other's files."""
     pair = [subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), str(seed)], stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE, text=True) for seed in range(2)]
     for process in pair:
@@ -272,4 +272,4 @@ def test_processes_that_write_and_read_at_once(tmp_path):
         hits, upgraded, misses, wrote, rest = told.split(maxsplit=4)
         assert rest.strip() == "[]" and int(hits) > 5 * (int(upgraded) + int(misses))
         written += int(wrote)
-    assert 120 <= written <= 240  # 40 samples at 3 depths; what both computed at once was written twice
+    assert 120 <= written <= 240  # 40 samples at 3 depths; what both computed at the same time was written twice

@@ -1,4 +1,4 @@
-"""What comes out of the cache is what the frozen blocks would have made, and they run no more often than they must."""
+"""The cache returns what the frozen blocks would have computed, and runs them no more often than necessary."""
 
 import threading
 
@@ -20,7 +20,7 @@ def test_a_hit_is_the_computed_state_to_the_bit(tmp_path, dtype, state):
     with Cached(tmp_path, Prefix(dtype=dtype, state=state)) as cached:
         assert cached.right(3, 1, 7) == MISS
         assert cached.right(3, 1, 7) == HIT
-        assert cached.right(7, 3) == HIT  # in any other company
+        assert cached.right(7, 3) == HIT  # with any other samples
         counts = cached.cache.counts
         assert (counts.hits, counts.misses, counts.upgraded, counts.unwritten) == (5, 3, 0, 0)
         assert counts.bytes_read > 0 and counts.bytes_written > 0 and counts.seconds["compute"] > 0
@@ -42,12 +42,12 @@ def test_half_precision_keeps_eleven_bits_and_masks_exactly(tmp_path, dtype, err
             difference = (state[name].double() - truth[name].double()).abs()
             assert (difference <= error * truth[name].double().abs() + 2.0 ** -25).all()
         assert (difference > 0).any() == (error > 0)
-        x, mask, place, scalar = 60, 5, 240, 2  # two bytes a number, a byte, eight
+        x, mask, place, scalar = 60, 5, 240, 2  # two bytes a number, one byte, eight bytes
         assert cached.cache.counts.bytes_written == 8 * (CHECKSUM_BYTES + x + mask + place + scalar)
 
 
 def test_numbers_beyond_half_precision_are_not_kept(tmp_path):
-    """Infinities, as masks have them, are."""
+    """Infinities, which masks contain, are kept."""
     prefix = Prefix(depth=1)
     prefix.compute = lambda first, state, rows: prefix.calls.append(first) or state * 1.0
     prefix.x[5, 2, 3], prefix.x[6] = 65520.0, float("-inf")
@@ -128,7 +128,7 @@ def named_as(names):
 
 
 def test_the_hash_is_of_names_formats_and_shapes_too():
-    """Where the bytes are the same."""
+    """Hashes differ although the bytes are the same."""
     def weights(module, name="block", number=0):
         return digests([(number, name, module)])[1]
 
@@ -176,7 +176,7 @@ def test_an_upgrade_runs_only_the_newly_frozen_blocks(tmp_path):
         cached.deepen(4)
         assert cached.right(0, 1) == [(2, None)]
         assert cached.right(0, 1) == HIT
-        cached.deepen(6)  # samples 0 and 1 are at depth 4; sample 2 is at depth 2, which is no source any more
+        cached.deepen(6)  # samples 0 and 1 are at depth 4; sample 2 is at depth 2, which is no longer read
         assert cached.right(3, 2, 1, 0) == [(4, [2, 3]), (0, [0, 1])]
         assert len(files(tmp_path)) == 2
         assert cached.right(0, 1, 2, 3) == HIT
@@ -203,7 +203,7 @@ def test_an_older_depth_of_other_weights_is_no_source(tmp_path):
 
 
 def test_a_new_rank_upgrades_what_another_has_written(tmp_path):
-    """It knows the form of a row from the check of its blocks."""
+    """The new rank learns the format of a row from the check of its blocks."""
     with Cached(tmp_path, Prefix(depth=2)) as cached:
         cached.right(0, 1)
         with Cached(tmp_path, Prefix(depth=5), knows=True) as other:
@@ -284,7 +284,7 @@ def test_outputs_whose_shape_depends_on_the_sample_are_told_once(tmp_path):
         assert cached(0)[0].shape == (1, 3, 6)
         for _ in range(2):
             assert cached(1)[0].shape == (1, 2, 6)
-        assert cached(1, 0)[0].shape == (2, 2, 6)  # one of them was kept with 3: all are computed again
+        assert cached(1, 0)[0].shape == (2, 2, 6)  # one of them was kept with shape 3: all are computed again
         assert len(cached.told) == 1 and "state's shapes differ between microbatches" in cached.told[0]
 
 
@@ -318,7 +318,7 @@ def test_inputs_that_are_no_rows_are_not_kept(tmp_path):
 
 
 def test_outputs_of_blocks_that_change_their_own_buffers_are_not_kept(tmp_path):
-    """A norm that gathers statistics as it runs."""
+    """A norm that collects statistics as it runs."""
     prefix = Prefix(depth=1)
 
     def compute(first, state, rows):
@@ -351,10 +351,10 @@ def test_after_it_was_closed_all_is_computed(tmp_path):
         assert cached.cache.times(torch.tensor([0])) is None
 
 
-# ---------------------------------------------------------------------- ranks that act alike
+# ---------------------------------------------------------------------- ranks that act together
 
 def test_ranks_of_a_stage_hit_together_or_not_at_all(tmp_path):
-    """Two ranks with slices of their own; one of them loses an entry, and then both compute."""
+    """Two ranks have their own slices; when one rank loses an entry, both compute."""
     votes, meeting = [True, True], threading.Barrier(2, timeout=20)
 
     def work(world):
@@ -424,7 +424,7 @@ def test_what_was_read_ahead_is_not_read_again(tmp_path, monkeypatch):
 
 
 def test_what_was_not_there_when_read_ahead_is_looked_for_again(tmp_path):
-    """As where a sample of the last step of an epoch is one of the first step of the next."""
+    """For example, a sample can be in the last step of an epoch and in the first step of the next."""
     with Cached(tmp_path) as cached:
         cached.right(0)
         cached.cache.prefetch([torch.tensor([0, 1])])
@@ -480,7 +480,7 @@ def test_a_microbatch_that_the_thread_has_not_begun_is_not_waited_for(tmp_path, 
 
 
 def test_reading_ahead_across_new_weights_and_depths(tmp_path):
-    """What is read ahead is of the files of then: never served for those of now, and no file is closed under it."""
+    """Rows that were read ahead from old files are never used as the new files', and no file is closed while read."""
     with Cached(tmp_path, Prefix(depth=2)) as cached:
         cached.right(0, 1)
         cached.cache.prefetch([torch.tensor([0, 1])])
@@ -548,7 +548,7 @@ def test_times_are_of_what_was_done(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["full", "half"])
 def test_states_on_a_gpu(tmp_path, precision):
-    """They go through pinned memory; what comes back is on the device."""
+    """States go through pinned memory and come back on the device."""
     prefix = Prefix(depth=2, state="dict")
     prefix.x = prefix.x.cuda()
     for _, _, module in prefix.blocks:
@@ -565,7 +565,7 @@ def test_states_on_a_gpu(tmp_path, precision):
         assert cached(0, 1, 2)[1] == [(2, None)] and cached(0, 5)[1] == [(0, [1])]
 
 
-# ---------------------------------------------------------------------- samples with lengths of their own
+# ---------------------------------------------------------------------- samples with different lengths
 
 class Ragged(Prefix):
     """Inputs that are padded to the longest sample of a microbatch; the padding has other values each time."""
@@ -582,7 +582,7 @@ class Ragged(Prefix):
 
 
 def own_part(state, samples):
-    """The samples' own positions, and whether all others count as none."""
+    """The samples' own positions; checks that the mask excludes all others."""
     rows = [state["x"][row, :Ragged.lengths[sample]] for row, sample in enumerate(samples)]
     assert state["mask"].sum(1).tolist() == Ragged.lengths[list(samples)].tolist()
     return torch.cat(rows)
@@ -592,7 +592,7 @@ def own_part(state, samples):
 def test_entries_have_the_positions_of_their_own_samples(tmp_path, precision):
     with Cached(tmp_path, Ragged(), lengths=Ragged.lengths, precision=precision) as cached:
         first = {samples: cached(*samples)[0] for samples in ((0, 1, 2), (3, 4), (5, 9))}
-        for samples in ((0, 1, 2), (0, 4), (9, 0, 3), (1,)):  # other companions, so other lengths
+        for samples in ((0, 1, 2), (0, 4), (9, 0, 3), (1,)):  # with other samples, so other lengths
             state, calls = cached(*samples)
             assert calls == HIT and state["x"].shape[:2] == state["mask"].shape
             truth = own_part(cached.prefix.truth(list(samples)), samples)

@@ -30,7 +30,7 @@ SECONDS = st.floats(0, 1)
 
 @given(st.builds(Times, compute=SECONDS, read=SECONDS, write=SECONDS), st.integers(1, 5), st.integers(1, 20))
 def test_what_is_saved_is_what_each_read_saves(times, epochs, num_samples):
-    """Sample by sample: the first time it is computed and written, then read."""
+    """Sample by sample: it is computed and written the first time, and then read."""
     without = num_samples * epochs * times.compute
     with_cache = num_samples * (times.compute + times.write + (epochs - 1) * times.read)
     decision = decide(times, frozen_layers=1, remaining_reads=epochs * num_samples, num_samples=num_samples)

@@ -1,4 +1,4 @@
-"""The cache keeps its limit, lives with a full disk, and leaves nothing behind."""
+"""The cache stays within its limit, continues with a full disk, and leaves nothing behind."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def test_the_limit_holds_and_what_has_no_room_is_computed(tmp_path, kept):
 
 @pytest.mark.parametrize(("depths", "calls"), [(2, [(2, None)]), (1.9, MISS)])
 def test_entries_of_two_depths_have_one_limit(tmp_path, depths, calls):
-    """Where both do not fit, those of fewer layers go at once."""
+    """If both do not fit, the entries of fewer layers are removed immediately."""
     with Cached(tmp_path, Prefix(depth=2), max_bytes=int(depths * NUM_SAMPLES * ROW_BYTES)) as cached:
         cached.right(*range(20))
         cached.deepen(4)
@@ -49,7 +49,7 @@ def test_entries_of_two_depths_have_one_limit(tmp_path, depths, calls):
 # ---------------------------------------------------------------------- a disk that is full
 
 def test_files_that_cannot_grow(tmp_path):
-    """The entries until then stay; the run goes on and is told once."""
+    """Earlier entries stay; the run continues with one warning."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Cached(tmp_path, Prefix(width=2000)) as cached:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * (CHECKSUM_BYTES + 40_000) + 100, before[1]))
@@ -99,7 +99,7 @@ def test_a_folder_that_must_not_be_written(tmp_path):
 
 @pytest.fixture
 def unnamed(tmp_path, monkeypatch):
-    """Where the cache is when nobody names a folder."""
+    """The cache's folder if none is set."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / "ranvier-cache-run"
 
@@ -112,13 +112,13 @@ def test_the_folder_of_a_run_goes_with_the_last_rank_that_uses_it(unnamed):
             third.right(0)
             assert other.right(0, 1) == HIT
         other.folder.remove()
-        assert one.right(0, 1) == HIT and unnamed.exists()  # the first rank uses it still
+        assert one.right(0, 1) == HIT and unnamed.exists()  # the first rank still uses it
     one.folder.remove()
     assert not unnamed.exists() and third.folder.path.exists()
 
 
 def test_entries_of_other_weights_go_at_once(tmp_path):
-    """Those of other parts of the state stay."""
+    """Entries of other parts of the state stay."""
     with Cached(tmp_path) as cached, Cached(tmp_path, part="col 1") as other:
         other.right(0)
         for _ in range(3):
@@ -140,7 +140,7 @@ sys.stdin.readline()
 
 
 def test_what_killed_runs_left_goes_and_what_live_runs_hold_stays(unnamed, tmp_path):
-    """A minute after its last file was created."""
+    """The folder of a killed run is removed a minute after its last file was created."""
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"

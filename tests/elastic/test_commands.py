@@ -1,4 +1,4 @@
-"""What idle ranks hear of rank 0: its orders, whole or not at all, or that it has stopped."""
+"""What idle ranks receive from rank 0: complete commands or errors, also if rank 0 has stopped."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ LONG = EndRun(summary={"text": "x" * 9000})
 
 
 def order(change=lambda orders: None, fault=None, seconds=20.0):
-    """What rank 1 is told by rank 0."""
+    """The command that rank 1 receives from rank 0."""
     def work(world):
         world.mesh = Mesh()
         orders = CommandChannel(world if fault is None else faulty(world, [parse(fault)]))

@@ -30,7 +30,7 @@ TOO_LARGE = ConfigError("does not fit", where="memory", remedy="Choose another m
 
 
 class Answers:
-    """A policy that gives these answers in turn, and remembers how many it has given."""
+    """A policy that returns these answers in order, and counts them."""
 
     def __init__(self, answers):
         self.answers, self.given = answers, 0
@@ -72,7 +72,7 @@ class Course:
         self.cut, self.num_ranks = (2, 4, 6), 4
 
     def call(self, name, *args, **options):
-        """What a method of the controller or of the state returns, with the state as it is and as JSON has kept it."""
+        """The result of a method of the controller or the state; it must be the same with the state read from JSON."""
         document = self.state.document()
         text = json.dumps(document, allow_nan=False)
         again = ElasticState.read(json.loads(text))
@@ -112,7 +112,7 @@ class Course:
                 self.state, self.run.mesh, share, len(self.frozen), self.step + 1)
             assert 1 <= samples <= share
         self.step, self.samples = self.step + 1, before + size
-        if self.state.due and self.draw(st.booleans()):  # others had no gradients
+        if self.state.due and self.draw(st.booleans()):  # other steps had no gradients
             self.state = self.call("with_gradients", [self.draw(st.floats(min_value=0.0)) for _ in range(LAYERS)])
         any_number = st.floats(allow_nan=True)
         self.state = self.call("with_step", self.step, self.draw(st.floats(1e-3, 10.0)), StepFigures(
@@ -152,7 +152,7 @@ class Course:
 @examples(16)
 @given(st.data())
 def test_decisions_hold_whatever_is_measured(data):
-    """Never more ranks than there are, layers that exist, and the same after the state has been through JSON."""
+    """No more ranks than there are, only layers that exist, and the same with the state read from JSON."""
     course = Course(data.draw)
     course.state = course.call("begin", 0, course.frozen, LAYERS)
     if course.state.needs_decision:
@@ -169,7 +169,7 @@ def test_decisions_hold_whatever_is_measured(data):
 
 
 def test_the_next_decision_is_where_it_is_said_to_be():
-    """Also that of a mesh that was chosen before a step was measured."""
+    """Also the next decision about a mesh that was chosen before a step was measured."""
     run = ResolvedRun(mesh=Mesh(pipe=2), batch=Batch(global_size=FIRST, microbatch_size=2),
                       elastic=Elastic(freeze="manual", manual=("0:1", "30:2"), auto_pipe=True))
     controller = Controller(run, Manual(((0, 1), (30, 2))), epoch_samples=EPOCH)
@@ -195,7 +195,7 @@ def test_an_impossible_state_is_refused_by_the_checkpoints_name(tmp_path, change
 
 
 def test_a_state_from_before_a_field_was_added_is_read():
-    """Of folders that earlier code has written: no numbers are None, and what is missing is as in a new run."""
+    """In folders of earlier versions, None is no number, and missing fields are as in a new run."""
     older = {"evaluations": 2, "due": False, "norms": [0.5, None], "ledger": {"entries": []}, "profile": {"trials": []},
              "progress": {"loss": 1.0, "targets": 2.0, "learning_rate": None, "metrics": {}, "similarities": None},
              "kept": 1}

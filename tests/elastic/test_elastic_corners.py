@@ -22,7 +22,7 @@ document = Elasticity.document
 
 
 def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process, requests):
-    """Ranks that come back from idleness in this transition must know of it."""
+    """Ranks that this transition takes back from idleness must receive the stop request."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                checkpoint=Checkpoint(every=0), batch=IN_TWO)
     wishes = Wishes(run, {1: dict(data=1, pipe=1), 4: dict(data=2, pipe=2)})
@@ -37,7 +37,7 @@ def test_a_stop_at_the_step_of_a_transition(sentences, tmp_path, in_one_process,
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_that_had_lost_ranks_uses_all_of_them_when_it_is_resumed(sentences, tmp_path, in_one_process, requests,
                                                                       monkeypatch, lost):
-    """One that has all its ranks on a smaller mesh, as a user has wished, stays there."""
+    """A run that lost none, and is on a smaller mesh because a user requested it, stays there."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                checkpoint=Checkpoint(every=0), batch=IN_TWO)
     monkeypatch.setattr(Elasticity, "document", lambda elastic, *args: {
@@ -103,7 +103,7 @@ def test_going_back_over_a_change_of_the_global_batch():
 
 @pytest.mark.parametrize(("first", "sizes"), [(8, (16, 24)), (12, (16, 20, 28)), (6, (10, 14)), (48, (96,))])
 def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
-    """As many steps as have the samples of the first sizes, at whatever step the size changes."""
+    """The steps cover the samples of the first size, whenever the size changes."""
     for total in (24, 25, 100):
         for at in range(1, total, 7):
             progress, step, samples = course(total, first), 0, 0
@@ -119,7 +119,7 @@ def test_no_step_is_left_over_when_the_global_batch_grows(first, sizes):
 
 @pytest.fixture(scope="module")
 def all_frozen(sentences, tmp_path_factory):
-    """One rank's run whose layers are all frozen after its second step and the third; its last is its tenth."""
+    """Losses of ten steps on one rank; half of the layers freeze after the second step, the others after the third."""
     run = tiny(sentences, tmp_path_factory.mktemp("frozen") / "run", mesh=Mesh(),
                train=Train(steps=10, learning_rate=3e-3), elastic=Elastic(freeze="manual", manual=("2:3", "3:6")))
     run_all(run)
@@ -153,7 +153,7 @@ def test_a_finished_elastic_run_is_resumed_and_one_without_its_flags_goes_on_fro
 
 @pytest.mark.slow
 def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, monkeypatch):
-    """The checkpoint is of another mesh, with fewer frozen layers; the guard and the data go on."""
+    """The checkpoint is of another mesh, with fewer frozen layers; the guard and the data continue."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, auto_pipe=False, auto_dp=False),
                checkpoint=Checkpoint(every=4, keep=9), guard=Guard(bad_step="rollback"))
     broken = []
@@ -168,7 +168,7 @@ def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, mo
 
     def breaking(session, number):
         if session.run.mesh.data == 2 and number == 7 and session.active.runtime.train_data.offset == 0:
-            with torch.no_grad():  # of this mesh's ranks all know of the bad step
+            with torch.no_grad():  # all ranks of this mesh learn of the bad step
                 for parameter in session.active.engine.parameters():
                     parameter.fill_(math.nan)
         step(session, number)
@@ -178,7 +178,7 @@ def test_a_bad_step_after_a_transition_goes_back_over_it(sentences, tmp_path, mo
     told = [line for line in lines(run, "events.jsonl") if line["event"] == "went-back"]
     assert broken and [line["to_step"] for line in told] == [4] and results[0]["steps"] == 24
     assert all(math.isfinite(loss) for loss in losses(run)[-20:]) and results[0]["frozen_layers"] == 4
-    # step 5 is taken again with what froze after it, and nothing freezes a second time
+    # step 5 is taken again with the layers that froze after it, and nothing freezes a second time
     steps = lines(run, "metrics.jsonl")[-20:]
     assert [(line["step"], line["frozen_layers"]) for line in steps] == [
         (step, 2 if step <= 14 else 4) for step in range(5, 25)]
@@ -197,14 +197,14 @@ class Stays:
 
 
 def changing_nothing(monkeypatch, through):
-    """Wherever its policy is asked, a run goes to the mesh and the cut that it has: at once, or `through` another
+    """Whenever its policy is asked, a run changes to the mesh and the cut that it has: directly, or `through` another
     mesh, without a step there."""
     change = changes.change_mesh
 
     def there_and_back(session, back, save=False):
         if through is not None:
             change(session, replace(back, mesh=through.sizes, boundaries=None))
-        if isinstance(session.place, Active):  # the others are idle, and hear of it
+        if isinstance(session.place, Active):  # the others are idle, and are sent the change
             change(session, back, save)
 
     monkeypatch.setattr(changes, "change_mesh", there_and_back)

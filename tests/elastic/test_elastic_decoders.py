@@ -1,4 +1,4 @@
-"""Runs of decoders whose layers freeze: on a moving pipeline, cached, resumed, exported, and with adapters."""
+"""Runs of decoders whose layers freeze: on changing meshes, cached, resumed, exported, and with adapters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_moving_cached_resumed_run_is_the_run_of_one_process(text, tmp_path, m
 
 @pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_what_is_exported_has_an_untied_head(text, tmp_path, capsys, family):
-    """transformers' model of it has tie_word_embeddings false, and is read again to train from."""
+    """The exported transformers model has tie_word_embeddings false, and can be read to train from."""
     transformers = pytest.importorskip("transformers")
     run = run_of(text, tmp_path / "run", family, mesh=Mesh(), elastic=Elastic(freeze="manual", manual=("2:1",)),
                  train=Train(steps=5, learning_rate=3e-2, eval_sequences=4, sample_tokens=0))
@@ -123,7 +123,7 @@ UPPER = Lora(rank=2, alpha=4.0, targets=("layer2.*", "layer3.*"))
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monkeypatch, family):
-    """It is cached across epochs, its ranks become replicas before the first step, and nothing else changes."""
+    """The base is cached across epochs, ranks become replicas before the first step, and nothing else changes."""
     train = Train(steps=11, learning_rate=3e-3, warmup_steps=2, eval_sequences=4, sample_tokens=0)
     plain = run_of(text, tmp_path / "plain", family, mesh=Mesh(), lora=UPPER, train=train, batch=AT_ONCE)
     run_all(plain)
@@ -143,7 +143,7 @@ def test_a_base_below_the_adapters_is_frozen_from_the_start(text, tmp_path, monk
 
     other = run_of(text, tmp_path / "other", family, mesh=Mesh(), lora=replace(UPPER, rank=3), elastic=run.elastic,
                    train=replace(train, steps=4), batch=AT_ONCE)
-    results, _ = run_all(other)  # another rank of adapters, on the same base: no run reads another one's entries
+    results, _ = run_all(other)  # another LoRA rank, on the same base: no run reads another run's entries
     counts = results[0]["cache"][0]
     assert counts["misses"] > 0 and counts["misses"] + counts["hits"] == 8 * 4
 
@@ -173,7 +173,7 @@ def test_freezing_what_does_not_train_needs_such_layers(text, tmp_path):
 @pytest.mark.parametrize(("mesh", "boundaries"), [
     (Mesh(), None), pytest.param(Mesh(data=2, pipe=2), (5,), marks=pytest.mark.slow)])
 def test_the_memory_of_the_kept_weights_is_predicted(text, tmp_path, mesh, boundaries):
-    """On one stage the table is there twice, once with states; on several it was there twice before."""
+    """On one stage there are then two tables, one with states; on several stages there were two before."""
     run = run_of(text, tmp_path / "run", mesh=mesh, pipeline=Pipeline(boundaries=boundaries), memory_report=True,
                  elastic=Elastic(freeze="manual", manual=("2:1",)),
                  train=Train(steps=3, eval_sequences=4, sample_tokens=0))
@@ -187,11 +187,11 @@ def test_the_memory_of_the_kept_weights_is_predicted(text, tmp_path, mesh, bound
     added = after[0].device["parameters"] - before[0].device["parameters"]
     assert added == (table if mesh.pipe == 1 else 0)
     freed = sum(entry.device["moments"] for entry in before) - sum(entry.device["moments"] for entry in after)
-    assert freed == 2 * (layer + 8 * 12 * 16)  # the layer and the positions; the head has those of the table
+    assert freed == 2 * (layer + 8 * 12 * 16)  # the layer and the positions; the head keeps the table's states
 
 
 def test_packed_documents_are_cached(text, tmp_path):
-    """A packed sequence has one number in all epochs, and its segments are in the cache with it."""
+    """A packed sequence has the same number in all epochs, and its segments are cached with it."""
     (tmp_path / "documents.jsonl").write_text("\n".join(
         json.dumps({"text": f"{number} " + "the brown fox jumps " * (number % 3 + 1)}) for number in range(60)))
     data = Data(corpus=str(tmp_path / "documents.jsonl"), cache_dir=text / "cache", packing=True)
@@ -204,7 +204,7 @@ def test_packed_documents_are_cached(text, tmp_path):
 
 
 def test_the_mesh_is_chosen_again_once_steps_are_measured(text, tmp_path, monkeypatch):
-    """Before the first step nothing is measured, so a mesh that seems not to pay then is compared again after eight."""
+    """Before the first step nothing is measured, so a mesh that does not seem to pay is compared again after eight."""
     asked = []
 
     def pays(ledger, **facts):
@@ -241,7 +241,7 @@ def test_a_decoder_and_its_plan_take_the_same_decisions(text, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_the_cache_of_a_decoder_on_columns(text, tmp_path):
-    """Its state is one tensor."""
+    """A decoder's state is one tensor."""
     elastic = Elastic(freeze="manual", manual=("1:1", "9:3"), cache=True, cache_from=1, cache_precision="full")
     train = Train(steps=14, learning_rate=3e-3, eval_sequences=2, sample_tokens=0)
     expected = in_one_process(text, tmp_path / "one", elastic=elastic, train=train)

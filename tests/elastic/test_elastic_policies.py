@@ -1,4 +1,4 @@
-"""Whole runs that freeze by a policy: when it is asked, what it is told, and what comes of its answers."""
+"""Complete runs that freeze by a policy: when it is asked, what facts it gets, and what its answers change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def frozen_after(run):
 
 @pytest.mark.slow
 def test_a_dry_run_tells_and_changes_nothing(sentences, tmp_path):
-    """What it tells is what the same policy does, by the cap's formula for 1, 2, ... evaluations."""
+    """It reports what the same policy would do, by the cap's formula for 1, 2, ... evaluations."""
     elastic = Elastic(freeze="cap", every=4)
     plain = tiny(sentences, tmp_path / "plain", mesh=Mesh(pipe=2))
     dry = replace(plain, run_dir=tmp_path / "dry", elastic=replace(elastic, dry_run=True))
@@ -44,7 +44,7 @@ def test_a_policy_is_asked_after_each_epoch(sentences, tmp_path, requests):
 
 
 def asked_for_norms(run, monkeypatch):
-    """What the policy gradient-norm is asked in a run."""
+    """The facts that the policy gradient-norm gets in a run."""
     asked, rule = [], GradientNorm.frozen_layers
     with monkeypatch.context() as patch:
         patch.setattr(GradientNorm, "frozen_layers", lambda policy, facts: asked.append(facts) or rule(policy, facts))
@@ -73,7 +73,7 @@ def test_depths_follow_from_the_norms_of_the_gradients(sentences, tmp_path, monk
     assert depths and frozen_after(run) == frozen_after(one) == depths
     run_all(dry)
     told = events(dry, "would-freeze")
-    first = next(facts for facts in alone if facts.step == depths[0][0])  # nothing is frozen yet in either of the two
+    first = next(facts for facts in alone if facts.step == depths[0][0])  # nothing is frozen yet in either run
     assert (told[0]["step"], told[0]["layers"]) == depths[0] and told[0]["gradient_norms"] == [*first.gradient_norms]
     for line in told:
         norms = line["gradient_norms"]

@@ -1,4 +1,4 @@
-"""Whole runs that transform themselves: what they tell, that they lose nothing, and that they end where others end."""
+"""Complete elastic runs: what they report, that they lose nothing, and that they compute what other runs compute."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
             if "transition_bytes" in line] == [(line["step"], line["bytes_moved"], line["seconds"]) for line in told]
     assert (steps[0]["data"], steps[0]["pipe"]) == (1, 4)
     work = [line["flops_per_second"] * line["step_seconds"] / line["tokens"] for line in steps]
-    # six layers alike, and a head that is small beside them: of frozen ones a third is left
+    # six equal layers, and a head that is small in comparison: a third of a frozen layer's work is left
     assert [work[step] / work[0] for step in (8, 20)] == pytest.approx([1 - 2 / 3 * 2 / 6, 1 - 2 / 3 * 4 / 6], rel=0.02)
     assert (steps[-1]["data"], steps[-1]["pipe"]) == (told[-1]["mesh"]["data"], told[-1]["mesh"]["pipe"])
     assert "step 5: froze layers 0-1; " in text and "step 14: froze layers 2-3; " in text
@@ -77,8 +77,8 @@ def test_a_run_that_packs_itself_is_the_run_that_does_not(sentences, tmp_path, i
 @pytest.mark.parametrize(("placement", "packs"), [
     pytest.param("v-shape", False, marks=pytest.mark.slow), ("interleaved", True)])
 def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypatch, placement, packs):
-    """Three on each of two ranks or, packed, one on each of two replicas. The first stage caches the frozen blocks that
-    it has, and not those of the rank's other stages."""
+    """Three stages on each of two ranks or, packed, one on each of two replicas. The first stage caches its own frozen
+    blocks, and not those of the rank's other stages."""
     always(monkeypatch)
     pipeline = Pipeline(stages_per_rank=3, placement=placement, boundaries=(3, 4, 5, 7, 10))
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), pipeline=pipeline, batch=IN_TWO,
@@ -94,7 +94,7 @@ def test_several_stages_on_a_rank(sentences, tmp_path, in_one_process, monkeypat
 @pytest.mark.slow
 def test_a_run_with_several_stages_on_a_rank_is_resized_and_resumes_with_another_number(
         sentences, tmp_path, plain_losses, requests):
-    """Of 14 blocks 2 x 7 are all; a mesh with more stages is refused in words."""
+    """There are 14 blocks; a request for a mesh with more stages is refused with a reason."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2, pipe=2), checkpoint=Checkpoint(every=10, keep=9),
                pipeline=Pipeline(stages_per_rank=4, memory=None))
     wishes = {2: dict(data=1, pipe=4), 4: dict(data=4, pipe=1), 7: dict(data=1, pipe=2)}
@@ -155,7 +155,7 @@ def test_half_precision_entries_change_little(sentences, tmp_path, in_one_proces
 @pytest.mark.slow
 def test_the_articles_rule_packs_by_sizes(sentences, tmp_path, in_one_process):
     """Of 22,162 parameters the largest of four stages has 6,866. With two layers frozen, which weigh a sixth, the
-    larger one of two would have 9,026; with four it has 5,746."""
+    larger of two stages would have 9,026; with four layers frozen it has 5,746."""
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, cut="reference"))
     run_all(run)
     assert losses(run) == pytest.approx(in_one_process, rel=1e-9)
@@ -170,13 +170,13 @@ def test_the_global_batch_may_grow(sentences, tmp_path, monkeypatch, grows, fact
     run_all(run)
     told, steps = transitions(run), lines(run, "metrics.jsonl")
     assert told[0]["mesh"]["data"] == 2 and told[0]["global_size"] == 16
-    assert [line["tokens"] for line in steps] == [8] * 4 + [16] * 10  # two epochs of 96, no sample more or less
+    assert [line["tokens"] for line in steps] == [8] * 4 + [16] * 10  # exactly two epochs of 96 samples
     assert_rates(run, places=[1, 2, 3, 4, *range(6, 25, 2)], factors=[1.0] * 4 + [factor] * 10)
 
 
 def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(sentences, tmp_path, plain_losses):
-    """Also where several are made at once, one is withdrawn, one cannot be read or is a FIFO, which stops no run, and
-    where the run had not begun or ends before it has looked at one."""
+    """Also if several are made at the same time, if one is withdrawn, cannot be read or is a FIFO, which must not stop
+    the run, and if the run has not begun or ends before it has looked at a request."""
     run = tiny(sentences, tmp_path / "run", batch=IN_TWO)
     asked, withdrawn = [], []
     wishes = {2: [(2, 2), (3, 2), (1, 2)], 11: [(2, 1)], 14: [(1, 1)], 18: [(1, 4)], NUM_STEPS: [(1, 1)]}
@@ -203,7 +203,7 @@ def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(senten
     results, _ = run_all(run, trackers=[Requests()])
     assert losses(run) == pytest.approx(plain_losses, rel=1e-9)
     assert_rates(run)
-    assert all(result == results[0] for result in results), "of ranks that were idle, too"
+    assert all(result == results[0] for result in results), "ranks that were idle have the same results"
     assert [(line["mesh"]["data"], line["mesh"]["pipe"]) for line in transitions(run)] == [
         (2, 2), (1, 2), (2, 1), (1, 1), (1, 4)]
     answers = {}
@@ -220,7 +220,7 @@ def test_a_run_is_resized_while_it_goes_on_and_answers_every_request_once(senten
 
 
 def odd_file(path, kind):
-    """Something under the name of a request that no run should read, or wait for."""
+    """A file named like a request that no run should read or wait for."""
     if kind == "a FIFO":
         os.mkfifo(path)
     elif kind == "a link":
@@ -271,7 +271,7 @@ def test_asking_where_no_run_is(tmp_path):
     assert "asked" in resize.ask_and_wait(tmp_path, data=1, pipe=1, seconds=0)
 
 
-# ---------------------------------------------------------------------- stopping and going on
+# ---------------------------------------------------------------------- stopping and resuming
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "stop"), [
@@ -299,7 +299,7 @@ def test_numbers_of_microbatches_are_tried_and_the_fastest_kept(sentences, tmp_p
         elastic, profile_microbatches=name == "run")) for name, mesh in (("plain", Mesh()), ("run", Mesh(pipe=2))))
     run_all(plain)
     run_all(run)
-    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)  # the same samples in other pieces
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-9)  # the same samples in other microbatches
     told = events(run, "microbatches")
     assert len(told) == 1 and set(told[0]["seconds"]) == {"2", "4", "8"}
     assert str(told[0]["microbatches"]) == min(told[0]["seconds"], key=told[0]["seconds"].get)

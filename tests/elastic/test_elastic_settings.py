@@ -28,7 +28,7 @@ from tests.elastic.runs import AT_ONCE, BY_HAND, IN_TWO, always, lines, losses, 
     Mesh(data=3), Mesh(data=2, row=2), *(pytest.param(each, marks=pytest.mark.slow)
                                          for each in (Mesh(data=4), Mesh(pipe=2, col=2)))]), ids=str)
 def test_each_held_out_sample_counts_once_on_every_mesh(sentences, tmp_path, monkeypatch, mesh):
-    """In pieces of 8, of which the last has 6 and rows must be filled up."""
+    """Evaluated 8 at a time; the last piece has 6, so rows must be padded with samples."""
     found = []
     for name, shape in (("one", Mesh()), ("many", mesh)):
         run = tiny(sentences, tmp_path / name, mesh=shape, train=Train(steps=2))
@@ -50,7 +50,7 @@ def test_the_cache_is_on_from_as_many_frozen_layers_as_are_asked_for(sentences, 
 
 
 def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
-    """Weights are the same, which freeze before the first step; only the samples' inputs differ."""
+    """The weights are the same, as they freeze before the first step; only the samples' inputs differ."""
     frozen = Elastic(freeze="manual", manual=("0:2",))
     cached = replace(frozen, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cache")
     swapped = [line.partition("\t") for line in (sentences / "train.tsv").read_text().splitlines()]
@@ -70,7 +70,7 @@ def test_a_cache_of_other_data_is_not_read(sentences, tmp_path):
 
 
 def test_a_cache_of_parts_of_the_sequence_changes_no_order(sentences, tmp_path):
-    """Such microbatches are padded to the maximum, and have the samples of those that are padded to the longest."""
+    """These microbatches are padded to the maximum, but have the same samples as those padded to their longest."""
     run = tiny(sentences, tmp_path / "one", mesh=Mesh(), elastic=Elastic(
         freeze="manual", manual=("0:1",), cache=True, cache_from=1, cache_dir=tmp_path / "cache"), train=Train(steps=2))
     run = replace(run, model=replace(run.model, num_layers=2))
@@ -131,7 +131,7 @@ def test_a_mesh_that_the_settings_forbid_is_passed_over(sentences, tmp_path, mon
 
 @pytest.mark.slow
 def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_process, monkeypatch):
-    """One of them could write nothing, for want of room or of range, and knows no times."""
+    """One of the ranks could write nothing, for lack of space or range, and has measured no times."""
     measured, asked = AutoCache.times, []
 
     def times(self, samples):
@@ -147,7 +147,7 @@ def test_ranks_of_a_stage_judge_the_cache_together(sentences, tmp_path, in_one_p
 
 
 class OneMoreByNorms:
-    """A policy of one's own that needs gradients."""
+    """A custom policy that needs gradients."""
 
     def frozen_layers(self, facts):
         assert all(facts.gradient_norms[facts.frozen:])
@@ -173,7 +173,7 @@ def test_what_a_checkpoint_comes_before_is_frozen_when_the_run_goes_on(sentences
 
 
 class EverySecond:
-    """A policy of one's own that remembers whether it froze a layer when it was asked last."""
+    """A custom policy that remembers whether it froze a layer when it was last asked."""
 
     def __init__(self):
         self.rests = False
@@ -190,14 +190,14 @@ class EverySecond:
 
 
 def test_what_a_policy_of_ones_own_remembers_comes_back_with_a_checkpoint(sentences, tmp_path):
-    """It is asked after steps 4, 8, 12 ..., and freezes a layer after 4, 12; the run goes on from step 6."""
+    """The policy is asked after steps 4, 8, 12 ..., and freezes a layer after 4 and 12; the run resumes from step 6."""
     whole = tiny(sentences, tmp_path / "whole", mesh=Mesh(), elastic=Elastic(every=4),
                  checkpoint=Checkpoint(every=6, keep=9), train=Train(steps=14), batch=AT_ONCE)
     run_all(whole, freezing=EverySecond())
     again = replace(whole, resume=str(whole.run_dir / "checkpoint" / "step-6"), run_dir=tmp_path / "again")
     run_all(again, freezing=EverySecond())
     assert [line["step"] for line in transitions(whole)] == [4, 12]
-    assert [line["step"] for line in transitions(again)] == [6, 12]  # the first brings back what was frozen
+    assert [line["step"] for line in transitions(again)] == [6, 12]  # the first restores the frozen layers
     assert losses(again) == losses(whole)[6:]
 
 
@@ -222,7 +222,7 @@ def test_the_cache_reads_a_step_ahead_and_looks_again_each_epoch(sentences, tmp_
 
 @pytest.mark.slow
 def test_another_batch_that_is_asked_for_is_taken(sentences, tmp_path):
-    """Where a run with frozen layers goes on."""
+    """A run with frozen layers resumes with another batch."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=replace(BY_HAND, auto_pipe=False,
                                                                                  auto_dp=False))
     run_all(first)
@@ -238,14 +238,14 @@ def test_depths_from_the_start(sentences, tmp_path):
                elastic=Elastic(freeze="manual", manual=("0:2", "7:3")))
     run_all(run)
     assert [line["frozen_layers"] for line in lines(run, "metrics.jsonl")] == [2] * 7 + [3] * 3
-    # where a run goes on with depths that it did not have before, they hold at once; a dry run tells each of them once
+    # if a run resumes with depths that it did not have before, they apply immediately; a dry run reports each once
     for dry, asked in ((False, [True, False]), (True, [False, False])):
         elastic = Elasticity(resolve(replace(run, elastic=replace(run.elastic, dry_run=dry))), prepare(run), tell=print)
         assert [elastic.asks_after(9, 0, 0, FrozenLayers(depth)) for depth in (3, 2)] == asked[::-1]
 
 
 class Overflows:
-    """A tracker that has gradients of one step overflow, by the loss scale that the engine has before it."""
+    """A tracker that makes the gradients of a step overflow, by the loss scale that it sets after the step before."""
 
     def __init__(self, before):
         self.before = before
@@ -279,7 +279,7 @@ def test_a_step_without_gradients_puts_the_policy_off(sentences, tmp_path, monke
 
 
 def test_a_smaller_global_batch_takes_as_many_samples(sentences, tmp_path):
-    """Also where a step is a third of what it was, which no float is."""
+    """Also if a step has a third of the samples, which is not exact in floating point."""
     run = replace(tiny(sentences, tmp_path / "run"), train=Train(steps=10), mesh=Mesh(data=3))
     progress = Progress.begin(resolve(run))
     smaller = progress.restore(progress.state() | {"since": [1, 8], "size": 3})
@@ -298,7 +298,7 @@ def test_a_global_batch_that_changed_is_known_where_the_mesh_is_the_first_again(
 
 @pytest.mark.parametrize(("more", "fits"), [(0, True), (-1, False)])
 def test_a_mesh_fits_where_all_its_ranks_do(sentences, tmp_path, monkeypatch, more, fits):
-    """Together, each counted once, in what is free and what the run's first mesh has taken."""
+    """All ranks together, each counted once, must fit the free memory plus that of the run's first mesh."""
     run = resolve(tiny(sentences, tmp_path / "run"))
     there = replace(run, mesh=Mesh(data=4))
     first, second = (sum(entry.ranks * (entry.device_bytes + entry.host_bytes) for entry in laid_out(each)[1])

@@ -1,4 +1,4 @@
-"""Whole runs of the tasks that the other tests of this folder leave out: questions with BERT, images with ViT."""
+"""Complete runs of the tasks that the other tests here leave out: questions with BERT, images with ViT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMON = dict(precision="fp64", batch=Batch(global_size=8, microbatch_size=2),
 
 
 def write_questions(path, numbers):
-    """In SQuAD's form: the only colour among nine words is asked for."""
+    """Write questions in SQuAD's format: each asks for the only colour among nine words."""
     paragraphs = []
     for number in numbers:
         words = [THINGS[(number + place) % len(THINGS)] for place in range(8)]
@@ -33,7 +33,7 @@ def write_questions(path, numbers):
 
 
 def test_questions_are_answered_alike_on_every_mesh(tmp_path):
-    """Contexts are longer than a window, so that a question has several, which lie on several replicas."""
+    """Contexts are longer than a window, so a question has several windows, which are on several replicas."""
     for name, numbers in (("train", range(24)), ("eval", range(24, 31))):
         write_questions(tmp_path / f"{name}.json", numbers)
     found = {}
@@ -60,7 +60,7 @@ def test_questions_are_answered_alike_on_every_mesh(tmp_path):
 
 
 def write_images(folder, count):
-    """Noise whose first channel is the class, in one folder for each."""
+    """Write noise images whose first channel is the class, in one folder for each class."""
     draws = np.random.default_rng(count)
     for label, name in enumerate(("cat", "dog")):
         (folder / name).mkdir(parents=True)
@@ -73,7 +73,7 @@ def write_images(folder, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("augment", ["none", "flip-crop"])
 def test_a_vision_transformer_reads_from_its_cache_what_it_would_compute(tmp_path, augment):
-    """Augmented images, too, where each epoch repeats the first one's."""
+    """Also with augmentation, if each epoch repeats the augmented images of the first."""
     write_images(tmp_path / "set" / "train", 12)
     write_images(tmp_path / "set" / "val", 5)
     plain = Run(mesh=Mesh(pipe=2), model=Transformer(num_layers=3, hidden=16, heads=2, image_size=8, patch_size=4),

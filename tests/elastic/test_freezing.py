@@ -1,4 +1,4 @@
-"""How many layers are frozen: known answers, what holds for every policy, and every refusal."""
+"""How many layers are frozen: known answers, invariants of all policies, and all refusals."""
 
 import importlib
 import re
@@ -57,8 +57,8 @@ def depths(policy, all_norms):
     (1 / 2, [0, 0, 3, 6, 5, 4], 2, 2),
     (1 / 2, [5, 1, 1, 5], 0, 1),  # a tie goes to the first
     (1 / 2, [0, 0, 0, 5], 3, 3),  # the last layer is never frozen
-    (1 / 2, [0, 0, 0, 0], 4, 4),  # what is wholly frozen stays so
-    (0.01, [2, 1], 0, 1),  # at least one where there is one
+    (1 / 2, [0, 0, 0, 0], 4, 4),  # a fully frozen model stays frozen
+    (0.01, [2, 1], 0, 1),  # at least one layer if one can freeze
     (1 / 2, [4, nan, 1, 5], 0, 2), (1 / 2, [nan, nan, nan], 0, 0), (1 / 2, [4, -inf, 3, 2], 0, 2)])
 def test_gradient_norm_rule(alpha, norms, frozen, expected):
     assert decide(GradientNorm(alpha), facts(norms, frozen=frozen)).prefix == expected
@@ -68,7 +68,7 @@ def test_gradient_norm_rule(alpha, norms, frozen, expected):
     *((1 / parts, 7 * parts, 7) for parts in range(2, 12)), (0.07, 100, 7), (0.28, 25, 7), (0.55, 100, 55)])
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_a_cap_that_is_whole_is_not_rounded_up(alpha, layers, most, frozen):
-    """Although the product of floats may be a little more, as 0.07 * 100 is."""
+    """Although the product of floats may be slightly more, as 0.07 * 100 is."""
     norms = [0.0] * frozen + [1.0 + layers - layer for layer in range(layers)]
     assert GradientNorm(alpha).frozen_layers(facts(norms, frozen=frozen)) == frozen + most
 
@@ -238,7 +238,7 @@ def test_own_freezing_freezes_and_learns(tmp_path):
 
 
 def test_own_freezing_is_autofreeze(monkeypatch):
-    """Changes of 1, 5, 50 and 90 %: the median is 27.5 %, so two layers have converged; then none of the two left."""
+    """Changes of 1, 5, 50 and 90 %: the median is 27.5 %, so two layers have converged; then neither of the others."""
     monkeypatch.syspath_prepend(EXAMPLES)
     policy = importlib.import_module("own_freezing").GradientChange()
     assert policy.frozen_layers(facts([10.0, 10.0, 10.0, 10.0])) == 0

@@ -1,4 +1,4 @@
-"""Freezing ends ties: the lookup keeps its weights, the head trains on. Every mesh computes what plain PyTorch does."""
+"""Freezing ends ties: the lookup keeps its weights, and the head still trains. Every mesh matches plain PyTorch."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Plain:
         self.step = 0
 
     def freeze(self, layers, above=()):
-        """Freeze the blocks of the first layers and the embedding, and of the layers above; other layers train, those
-        that were frozen with new optimizer states. When the embedding freezes, the head has a copy of it from then on,
-        with its optimizer states."""
+        """Freeze the embedding, the blocks of the first layers, and those of the layers above. Other layers train, and
+        get new optimizer states if they were frozen. When the embedding freezes, the head gets a copy of it with its
+        optimizer states."""
         modules, parameters = self.reference.modules, self.reference.parameters
         if layers and HEAD not in parameters:
             modules["head"].projection.weight = nn.Parameter(parameters[LOOKUP].detach().clone())
@@ -90,7 +90,7 @@ class Plain:
 
 
 def step_of(layouts, number):
-    """The loss of a step, and this rank's parts of the gradients: name -> (box, part)."""
+    """The loss of a step, and this rank's parts of the gradients: name -> (shape, box, part)."""
     engine = layouts.engine
     if engine is None:
         return None
@@ -108,7 +108,7 @@ def step_of(layouts, number):
 
 
 def whole(found):
-    """The gradients of all ranks, put together."""
+    """The full gradients, assembled from the parts of all ranks."""
     gradients, seen = {}, {}
     for _, parts in (each for each in found if each is not None):
         for name, (shape, box, part) in parts.items():
@@ -120,7 +120,7 @@ def whole(found):
 
 
 def assert_as_in_plain_pytorch(family, ways, steps=2, groups=None, **options):
-    """ways: (mesh, frozen layers), with `steps` steps on each. Every step's loss and raw gradients are compared."""
+    """Compare every step's loss and raw gradients. ways: (mesh, frozen layers), with `steps` steps on each."""
     size = max(mesh.size for mesh, _ in ways)
 
     def work(world):
@@ -231,7 +231,7 @@ def names_of(model):
 
 
 def test_a_tie_of_adapted_models_stays():
-    """Under adapters both ends are frozen anyway: one table serves both."""
+    """With adapters both ends are frozen anyway, so they share one table."""
     model = freeze(with_adapters(model_of("gpt"), Lora(rank=2, targets=("layer1.*",))), 1)
     assert names_of(model)[HEAD] == (LOOKUP, None, False) and not model.untied
 
@@ -254,7 +254,7 @@ class Scale(nn.Module):
 
 
 def test_ends_that_freeze_at_different_depths_have_weights_of_their_own():
-    """ALBERT's layers, for example, share their weights. What froze first stays as it was when the others freeze."""
+    """ALBERT's layers, for example, share weights. The end that froze first stays unchanged when the others freeze."""
     model = Model(blocks={f"b{number}": Scale for number in range(4)}, loss=lambda y, target: (y.sum(), y.numel()),
                   tied=(("b3.weight", "b0.weight", "b1.weight", "b2.weight"),), layers=(("b0", "b1"), ("b2",)),
                   initial=lambda name: Initial("normal", 1.0))
@@ -278,7 +278,7 @@ def test_a_layer_that_shares_weights_freezes_with_all_before_it():
 
 
 def test_modules_that_share_a_parameter():
-    """A user's ready-made modules: the frozen block gets a parameter of its own, with the values of the other's."""
+    """Of a user's existing modules, the frozen block gets its own parameter, with the values of the shared one."""
     def make():
         blocks = [Scale() for _ in range(3)]
         blocks[2].weight = blocks[0].weight
@@ -310,7 +310,7 @@ def test_modules_that_share_a_parameter():
 
 
 def test_checkpoints_have_both_ends_and_fit_any_mesh(tmp_path):
-    """A checkpoint from before freezing is read by a frozen engine, one from after it by engines that are as frozen."""
+    """A frozen engine reads a checkpoint from before freezing; only frozen engines read one from after it."""
     ways = [(Mesh(pipe=4), 0), (Mesh(data=2, pipe=2), 1), (Mesh(row=2, col=2), 1), (Mesh(), 2)]
 
     def on(mesh, depth, number):

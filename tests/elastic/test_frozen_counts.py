@@ -1,4 +1,4 @@
-"""What a frozen prefix does not do: no gradients go back into it, it keeps no activations, and no optimizer states."""
+"""A frozen prefix gets no gradients, and keeps no activations and no optimizer states."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNTIED = replace(gpt(CONFIG, dtype=torch.float64), tied=())
 
 
 def counted(frozen, boundaries, **options):
-    """Of each of three stages: kinds of messages sent back, most graphs kept at once, bytes of states, blocks run in a
-    backward."""
+    """For each of three stages: kinds of messages sent back, most graphs kept at the same time, bytes of states, loss,
+    number of microbatches, limit in flight."""
     mesh = Mesh(pipe=3)
 
     def work(world):
@@ -74,7 +74,7 @@ def test_stages_that_only_pass_on():
     assert [stage[1:3] for stage in (first, second)] == [(0, 0), (0, 0)]
     assert (second[0], third[0]) == ({"CREDIT": batch}, {"CREDIT": batch})
     assert third[1] > 0
-    assert first[5] == 5  # three stages in flight, and the two that store nothing once more
+    assert first[5] == 5  # three stages in flight, and two more for the stages that store nothing
 
 
 def test_nothing_frozen_sends_gradients_everywhere():
@@ -85,7 +85,7 @@ def test_nothing_frozen_sends_gradients_everywhere():
 
 
 def count_saved(module, name, found):
-    """Add to `found` the bytes that autograd saves in forwards of `module`."""
+    """Add to `found` the bytes that autograd saves in the forward passes of `module`."""
     hooks = []
 
     def pack(tensor):
@@ -104,7 +104,7 @@ def count_saved(module, name, found):
 
 
 def kept(frozen):
-    """Bytes that each block of both stages keeps in a batch; the edge is within layer 1."""
+    """Bytes that each block of both stages keeps in a batch; the cut is within layer 1."""
     def work(world):
         engine = Engine(UNTIED, world, mesh=Mesh(pipe=2), seed=SEED, dtype=torch.float64, learning_rate=1e-2,
                         frozen=frozen, pipeline=Pipeline(boundaries=(4,)), optim=Optim(bucket_size=64))
@@ -121,7 +121,7 @@ def kept(frozen):
 
 
 def test_frozen_blocks_of_a_stage_that_trains_others_keep_nothing():
-    """Nor does layer 1, once it is frozen too, on the two stages that share it."""
+    """Layer 1, which two stages share, keeps nothing either once it is frozen too."""
     names = list(UNTIED.blocks)
     first, second = kept(0)
     assert [name for name in names if first[name]] == names[:4]

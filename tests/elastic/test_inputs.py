@@ -1,4 +1,4 @@
-"""What cannot be asked of an elastic run is told before it starts, all of it at once."""
+"""All invalid settings of an elastic run are reported together before it starts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_resize_says_what_is_wrong(tmp_path, capsys):
     assert "asked" in capsys.readouterr().out
     lease = Lease.acquire([tmp_path])
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2", "--wait", "0"]) == 0
-    lease.release()  # it was stopped
+    lease.release()  # the run was stopped
     assert run_command(["resize", str(tmp_path), "--data", "1", "--pipe", "2"]) == 2
     assert "has ended" in capsys.readouterr().err
     with subprocess.Popen(["true"]) as killed:

@@ -1,6 +1,6 @@
-"""Ranks that join a run under way: what it computes then, and what becomes of newcomers that die or do not belong.
+"""Ranks that join a run in progress: what it then computes, and what happens to newcomers that die or do not belong.
 
-Where a test needs a moment of the run, its ranks are stopped (SIGSTOP) until the newcomers wait for them.
+If a test needs a certain moment of the run, its ranks are stopped (SIGSTOP) until the newcomers wait for them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def requests(run):
 
 @pytest.mark.slow
 def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
-    """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each step's
-    are told once, and all ranks come to the same end. Nobody but the user can read the secret, which is gone then.
+    """One rank, then three replicas, then four ranks in a pipeline of two: losses are those of one rank, each is
+    reported once, and all ranks end the same. Only the user can read the secret, which is removed at the end.
 
-    Ranks that join once are in test_lost_ranks, too."""
+    test_lost_ranks also tests ranks that join once."""
     begin, join = start_run
     run = begin(1, model__num_layers=2, train__steps=50, checkpoint__every=20, train__eval_every=22)
     with stopped(run):
@@ -78,7 +78,7 @@ def test_ranks_join_twice_and_nothing_changes_but_the_mesh(start_run, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_find_no_place_idle_until_a_mesh_takes_them(start_run, tmp_path):
-    """With layers that freeze meanwhile, replicas that a policy takes, and scaled batches."""
+    """Layers freeze in the meantime, and a later request takes the idle rank as a replica."""
     begin, join = start_run
     run = begin(2, train__steps=200, manual="150:2")
     with stopped(run):
@@ -116,7 +116,7 @@ def test_newcomers_that_die_before_the_run_calls_them(start_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
-    """All ranks of the run give up after the same limit, and go on as they were."""
+    """All ranks of the run give up after the same limit, and continue as before."""
     begin, _ = start_run
     run = begin(2, train__steps=60, comm__timeout_seconds=6)
     store, place = silent_newcomer(run)
@@ -130,7 +130,7 @@ def test_a_newcomer_that_answers_and_never_connects(start_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_has_joined_is_killed(start_run, tmp_path):
-    """The run starts again on the ranks with which it was started, from its last checkpoint."""
+    """The run restarts from its last checkpoint, on the ranks with which it was started."""
     begin, join = start_run
     run = begin(2, train__steps=10**6, max_restarts=1, checkpoint__every=5)
     with stopped(run):
@@ -157,7 +157,7 @@ def hosts(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_of_another_machine_join(hosts, start_run, tmp_path):
-    """Two network namespaces, whose own names mean loopback addresses."""
+    """Two network namespaces, whose own host names resolve to loopback addresses."""
     begin, join = start_run
     run = begin(1, train__steps=60, launch__join_address=ADDRESSES[0], inside=hosts.run(0))
     with stopped(run):
@@ -222,7 +222,7 @@ def test_a_run_that_was_killed(port):
 
 
 def test_the_command_says_so(folder, capsys):
-    """In one line, without starting a rank."""
+    """The error is one line, and no rank is started."""
     assert run_command(["join", str(folder)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "takes no ranks: it has no join.json" in said.err
@@ -320,8 +320,8 @@ def test_newcomers_that_no_run_answers():
 
 
 def test_the_rank_of_a_newcomer_that_has_died():
-    """Its supervisor tells the run once the verdict has made it a rank, also where it died before the verdict: the
-    others would wait for it until the limit of collectives."""
+    """Its supervisor tells the run once the verdict has made the newcomer a rank, even if it died before: the others
+    would wait for it until collectives time out."""
     store = HashStore()
     assert joining.rank_of_newcomer(store, "aa", 1) is None
     call = Call(wish="aa", first=2, size=4, local_size=2, timeout_seconds=0.1)

@@ -1,4 +1,4 @@
-"""The norms that freeze policies decide by are those of one process' raw gradients, however parameters lie."""
+"""Freeze policies get the norms of one process's raw gradients, however the parameters are laid out."""
 
 from __future__ import annotations
 

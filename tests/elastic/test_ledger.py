@@ -1,4 +1,4 @@
-"""Whether a transition pays, by what earlier ones cost and by what steps take."""
+"""Whether a transition pays, judged by the costs of earlier ones and by the times of steps."""
 
 import json
 from math import inf, nan
@@ -29,12 +29,12 @@ def test_the_prior_is_a_second_and_what_moves():
 
 
 def test_costs_follow_measured_ones():
-    """The median of measured over the prior's: a tenth, half, three times."""
+    """The median ratio of measured cost to prior: a tenth, a half, three."""
     ledger = Ledger()
     for moved, cost in ((0, 0.1), (500_000_000, 6.0), (0, 0.5)):
         ledger = ledger.with_entry(entry(moved)).with_measured(cost=cost)
     assert ledger.expected_cost(0) == 0.5 and ledger.expected_cost(1_000_000_000) == 1.5
-    assert ledger.with_entry(entry()).expected_cost(0) == 0.5, "one that nobody measured does not count"
+    assert ledger.with_entry(entry()).expected_cost(0) == 0.5, "an entry without a measurement does not count"
     assert ledger.with_entry(entry()).with_measured(cost=nan, after=inf) == ledger.with_entry(entry())
 
 
@@ -121,7 +121,7 @@ def test_a_transition_that_nobody_judged_has_a_cost_and_no_prediction():
 
 
 def test_ledgers_of_older_checkpoints_are_read():
-    """In which every entry was judged."""
+    """In older checkpoints every entry was judged."""
     saved = {"step": 7, **MESHES, "moved_bytes": 5, "seconds_before": 2.0, "seconds_after": 1.5, "remaining_steps": 10,
              "expected_cost": 1.0, "measured_cost": 0.5, "measured_after": None}
     assert ElasticState.read({**ElasticState().document(), "ledger": {"entries": [saved]}}).ledger.entries == (

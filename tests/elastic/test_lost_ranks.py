@@ -1,6 +1,6 @@
-"""Ranks that are killed while others have their state: the run goes on without them, and computes what it would have.
+"""Ranks that are killed while others have their state: the run continues without them, with the same losses.
 
-Processes are killed from outside, at whatever they do then; what is agreed on in between is tested within one process.
+Processes are killed from outside at an arbitrary moment; the agreement after a loss is tested within one process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def steps(run):
 
 
 def kill(run, process, *, after=5, number=signal.SIGKILL):
-    """Kill or stop a rank after so many more steps; returns once the run has gone on without it."""
+    """Kill or stop a rank after `after` more steps; returns once the run has lost it."""
     at, lost = len(steps(run)), len(events(run, "lost"))
     run.wait_until(lambda: len(steps(run)) >= at + after)
     os.kill(process, number)
@@ -67,14 +67,14 @@ def kill(run, process, *, after=5, number=signal.SIGKILL):
 
 
 def wait_until_resumed(run):
-    """Until it has taken a step since: sooner there is nothing to save, and a signal ends it at once."""
+    """Wait for the run's first step after resuming: before it there is nothing to save, and a signal ends it."""
     run.wait_until(lambda: any("resumes from" in line.get("text", "") for line in run.lines("events.jsonl")))
     at = len(steps(run))
     run.wait_until(lambda: len(steps(run)) > at)
 
 
 def check(run, tmp_path, count):
-    """The run ended well, told each of `count` steps once, and computed what one rank does without any loss."""
+    """Check that the run succeeded, reported each of `count` steps once, and has the losses of one rank."""
     code, text = run.end()
     assert code == 0, text
     assert "restart" not in text
@@ -84,8 +84,8 @@ def check(run, tmp_path, count):
 
 
 def test_ranks_join_and_are_lost_and_nothing_changes_but_the_mesh(start_run, tmp_path):
-    """One rank, then three replicas, of which two are lost one after the other: the second one has another number then.
-    Nobody but the user can read the secret, which is gone in the end."""
+    """One rank, then three replicas, of which two are lost one after the other; the second then has another number.
+    Only the user can read the secret, which is removed at the end."""
     run = begin(start_run, 1, model__num_layers=2, train__steps=60, checkpoint__every=7, train__eval_every=10)
     with stopped(run):
         assert (run.folder / contact.NAME).stat().st_mode & 0o777 == 0o600
@@ -110,7 +110,7 @@ def test_ranks_join_and_are_lost_and_nothing_changes_but_the_mesh(start_run, tmp
 
 @pytest.mark.slow
 def test_two_of_three_replicas_are_lost_one_after_the_other(start_run, tmp_path):
-    """The survivors are the processes that they were, and the second one has another number then."""
+    """The survivors stay the same processes, and the second lost rank then has another number."""
     run = begin(start_run, 3, train__steps=60, checkpoint__every=7, train__eval_every=10, launch__stopped_seconds=1)
     run.wait_until(lambda: steps(run))
     ranks = run.ranks()
@@ -152,7 +152,7 @@ def test_a_rank_of_two_pipelines(start_run, tmp_path, victim):
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [0.0, 0.02, 0.05, 0.1])
 def test_while_every_step_is_evaluated_and_saved(start_run, tmp_path, wait):
-    """The last checkpoint is whole in the end."""
+    """The last checkpoint is complete at the end."""
     run = begin(start_run, 3, train__steps=60, checkpoint__every=1, train__eval_every=1)
     run.wait_until(lambda: len(steps(run)) > 4)
     time.sleep(wait)
@@ -191,7 +191,7 @@ def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
     run.wait_until(lambda: steps(run))
     first = start_run[1](run, "--ranks", 2)
     run.wait_until(lambda: events(run, "joined"))
-    kill(run, run.ranks()[1])  # the others are 0, and 1 and 2 that have joined
+    kill(run, run.ranks()[1])  # the others are rank 0, and ranks 1 and 2, which have joined
     kill(run, first.ranks()[0])
     second = start_run[1](run)
     run.wait_until(lambda: len(events(run, "joined")) == 2)
@@ -204,7 +204,7 @@ def test_losses_after_joins_and_joins_after_losses(start_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_right_after_a_join(start_run, tmp_path):
-    """The newcomers get their place, whether the loss comes before the transition to it, in it or after it."""
+    """The newcomers get their place, whether the loss comes before, during or after the transition to it."""
     run = begin(start_run, 2, train__steps=200)
     run.wait_until(lambda: steps(run))
     newcomers, ranks = start_run[1](run, "--ranks", 2), run.ranks()
@@ -217,7 +217,7 @@ def test_a_loss_right_after_a_join(start_run, tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_while_ranks_connect(start_run, tmp_path):
-    """A newcomer that answers and never connects hears at once that it is refused."""
+    """A newcomer that answers and never connects is refused immediately."""
     run = begin(start_run, 3, train__steps=160)
     store, place = silent_newcomer(run)
     kill(run, run.ranks()[1], after=0)
@@ -307,7 +307,7 @@ def test_the_state_that_no_survivor_has(mesh, survivors, sharded, missing):
 
 
 def test_state_of_two_meshes_counts_where_one_is_whole():
-    """A rank is lost while a transition ends: some ranks have copied the state on the new mesh already."""
+    """A rank is lost while a transition ends: some ranks have already copied the state on the new mesh."""
     there = [*parts(Mesh(pipe=2), 0), *parts(Mesh(data=2), 1)]
     assert missing_state(there, 7, sharded=False) is None
     assert missing_state(parts(Mesh(pipe=2), 0) + parts(Mesh(data=2), 1, frozen=[0]), 7, sharded=False)
@@ -322,7 +322,7 @@ def test_the_mesh_of_those_that_are_left(mesh, left, found, tmp_path):
 
 @pytest.mark.parametrize("shard", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_copies_take_what_is_predicted(sentences, tmp_path, shard, monkeypatch):
-    """To the byte. The third one takes the memory of the first."""
+    """The prediction is exact to the byte. The third copy reuses the memory of the first."""
     keep, places = LastSteps.keep, {}
 
     def noted(self, step, now):
@@ -346,7 +346,7 @@ def test_copies_take_what_is_predicted(sentences, tmp_path, shard, monkeypatch):
 
 @pytest.mark.parametrize("place", [(elasticity.Elasticity, "decide"), (session, "hand_over")], ids=["decide", "moves"])
 def test_a_loss_in_a_transition_costs_no_checkpoint(sentences, tmp_path, monkeypatch, place):
-    """Layers freeze after step 3, whose checkpoint comes after the transition, and is the best one so far."""
+    """Layers freeze after step 3, whose checkpoint is written after the transition, and is the best one so far."""
     (owner, name), broken = place, []
     method = getattr(owner, name)
 
@@ -405,7 +405,7 @@ def test_the_states_of_the_replica_before():
 
 @pytest.mark.parametrize("left", [1, 0])
 def test_a_loss_between_a_join_and_its_mesh(tmp_path, left):
-    """The run takes the request again, unless the newcomers are gone. It has been answered, so nothing is told."""
+    """The run takes the request again, unless the newcomers are gone. It has been answered, so it is not reported."""
     def work(world):
         requests, everyone = Requests(world, tmp_path), world.backend.group("everyone", [range(1)])
         leave(tmp_path, wish := "00000000000000aa", {"ranks": 2})
@@ -424,7 +424,7 @@ def test_a_loss_between_a_join_and_its_mesh(tmp_path, left):
 
 
 class Ranks:
-    """Ranks that only agree, each on a thread of its own."""
+    """Ranks that only run the agreement, each on its own thread."""
 
     def __init__(self, count, *, seconds=5.0):
         self.store, self.broken = HashStore(), []
@@ -454,7 +454,7 @@ class Ranks:
 
 
 class Cloned:
-    """A store whose clone is itself, as far as these tests need one."""
+    """A store whose clone is the store itself, which is enough for these tests."""
 
     def __init__(self, store):
         self._store = store
@@ -552,7 +552,7 @@ def test_the_other_end_of_a_severed_connection_wakes():
     threading.Timer(0.05, sockets.sever).start()
     assert others[1].recv(1) == b"" and own.recv(1) == b""
     assert sockets.sever() == 0
-    kept.sendall(b"x")  # not one of a group
+    kept.sendall(b"x")  # not a connection of a group
     assert others[0].recv(1) == b"x"
     for each in (server, kept, own, *others):
         each.close()
@@ -567,7 +567,7 @@ def test_torch_does_not_warn_of_connections_that_are_broken_on_purpose(monkeypat
 
 
 def test_a_rank_that_connects_does_not_wait_for_a_lost_one():
-    """It waits inside Gloo, where nothing wakes it."""
+    """The rank waits inside Gloo, where nothing else wakes it."""
     backend = torch_generation("alone", 0, 1, HashStore(), torch.device("cpu"), 5.0, connect_seconds=5.0)
     backend.size = 2
     timer, began = threading.Timer(0.2, backend.sockets.sever), time.monotonic()
@@ -618,7 +618,7 @@ def test_where_it_has_no_effect(run, reason):
 
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_stopped_rank_is_lost_as_a_killed_one(monkeypatch, capsys, survives):
-    """Its supervisor kills it and tells the run; where that does not survive losses, it ends as before."""
+    """Its supervisor kills it and tells the run; a run that does not survive losses ends."""
     from ranvier.launch import supervision
     from ranvier.system import child
 

@@ -1,4 +1,4 @@
-"""What a run may become must fit: each rank on its device, all of them on the machine, and each stage of a cut."""
+"""Every mesh of a run must fit: each rank on its device, all ranks on the machine, and each stage of a cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.elastic.runs import BY_HAND, Wishes, always, lines, losses, run_all, 
 
 
 def small(folder=Path("nowhere"), **changed):
-    """Four layers: ten blocks. folder: of the sentences, where somebody looks at them."""
+    """Four layers: ten blocks. folder: of the sentences, if they are read."""
     return replace(ResolvedRun(model=Transformer(num_layers=4, hidden=64, heads=2, vocab=300, sequence=64),
                        data=Data(task="classification", train=str(folder / "train.tsv"), eval=str(folder / "eval.tsv")),
                        mesh=Mesh(pipe=2), batch=Batch(global_size=16, microbatch_size=2),
@@ -41,7 +41,7 @@ def test_a_device_has_what_is_free_and_what_this_process_holds(monkeypatch):
 
 
 def test_states_and_gradients_are_gone_before_there_is_another_engine(sentences, tmp_path, monkeypatch):
-    """A transition holds them once, whoever still knows the engine of before."""
+    """A transition holds them once, even if something still refers to the previous engine."""
     always(monkeypatch)
     of_rank, alive = {}, []
 
@@ -72,7 +72,7 @@ def test_each_rank_must_fit_its_device_alone(sentences, monkeypatch):
         assert MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most).problem(run) is None
         problem = MemoryBudget(first=run, frozen=FrozenLayers(frozen), device_bytes=most - 1).problem(run)
         assert "memory of the device: is too small: a rank of stage" in str(problem)
-    # Where host and device are one, ranks are judged together.
+    # If the device is the host, ranks are judged together.
     assert MemoryBudget(first=run, frozen=NONE_FROZEN).problem(run) is None
 
 
@@ -127,7 +127,7 @@ def change_to(run):
 
 @pytest.mark.parametrize("on_cuda", [True, False], ids=["device", "host"])
 def test_a_transition_that_the_start_would_accept_is_accepted(sentences, monkeypatch, on_cuda):
-    """With each amount of memory that one of the run's schedules needs, and with a byte less."""
+    """With the most and the least memory that one of the run's schedules needs, and with one byte less."""
     run = small(sentences, pipeline=Pipeline(memory=2.0), launch=Launch(device="cuda" if on_cuda else "cpu"))
     there = replace(run, mesh=Mesh(pipe=4))
     sizes = [[entry.device_bytes * (1 if on_cuda else entry.ranks) for entry in laid_out(each)[1]]
@@ -153,7 +153,7 @@ def test_a_transition_that_the_start_would_accept_is_accepted(sentences, monkeyp
 
 
 def test_a_run_takes_a_schedule_that_fits_and_its_own_again(sentences, tmp_path, monkeypatch):
-    """Two stages must be content with 1F1B here, and four need not be; a run that resumes returns to what it had."""
+    """Here two stages have memory for 1F1B only, four for any schedule; a resumed run returns to its last schedule."""
     problem, built = MemoryBudget.problem, []
 
     def tight(budget, run):

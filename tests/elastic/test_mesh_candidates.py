@@ -1,4 +1,4 @@
-"""From what ranks have measured to times of blocks: whatever the mesh, a block costs what it costs."""
+"""From measurements of ranks to times of blocks: a block's cost does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKS, SECONDS = 8, 0.002
 
 @dataclass(frozen=True)
 class Cost:
-    """A block as `ranvier.cost.blocks.BlockCost` has it."""
+    """The part of `ranvier.cost.blocks.BlockCost` that is used here."""
 
     output_bytes: int = 800
 
@@ -35,7 +35,7 @@ class Cost:
 
 
 def runtime(mesh, *, frozen=0, cached=0, device="cpu"):
-    """As much of one as the choice of a mesh looks at: eight blocks of one layer each, of a million parameters each."""
+    """The part of a runtime that the choice of a mesh uses: eight layers of one block with a million parameters."""
     parameters = [SimpleNamespace(is_owner=True, block=number, numel=1_000_000) for number in range(BLOCKS)]
     names = [f"layer{number}" for number in range(BLOCKS)]
     engine = SimpleNamespace(stages=SimpleNamespace(costs=[Cost()] * BLOCKS), frozen_blocks=frozen,
@@ -49,7 +49,7 @@ def runtime(mesh, *, frozen=0, cached=0, device="cpu"):
 
 
 def rows(mesh, *, steps=10, cores=range(64), frozen=0, cached=0):
-    """What ranks have measured that compute alone: a share of a sample takes SECONDS a block forward, twice that
+    """Measurements of ranks that share no cores: per block, a share of a sample takes SECONDS forward, and twice that
     backward."""
     shares = steps * 32 / mesh.data / mesh.pipe / mesh.row / mesh.col * mesh.row * mesh.col / mesh.row / mesh.col
     return [{"busy": {"forward": SECONDS * (BLOCKS - cached) * shares, "backward": SECONDS * (BLOCKS - frozen) * shares,
@@ -94,7 +94,7 @@ def test_on_devices_nothing_is_shared():
 
 
 def chosen(now, depth, *, cached=0, first=None, num_ranks=None, **elastic):
-    """first: the mesh of the run when it was started. num_ranks: those that it has now."""
+    """first: the mesh with which the run was started. num_ranks: the number of ranks that it has now."""
     run = replace(now.run, mesh=first or now.run.mesh, elastic=Elastic(**elastic))
     return mesh_candidates(ElasticRules(run), present_mesh(now), depth, measured_blocks(now, rows(now.run.mesh)),
                            num_ranks=num_ranks or run.mesh.size, cached=cached)
@@ -111,10 +111,10 @@ def test_candidates_are_all_meshes_of_all_ranks():
 
 @pytest.mark.parametrize("cut", ["exact", "reference"])
 @pytest.mark.parametrize(("first", "now", "num_ranks", "meshes"), [
-    (Mesh(data=2, pipe=2), Mesh(pipe=3), 3, {(1, 3), (3, 1)}),  # one of four was lost
-    (Mesh(pipe=4), Mesh(pipe=2), 3, {(1, 2), (1, 3), (3, 1)}),  # and one of the others is idle
+    (Mesh(data=2, pipe=2), Mesh(pipe=3), 3, {(1, 3), (3, 1)}),  # one of four ranks was lost
+    (Mesh(pipe=4), Mesh(pipe=2), 3, {(1, 2), (1, 3), (3, 1)}),  # one rank was lost, and one of the others is idle
     (Mesh(pipe=4), Mesh(pipe=2), 2, {(1, 2), (2, 1)}),
-    (Mesh(pipe=2), Mesh(data=2, pipe=2), 4, {(2, 2), (4, 1), (1, 4)}),  # two have joined
+    (Mesh(pipe=2), Mesh(data=2, pipe=2), 4, {(2, 2), (4, 1), (1, 4)}),  # two ranks have joined
     (Mesh(pipe=2), Mesh(data=2, pipe=2), 6, {(2, 2), (6, 1), (3, 2), (2, 3), (1, 6)})], ids=str)
 def test_candidates_have_the_ranks_that_the_run_has_now(first, now, num_ranks, meshes, cut):
     found = chosen(runtime(now), 4, first=first, num_ranks=num_ranks, auto_pipe=True, auto_dp=True, cut=cut)
@@ -137,8 +137,8 @@ def test_cached_layers_are_on_the_first_stage():
 
 
 def test_meshes_are_judged_by_what_their_steps_read():
-    """In the epoch after more layers froze nothing of them is read, and before it ends the policy is asked again. Only
-    where that takes several epochs, or no more layers freeze, are all frozen blocks read."""
+    """In the epoch after more layers freeze, their outputs are not yet read, and the policy is asked again before it
+    ends. All frozen blocks are read only if that takes several epochs, or if no more layers freeze."""
     present = replace(present_mesh(runtime(Mesh(pipe=4))), frozen=2, cached_blocks=2)
     rules, blocks = ElasticRules(runtime(Mesh(pipe=4)).run), present.frozen_blocks(5)
     epoch = 10 * present.global_size
@@ -171,10 +171,10 @@ def test_without_a_measurement_costs_decide():
     assert LINKS["in-process"][1] == 0.0
 
 
-# ---------------------------------------------------------------------- as the run goes
+# ---------------------------------------------------------------------- during the run
 
 def asked(monkeypatch, now, first=None, **options):
-    """(data, pipe) -> the situation of which a cut was wanted, and the candidates."""
+    """(data, pipe) -> the situation for which a cut was requested; and the candidates by (data, pipe)."""
     situations = {}
 
     def spy(situation):
@@ -233,7 +233,7 @@ def test_a_cut_that_does_not_fit_the_devices_is_made_leaner(monkeypatch):
     (Optim(), 0, 0.1 / 8, 1), (Optim(), 4, 0.1 / 4, 1), (Optim(shard=True), 0, 0.2 / 8, 4),
     (Optim(update_in_backward=True), 0, 0.0, 1)], ids=str)
 def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
-    """0.2 s a step, of all ranks. With sharded states each of four replicas would update a quarter."""
+    """All ranks together take 0.2 s a step. With sharded states each of four replicas would update a quarter."""
     now = runtime(Mesh(data=2, pipe=2), frozen=frozen)
     now.run = replace(now.run, optim=optim)
     work = measured_blocks(now, [row | {"busy": row["busy"] | {"optimizer": 0.5}} for row in rows(now.run.mesh)])
@@ -242,7 +242,7 @@ def test_what_the_optimizer_takes_is_measured(optim, frozen, each, holders):
     seconds = [next(found.seconds for found in mesh_candidates(
         ElasticRules(first), present_mesh(now), 4, given, num_ranks=4, cached=0) if found.mesh.data == 4)
         for given in (work, replace(work, update_seconds=(0.0,) * BLOCKS))]
-    assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, of which four blocks train
+    assert seconds[0] - seconds[1] == pytest.approx(4 * each / holders)  # one stage, in which four blocks train
 
 
 def test_nothing_is_made_of_what_was_not_measured():
@@ -257,7 +257,7 @@ def test_among_some_meshes_and_the_present_one(monkeypatch):
 
 @pytest.mark.parametrize(("optim", "moved"), [(Optim(), 16 + 48 + 24 + 24), (Optim(shard=True), 12 + 32 + 20 + 16)])
 def test_what_a_transition_moves(optim, moved):
-    """Of blocks that a rank has not had: 4 MB of parameters each, and 8 MB of states where they train."""
+    """For each block that is new to a rank, 4 MB of parameters, and 8 MB of states if it trains."""
     now = runtime(Mesh(pipe=4))
     now.run, now.engine.boundaries = replace(now.run, optim=optim), (2, 4, 6)
     there = MeshCandidate(mesh=Mesh(data=2, pipe=2), boundaries=(4,), samples=32, seconds=1.0, fits=True, reason="")

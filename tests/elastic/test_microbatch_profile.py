@@ -11,7 +11,7 @@ from ranvier.elastic.state import ElasticState
 
 
 def search(profile, seconds, *, pipe=4, data=1, frozen=0, candidates=(4, 8, 12)):
-    """Measures until the search is over; (profile, what was tried)."""
+    """Measure until the search is over; returns (profile, counts that were tried)."""
     tried = []
     while (count := profile.next_count(pipe, data, frozen, candidates)) is not None:
         tried.append(count)
@@ -27,7 +27,7 @@ def test_every_candidate_once_and_then_the_best():
 
 def test_the_best_so_far_while_the_search_goes_on():
     profile = MicrobatchProfile()
-    assert profile.best(4, 1, 0, (4, 8, 12)) == 4, "the first, before anything is known"
+    assert profile.best(4, 1, 0, (4, 8, 12)) == 4, "the first candidate before any measurement"
     profile = profile.with_measurement(4, 1, 0, 8, 1.0)
     assert profile.best(4, 1, 0, (4, 8, 12)) == 8 and profile.next_count(4, 1, 0, (4, 8, 12)) == 4
 
@@ -67,7 +67,7 @@ def test_times_that_are_none_are_left_out():
 
 
 def test_other_candidates_are_searched_too():
-    """After a change of the batch, say: what is no candidate any more is not the best."""
+    """For example after a change of the batch: a count that is no longer a candidate is not the best."""
     profile, _ = search(MicrobatchProfile(), {4: 3.0, 8: 0.1, 12: 2.0})
     profile, tried = search(profile, {6: 2.5}, candidates=(4, 6))
     assert tried == [6] and profile.best(4, 1, 0, (4, 6)) == 6

@@ -1,4 +1,4 @@
-"""What a run that transforms itself leaves to look at."""
+"""The pictures that an elastic run writes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run and its plan decide alike: the same depth and mesh at each step, where both have the same facts."""
+"""A run and its plan take the same decisions on depth and mesh at each step if both have the same facts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ STEPS = 18
 SLOW = load_cluster("laptop")
 CLUSTER = replace(SLOW, device=replace(SLOW.device, cores=4.0, rates={"fp64": replace(
     SLOW.device.rates["fp32"], peak_flops=SLOW.device.rates["fp32"].peak_flops / 100)}))
-"""Four cores that compute slowly, so that a mesh matters."""
+"""Four slow cores, so that the mesh matters."""
 
 
 def planned(sentences, run: Run) -> Course:
-    """With the numbers that the run reads of its data."""
+    """The plan of a run, with the numbers that the run reads from its data."""
     known = replace(run, data=replace(run.data, train_samples=96), model=replace(run.model, num_classes=2))
     found = course(resolve(replace(known, launch=replace(known.launch, device="cpu"))), CLUSTER, Work())
     assert found is not None
@@ -62,7 +62,7 @@ def stated_facts(monkeypatch, plan: Course) -> None:
 
 
 def told_changes(monkeypatch) -> dict[int, Change]:
-    """Step -> the change after it, of whatever runs from now on."""
+    """Step -> the change after it, in every run and plan from now on."""
     told, entered = {}, Controller.after_change
 
     def noting(controller, state, change, *, step, **facts):

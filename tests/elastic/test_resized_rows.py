@@ -1,4 +1,4 @@
-"""Requests for other rows and columns while a run goes on: the same losses, frozen layers, the cache, a resumed run."""
+"""Requests for other rows and columns during a run: the same losses, frozen layers, the cache, a resumed run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def mesh_of(line):
         "pipe 4 -> 1, row 1 -> 2, col 1 -> 2", marks=pytest.mark.slow)], ids=["two", "five"])
 def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_losses, requests, first, wishes, stop,
                                                      meshes, ranks, told):
-    """With the states of AdamW; what is not named stays. stop: the step after which the run is told to stop. ranks: of
-    the wishes that are refused."""
+    """AdamW's states move too; sizes that a request does not name stay. stop: the step after which the run is told to
+    stop. ranks: needed by the requests that are refused."""
     run = tiny(sentences, tmp_path / "run", mesh=first, batch=IN_TWO)
     results, text = run_all(run, trackers=[Wishes(run, wishes), StopAfter(stop, requests)])
     found = losses(run)
@@ -61,7 +61,7 @@ def test_rows_and_columns_change_while_a_run_goes_on(sentences, tmp_path, plain_
 
 
 def test_a_tensor_mesh_that_the_model_does_not_divide_into_is_refused(sentences, tmp_path):
-    """Two heads on three columns, and rows that are no number."""
+    """Two heads on three columns, and rows that are not a number."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=3), train=Train(steps=6), batch=IN_TWO)
 
     class Asks(Wishes):
@@ -89,7 +89,7 @@ def test_rows_with_too_few_held_out_samples_for_the_policy_are_refused(sentences
 @pytest.mark.slow
 def test_freezing_packing_and_the_cache_go_on_with_other_rows_and_columns(sentences, tmp_path, in_one_process,
                                                                           monkeypatch):
-    """The cache's entries of whole outputs are not read as parts of them."""
+    """Cache entries of full outputs are not read as parts of outputs."""
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=replace(
         BY_HAND, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cache"))
@@ -123,8 +123,8 @@ def forty(tmp_path_factory):
 @pytest.mark.parametrize(("mesh", "wishes", "reads"), [
     (Mesh(row=2), {}, 16), (Mesh(pipe=2), {2: dict(data=1, pipe=1, col=2)}, 4)], ids=["rows", "columns"])
 def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
-    """In each epoch other samples are a row's. Of the 40 of the second epoch 32 have been written, and are read where
-    both samples of a microbatch are among them; those that were written whole are not read as parts of columns."""
+    """A row has other samples in each epoch. Of the 40 of the second epoch 32 have been written, and are read if both
+    samples of a microbatch are among them; entries of full outputs are not read as parts of columns."""
     folder, expected = forty
     run = two_layers(folder, tmp_path / "run", mesh, replace(
         FROZEN, cache=True, cache_from=1, cache_precision="full", cache_dir=tmp_path / "cached"))
@@ -135,7 +135,7 @@ def test_the_cache_of_rows_and_columns(forty, tmp_path, mesh, wishes, reads):
 
 
 def test_a_run_whose_settings_do_not_allow_its_last_mesh_stays_on_its_first(sentences, tmp_path, requests):
-    """Those with which it resumes split blocks over columns only."""
+    """The settings with which the run resumes split blocks over columns only."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(data=2), checkpoint=Checkpoint(every=0),
                train=Train(steps=5, learning_rate=3e-3), batch=IN_TWO)
     run_all(run, trackers=[Wishes(run, {1: dict(data=1, pipe=1, row=2)}), StopAfter(3, requests)])

@@ -1,4 +1,4 @@
-"""Freezing, the cache, resizes, joins, losses and resumes in one run: every pair of them, and the losses of
+"""Freezing, the cache, resizes, joins, lost ranks and resumes in one run: every pair of them, with the losses of
 one rank."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.elastic.test_lost_ranks import kill, steps
 
 @pytest.mark.slow
 def test_a_run_that_freezes_caches_is_resized_and_resumes(sentences, tmp_path, in_one_process, requests):
-    """It stops between two freezes, and between two resizes."""
+    """The run stops between two freezes, and between two resizes."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), checkpoint=Checkpoint(every=0), elastic=replace(
         BY_HAND, auto_pipe=False, auto_dp=False, cache=True, cache_from=1, cache_precision="full",
         cache_dir=tmp_path / "cache"))
@@ -34,7 +34,7 @@ def test_a_run_that_freezes_caches_is_resized_and_resumes(sentences, tmp_path, i
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [40, 200], ids=["freezes before a loss", "freezes after a loss"])
 def test_every_pair_of_features_in_one_run(start_run, tmp_path, late):
-    """Two ranks, of which layers freeze and are cached, are joined by two more and resized; one is lost, one more
+    """Layers freeze and are cached on two ranks; two more join, and the run is resized; one rank is lost, one more
     joins, and the run is told to stop and resumes on another mesh."""
     begin, join = start_run
     run = begin(2, mesh__data=2, mesh__pipe=1, train__steps=3000, manual=f"5:2,{late}:4", checkpoint__every=0,

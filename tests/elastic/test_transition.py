@@ -1,4 +1,4 @@
-"""State that goes from layout to layout while a run goes on: the run notices nothing."""
+"""State that moves from layout to layout during a run does not change what the run computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUM_BLOCKS = 2 + 2 * CONFIG.num_layers
 
 
 class Layouts:
-    """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not take are idle. frozen: a
+    """One run on `world`, whose engine moves from mesh to mesh; ranks that a mesh does not use are idle. frozen: a
     number of layers, or FrozenLayers."""
 
     def __init__(self, world, mesh, *, frozen=0, boundaries=None, per_rank=1, placement="v-shape", **options):
@@ -88,8 +88,8 @@ class Layouts:
 
 
 def trained(meshes, steps=2, size=4, freezing=None, cuts=None, per_rank=None, **options):
-    """Losses and norms of `steps` steps on each of `meshes`, and what moved. steps: of each, or one number for all.
-    freezing: frozen layers on each. cuts: boundaries on each, None by cost. per_rank: stages of a rank on each."""
+    """Losses and norms of `steps` steps on each mesh, and the bytes moved. steps: for each mesh, or one number for all.
+    For each mesh, freezing: frozen layers; cuts: boundaries (None: by cost); per_rank: stages of a rank."""
     per_rank = per_rank or [1] * len(meshes)
     counts = [steps] * len(meshes) if isinstance(steps, int) else steps
     depths, cuts = freezing or [0] * len(meshes), cuts or [None] * len(meshes)
@@ -122,7 +122,7 @@ def assert_same_runs(one, other, tolerance=1e-12):
      Optim(bucket_size=64, offload="host", shard=True)],
     [torch.float64, torch.float32, torch.bfloat16, torch.float16])))
 def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
-    """And nothing travels."""
+    """Such a transition also moves nothing."""
     plain, moved, _ = trained([mesh] * 2, steps=[1, 1], optim=optim, dtype=dtype)
     assert moved == [0]
 
@@ -136,7 +136,7 @@ def test_a_transition_that_changes_nothing_changes_no_bit(mesh, optim, dtype):
 
 
 class Counting(torch.nn.Linear):
-    """Its calls are no buffer, but extra state; beside them is a buffer as of rotary embeddings."""
+    """Its number of calls is extra state, not a buffer; it also has a complex buffer, as rotary embeddings do."""
 
     def __init__(self):
         super().__init__(2, 2, dtype=torch.float64)
@@ -148,7 +148,7 @@ class Counting(torch.nn.Linear):
         return super().forward(x)
 
     def get_extra_state(self):
-        """Of another shape and number format after each call."""
+        """The state has another shape after each call, and another number format after the first."""
         return torch.full((self.calls,), 0.5) if self.calls else torch.tensor(0)
 
     def set_extra_state(self, state):
@@ -157,7 +157,7 @@ class Counting(torch.nn.Linear):
 
 
 def test_extra_states_and_complex_buffers_go_along():
-    """Each rank's modules are its own, as those of processes are."""
+    """Each rank has its own modules, as processes do."""
     def work(world):
         layouts = Layouts(world, Mesh(pipe=2), model=[Counting() for _ in range(2)], optim=Optim(),
                           loss=lambda y, t: (y.sum(), float(len(y))))
@@ -181,7 +181,7 @@ def test_what_does_not_leave_a_rank_in_time(monkeypatch):
 
 @st.composite
 def ways(draw):
-    """Meshes and, on each, steps (perhaps none), boundaries (None by cost) and frozen layers."""
+    """Meshes and, on each, steps (perhaps none), boundaries (None: by cost) and frozen layers."""
     meshes = draw(st.lists(st.sampled_from(MESHES), min_size=2, max_size=3))
     steps = [draw(st.integers(0, 1)) for _ in meshes]
     cuts = [draw(st.none() | st.lists(st.integers(1, NUM_BLOCKS - 1), min_size=mesh.pipe - 1, max_size=mesh.pipe - 1,
@@ -202,7 +202,7 @@ def test_any_way_through_layouts_is_the_run_without(way, shard, offload):
     else:
         expected, _, _ = trained([Mesh()] * len(meshes), steps, size=1, freezing=freezing)
     assert_same_runs([each for each in found if each], expected)
-    for rank, (told, _) in enumerate(results):  # ranks without a part in a mesh are idle, and come back
+    for rank, (told, _) in enumerate(results):  # ranks that a mesh does not use are idle, and come back
         assert [each is not None for each in told] == [
             rank < mesh.size for mesh, count in zip(meshes, steps, strict=True) for _ in range(count)]
 
@@ -221,7 +221,7 @@ def test_several_stages_on_a_rank(placement, freezing, optim):
 
 
 def held_after(meshes, **options):
-    """What each rank holds on the last of `meshes`, after a step on each before it, and what moved."""
+    """What each rank holds on the last mesh, after a step on each of the others, and what moved."""
     def work(world):
         layouts = Layouts(world, meshes[0], **options)
         for number, mesh in enumerate(meshes[1:]):
@@ -237,8 +237,8 @@ def held_after(meshes, **options):
 
 @pytest.mark.parametrize(("message_bytes", "round_bytes"), quick(1, [(1000, 3000), (50, 200)]))
 def test_large_boxes_travel_in_pieces_and_many_of_them_in_rounds(monkeypatch, message_bytes, round_bytes):
-    """Also where one index is more than a message should be, or than a round: a row of most weights has 64 bytes, of
-    others 256."""
+    """Also if one index is larger than a message or a round should be: a row of most weights has 64 bytes, of others
+    256."""
     meshes = [Mesh(pipe=4), Mesh(data=2, pipe=2), Mesh(row=2, col=2), Mesh(data=3)]
     optim = Optim(bucket_size=64, chunk_buckets=2, shard=True)
     whole = held_after(meshes, optim=optim)
@@ -278,11 +278,11 @@ def test_layers_that_freeze_on_the_way_are_the_frozen_ones_of_one_process():
     found, moved, results = trained(meshes, steps=1, freezing=freezing)
     expected, _, _ = trained([Mesh(), Mesh(), Mesh()], steps=1, size=1, freezing=freezing)
     assert_same_runs(found, expected)
-    assert all(other == moved for _, other in results) and all(bytes_ > 0 for bytes_ in moved), "every rank knows it"
+    assert all(other == moved for _, other in results) and all(bytes_ > 0 for bytes_ in moved), "the same on every rank"
 
 
 def test_what_is_frozen_travels_as_it_is():
-    """Read from the engines themselves: two runs that lose the same thing would agree."""
+    """Read from the engines themselves, as two runs that lose the same state would agree."""
     def parameters(engine):
         return {} if engine is None else {piece.name: piece.tensor.detach().clone()
                                           for piece in pieces_held(engine) if piece.kind == "parameter"}
@@ -320,7 +320,7 @@ def test_schemes_of_the_tensor_mesh():
 
 
 class Meddling:
-    """A backend whose rank's first message of the state is another, or none."""
+    """A backend that replaces or drops its rank's first message of the state."""
 
     def __init__(self, inner, change):
         self.inner, self.change = inner, change

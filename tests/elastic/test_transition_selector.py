@@ -1,4 +1,4 @@
-"""Which mesh is taken, what is said of those that are not, and that they are looked at again. And what it has cost."""
+"""Which mesh is selected, what is reported of the others, that they are compared again, and what it has cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def candidate(data, pipe, seconds, **changed):
 
 
 class Case:
-    """Selections, on four stages with two frozen layers. A transition costs a second, a step takes one."""
+    """Selections on four stages with two frozen layers. A transition costs a second, and a step takes a second."""
 
     def __init__(self, **elastic):
         self.told = []
@@ -46,7 +46,7 @@ class Case:
         self.rules, self.refused = ElasticRules(run), frozenset()
 
     def select(self, found, *, depth=2, steps=100, full=()):
-        """full: (data, pipe) of meshes that the device does not hold."""
+        """full: (data, pipe) of meshes that do not fit on the device."""
         state, chosen, notes = select(
             self.rules, ElasticState(refused=self.refused, recent=(1.0,)), self.present, found, FACTS, depth=depth,
             step=7, remaining_steps=steps,
@@ -61,7 +61,7 @@ HERE, FAST, FASTER = candidate(1, 4, 1.0), candidate(2, 2, 0.9), candidate(4, 1,
 
 def test_what_does_not_pay_is_told_once_and_taken_once_it_does():
     case = Case()
-    assert case.select([FAST, HERE], depth=3, steps=5) == (HERE, None)  # 0.5 s are less than 1 s
+    assert case.select([FAST, HERE], depth=3, steps=5) == (HERE, None)  # a gain of 0.5 s is less than the cost of 1 s
     assert [event for event, _ in case.told] == ["judged"] and case.refused == {(2, 2, 3)}
     case.present = replace(case.present, frozen=3)
     assert case.select([FAST, HERE], depth=3, steps=5) == (None, None) and len(case.told) == 1
@@ -117,7 +117,7 @@ def test_the_articles_rule_weighs_no_costs_but_must_fit():
     assert case.select([rule], depth=3, full={(2, 2)}) == (None, None) and case.told[0][0] == "dropped"
 
 
-# ---------------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------------- complete runs
 
 def test_a_mesh_is_taken_at_a_later_evaluation_at_which_it_pays(sentences, tmp_path, monkeypatch):
     always(monkeypatch)
@@ -188,7 +188,7 @@ def test_what_is_to_move_is_known_beforehand(sentences, tmp_path, monkeypatch):
 
     def pays(ledger, **facts):
         expected.append(facts["moved_bytes"])
-        return forced(ledger, **facts | {"moved_bytes": 1})  # what is measured takes its place
+        return forced(ledger, **facts | {"moved_bytes": 1})  # replaced by what is measured
 
     monkeypatch.setattr(Ledger, "decide", pays)
     run = tiny(sentences, tmp_path / "run", elastic=replace(BY_HAND, manual=("5:2",)), train=Train(steps=7),

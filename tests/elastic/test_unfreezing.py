@@ -1,4 +1,4 @@
-"""Runs whose layers freeze and train again, by hand and by policies that look at more than gradients."""
+"""Runs whose layers freeze and train again, manually and by policies that use more than gradients."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ PLASTICITY = "examples.published_freezing:Plasticity"
 
 @pytest.fixture(scope="module")
 def in_one_process(sentences, tmp_path_factory):
-    """The run that freezes and trains the same layers, on one rank. tests/elastic/test_freezing_ties.py compares one
-    with plain PyTorch."""
+    """Losses of the run that freezes and trains the same layers, on one rank. tests/elastic/test_freezing_ties.py
+    compares such a run with plain PyTorch."""
     return losses_of_one_rank(sentences, tmp_path_factory, FALLING)
 
 
 @pytest.mark.slow
 def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_one_process, monkeypatch):
-    """With caches: what was cached of four layers is of no use for the three that freeze later, with other weights."""
+    """Outputs cached for four layers cannot be used for the three that freeze later, with other weights."""
     always(monkeypatch)
     run = tiny(sentences, tmp_path / "run", elastic=replace(CACHED, cache_dir=tmp_path / "cache"))
     results, text = run_all(run)
@@ -64,7 +64,7 @@ def test_layers_that_train_again_on_a_mesh_that_changes(sentences, tmp_path, in_
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_layers_train_again(sentences, tmp_path, in_one_process, requests):
-    """The moments of the layers that train again are younger than the run, and its checkpoint says so."""
+    """Layers that train again have missed updates, and the checkpoint says so."""
     first = tiny(sentences, tmp_path / "run", mesh=Mesh(pipe=2), elastic=FALLING,
                  checkpoint=Checkpoint(every=12, keep=2))
     run_all(first, trackers=[StopAfter(11, requests)])
@@ -123,7 +123,7 @@ def test_layers_for_whose_training_there_is_no_memory_stay_frozen(sentences, tmp
 
 
 class Sets:
-    """A policy that has other layers frozen at each evaluation."""
+    """A policy that freezes other layers at each evaluation."""
 
     answers = ({1, 3}, {0, 1, 3}, {0, 4}, 2)
 
@@ -136,7 +136,7 @@ SETS_TRAIN = Train(steps=14, learning_rate=3e-3)
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """Sentences of epochs of five batches."""
+    """A folder of sentences with epochs of five batches."""
     folder = tmp_path_factory.mktemp("few")
     write_sentences(folder, train=40)
     return folder
@@ -151,7 +151,7 @@ def sets_in_one_process(few, tmp_path_factory):
 
 
 def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_process, monkeypatch):
-    """tests/elastic/test_freezing_ties.py compares with plain PyTorch. The run goes on from a checkpoint, too."""
+    """The run also resumes from a checkpoint. tests/elastic/test_freezing_ties.py compares with plain PyTorch."""
     always(monkeypatch)
     run = tiny(few, tmp_path / "run", mesh=Mesh(pipe=2), train=SETS_TRAIN, batch=IN_TWO,
                checkpoint=Checkpoint(every=5, keep=3), elastic=replace(
@@ -166,7 +166,7 @@ def test_sets_of_layers_on_a_mesh_that_changes(few, tmp_path, sets_in_one_proces
     folder = run.run_dir / "checkpoint" / "step-10"
     again = replace(run, resume=str(folder), run_dir=tmp_path / "again", mesh=Mesh(data=2))
     run_all(again, freezing=Sets())
-    # moments of layers that train again are younger than the run
+    # layers that train again have missed updates
     assert '"missed_updates":{"layer1.' in (folder / "manifest.json").read_text()
     assert losses(again) == pytest.approx(sets_in_one_process[10:], rel=1e-9)
 
@@ -177,14 +177,14 @@ def test_a_run_that_balances_its_stages(sentences, tmp_path):
                elastic=Elastic(freeze="examples.published_freezing:StageBalance", every=4))
     run_all(run)
     depths = [line["frozen_layers"] for line in transitions(run)]
-    assert depths[0] == 2 and depths == sorted(set(depths)) and depths[-1] <= 5  # less where a stage has none left
+    assert depths[0] == 2 and depths == sorted(set(depths)) and depths[-1] <= 5  # fewer if a stage has none left
 
 
-# ---------------------------------------------------------------------- what policies are told
+# ---------------------------------------------------------------------- the facts that policies get
 
 
 class Told:
-    """Freezes nothing, and keeps what it is told. needs_activations: whether it asks for the change of outputs."""
+    """Freezes nothing, and keeps the facts that it gets. needs_activations: whether it needs the change of outputs."""
 
     def __init__(self, needs_activations=True):
         self.needs_activations, self.facts = needs_activations, []
@@ -213,7 +213,7 @@ def test_facts(sentences, tmp_path):
         past = steps[6 * number:6 * number + 6]
         assert each.loss == pytest.approx(sum(line["loss"] for line in past) / 6, rel=1e-12)
         assert each.learning_rate == past[-1]["learning_rate"] and each.lowest == 0
-    assert not facts[0].metrics  # step 12 is the first that is evaluated, and the policy is asked after that
+    assert not facts[0].metrics  # step 12 is the first that is evaluated, before the policy is asked
     assert facts[1].metrics["eval_loss"] == facts[2].metrics["eval_loss"] == evaluated[0]["loss"]
     assert facts[1].metrics["eval_accuracy"] == evaluated[0]["eval_accuracy"]
     assert all(math.isnan(change) for change in facts[0].activation_change)
@@ -223,7 +223,7 @@ def test_facts(sentences, tmp_path):
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), pytest.param(Mesh(pipe=2, col=2), marks=pytest.mark.slow)],
                          ids=str)
 def test_outputs_change_alike_on_every_mesh(sentences, tmp_path, mesh):
-    """With microbatches of another size, too: they are padded alike."""
+    """Also with microbatches of another size, which are padded in the same way."""
     train = replace(SHORT, steps=5)
     _, expected = told(sentences, tmp_path / "one", Mesh(), every=2, train=train, batch=AT_ONCE)
     _, found = told(sentences, tmp_path / "many", mesh, every=2, train=train, batch=IN_TWO)
@@ -246,7 +246,7 @@ def test_too_few_samples_to_compare(sentences, tmp_path):
 
 
 def test_a_resumed_run_is_told_the_same(sentences, tmp_path):
-    """Also of the step and of the evaluation whose numbers were on their way when the checkpoint was written."""
+    """Also the numbers of the step and the evaluation that were pending when the checkpoint was written."""
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), elastic=Elastic(every=7), batch=AT_ONCE,
                checkpoint=Checkpoint(every=4, keep=9))
     whole = Told()
@@ -284,7 +284,7 @@ def asked(policy, changes, rates=None, layers=4):
 
 
 def test_layers_freeze_in_order_when_they_have_settled():
-    """With a window of 1 the change itself is looked at. The second layer settles first, and waits for the first."""
+    """With a window of 1 the change itself is used. The second layer settles first, and waits for the first."""
     steep, settled = [1.0, 0.5, 0.2, 0.1, 0.09, 0.085, 0.084, 0.084], [1.0, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01]
     busy = [1.0, 0.5, 0.9, 0.4, 0.8, 0.3, 0.7, 0.2]
     found = asked(Plasticity(0.9, window=1, patience=2), zip(steep, settled, busy, busy, strict=True))
@@ -301,8 +301,8 @@ def test_all_layers_train_again_when_the_learning_rate_has_dropped():
 
 
 def test_a_run_freezes_what_has_settled(sentences, tmp_path):
-    """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, the same in
-    a run that goes on from a checkpoint on another mesh."""
+    """The learning rate is so small that nothing changes: everything but the head freezes, layer by layer, and does so
+    too in a run that resumes from a checkpoint on another mesh."""
     elastic = Elastic(freeze=PLASTICITY, options=("alpha=0.1",), every=2)
     run = tiny(sentences, tmp_path / "run", mesh=Mesh(), train=Train(steps=18, learning_rate=1e-12), elastic=elastic,
                checkpoint=Checkpoint(every=13, keep=9), batch=AT_ONCE)
@@ -318,7 +318,7 @@ def test_a_run_freezes_what_has_settled(sentences, tmp_path):
         step: depth for step, depth in depths.items() if step > 13}
 
 
-# ---------------------------------------------------------------------- a policy of one's own, by flag
+# ---------------------------------------------------------------------- a custom policy, by flag
 
 
 def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
@@ -334,7 +334,7 @@ def test_a_policy_by_its_name(sentences, tmp_path, monkeypatch):
     _, text = run_all(run)
     assert [line["frozen_layers"] for line in transitions(run)] == [2, 4]
     assert "step 3: froze layers 0-1; " in text and "(my_policies:Every, evaluation 1)" in text
-    assert named_policy.policy_of(elastic).asked == 0, "each run has a policy of its own"
+    assert named_policy.policy_of(elastic).asked == 0, "each run has its own policy"
     with raises("object-lacks-attribute", "elastic.freeze", "frozen_layers"):
         named_policy.policy_of(Elastic(freeze="my_policies:none"))
     with raises("freezing-object-incomplete", "freezing", "frozen_layers", value="object"):
