@@ -1,4 +1,4 @@
-"""Runs layers and whole models on a row x col mesh and holds them against plain PyTorch: what this folder shares."""
+"""Runs layers and full models on a row x col mesh and compares them with plain PyTorch; shared by this folder."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 3), (3, 2), (3, 3)]
 EACH = [(2, 3, "stationary"), (2, 2, "summa"), (1, 2, "megatron"), (2, 2, "stationary-sequence"), (1, 2, "sequence")]
 """(rows, columns, scheme): each scheme on one mesh."""
 Batches = Sequence[Sequence[Microbatch]]
-"""One sequence of microbatches for each replica, whole: rows take their shares of each."""
+"""One sequence of full microbatches for each replica; rows take their shares of each microbatch."""
 
 
 def legal(shapes: Sequence[tuple[int, int]] = SHAPES, schemes: Sequence[str] = tuple(SCHEMES)) -> list[tuple]:
-    """(rows, columns, scheme) of all that a scheme can be run on; an even number of columns shares a sequence."""
+    """All valid (rows, columns, scheme); only an even number of columns can share a sequence."""
     return [(rows, cols, scheme) for rows, cols in shapes for scheme in schemes
             if (rows == 1 or SCHEMES[scheme].scheme != "megatron")
             and (cols % 2 == 0 or scheme != "stationary-sequence")]
@@ -64,7 +64,7 @@ def on_tensor_mesh(rows: int, cols: int, settings: Settings, work: Callable[[Ten
 
 
 def own(mesh: TensorMesh, whole: Tensor, dim: int, axis: str) -> Tensor:
-    """This rank's part of `whole`, of which `dim` is cut by `axis`."""
+    """This rank's part of `whole`, whose `dim` is split over `axis`."""
     count, index = (mesh.num_rows, mesh.row) if axis == "row" else (mesh.num_cols, mesh.col)
     start, stop = part(whole.shape[dim], count, index)
     return whole.narrow(dim, start, stop - start)
@@ -78,12 +78,12 @@ def stream_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
 
 
 def inner_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
-    """This rank's part of what lies between two products, and of logits: [B, S, F]."""
+    """This rank's part of activations between two products, and of logits: [B, S, F]."""
     return own(mesh, own(mesh, whole, 0, "row"), -1, "col")
 
 
 def row_part(mesh: TensorMesh, whole: Tensor) -> Tensor:
-    """What all ranks of a row have."""
+    """The part that all ranks of a row have."""
     return own(mesh, whole, 0, "row")
 
 
@@ -95,7 +95,7 @@ def samples_of(count: int) -> Tensor:
 
 
 def run_layer(layer, x: Tensor, dy: Tensor, samples: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """(y, dx, gradients) of one layer, whole or split. dy is not changed."""
+    """(y, dx, gradients) of one layer, full or split. dy is not changed."""
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     with keyed_random.scope(SEED, 1, samples, "block"):
         y = layer(x)
@@ -109,9 +109,9 @@ def run_layer(layer, x: Tensor, dy: Tensor, samples: Tensor) -> tuple[Tensor, Te
 def assert_layer_parity(make: Callable, x: Tensor, dy: Tensor, rows: int, cols: int, scheme: str, *, enter: Part,
                         leave: Part, panel_bytes: int | None = None, tolerance: float = TOLERANCE,
                         prepare: Callable = lambda layer: None, settings: Settings | None = None) -> None:
-    """y, dx and every parameter's gradient on every rank are the right part of the whole layer's.
+    """Check that y, dx and every parameter's gradient on every rank are the right parts of the full layer's.
 
-    enter, leave: which part of inputs and of outputs a rank has. dy: gradient of the whole output. prepare: called with
+    enter, leave: which part of inputs and of outputs a rank has. dy: gradient of the full output. prepare: called with
     the split layer.
     """
     settings = settings or SCHEMES[scheme]
@@ -152,7 +152,7 @@ def assert_layer_parity(make: Callable, x: Tensor, dy: Tensor, rows: int, cols: 
 # ---------------------------------------------------------------------- whole models
 
 def tiny_gpt(*, tied: bool = False, **changed) -> Model:
-    """A GPT in fp64 that every mesh of this folder can split, whose vocabulary nothing divides."""
+    """A GPT in fp64 that every mesh of this folder can split, with a vocabulary that no mesh divides."""
     config = dict(num_layers=1, hidden=36, heads=12, vocab=61, sequence=8, dropout=0.1) | changed
     model = gpt(Transformer(**config), dtype=torch.float64)
     return model if tied else replace(model, tied=())
@@ -160,8 +160,8 @@ def tiny_gpt(*, tied: bool = False, **changed) -> Model:
 
 def token_batches(mesh: Mesh, *, count: int = 2, per_row: int = 1, vocab: int = 61, length: int = 8,
                   seed: int = 0) -> Batches:
-    """`count` microbatches for each replica, of which ever more targets do not count; in the first one all of the last
-    row's."""
+    """`count` microbatches for each replica; later samples have more ignored targets. In the first microbatch all
+    targets of the last row are ignored."""
     batches = []
     for replica in range(mesh.data):
         batches.append([])
@@ -180,20 +180,20 @@ def token_batches(mesh: Mesh, *, count: int = 2, per_row: int = 1, vocab: int = 
 
 
 def row_share(microbatch: Microbatch, mesh: Mesh, row: int) -> Microbatch:
-    """A row's sequences of a whole microbatch."""
+    """A row's sequences of a full microbatch."""
     return Microbatch(*(tree_map(lambda tensor: tensor.chunk(mesh.row)[row].contiguous(), value)
                         for value in (microbatch.inputs, microbatch.targets, microbatch.samples)))
 
 
 def weight_of(microbatch: Microbatch) -> int:
-    """Targets that count; both ends of a span are one."""
+    """Number of targets that count; both ends of a span are one target."""
     targets = microbatch.targets
     counted = [one != IGNORED for one in (targets.values() if isinstance(targets, dict) else [targets])]
     return int(torch.stack(counted).all(0).sum())
 
 
 def share(engine: Engine, batches: Batches) -> list[Microbatch]:
-    """What this rank needs of its replica's microbatches, and no more."""
+    """Exactly the part of its replica's microbatches that this rank needs."""
     found = [row_share(one, engine.mesh, engine.coordinates.row) for one in batches[engine.coordinates.data]]
     return [Microbatch(one.inputs if engine.is_first_stage else None, one.targets if engine.is_last_stage else None,
                        one.samples) for one in found]
@@ -217,7 +217,7 @@ def on_mesh(make: Callable[[], Model], mesh: Mesh, work: Callable[[Engine], obje
 
 
 def assemble(found: Sequence[dict[str, Tensor]], layout: Layout) -> dict[str, Tensor]:
-    """Whole tensors from what each rank holds; what several hold is the same to the bit."""
+    """Full tensors from the parts of all ranks; parts that several ranks hold must be bit-identical."""
     whole: dict[str, Tensor] = {}
     for rank, tensors in enumerate(found):
         at = layout.mesh.coordinates(rank)
@@ -244,7 +244,7 @@ def weights_of(engine: Engine) -> dict[str, Tensor]:
 
 @dataclass
 class Outcome:
-    """What a mesh computed: whole gradients by owner's name, what every rank has of them and said of numbers."""
+    """The results of a mesh: full gradients by owner's name, each rank's parts of them, and each rank's numbers."""
 
     gradients: dict[str, Tensor]
     of_ranks: list[dict[str, Tensor]]
@@ -256,7 +256,7 @@ class Outcome:
 
 def gradients_on(make: Callable[[], Model], batches: Batches, mesh: Mesh,
                  also: Callable[[Engine], object] = lambda engine: None, **options) -> Outcome:
-    """Gradients, loss, weight and norm of one batch on `mesh`; also: called with the engine before it."""
+    """Gradients, loss, weight and norm of one batch on `mesh`; also: called with the engine before the batch."""
     def work(engine: Engine):
         other = also(engine)
         result = engine.forward_backward(share(engine, batches))
@@ -268,9 +268,9 @@ def gradients_on(make: Callable[[], Model], batches: Batches, mesh: Mesh,
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE,
                  least: float = 0.0) -> None:
-    """Every tensor that is expected, no other, and each within the tolerance.
+    """Check for exactly the expected tensors, each within the tolerance.
 
-    least: errors are relative to this share of the largest norm at least, for gradients that are zero in exact terms.
+    least: errors are relative to at least this share of the largest norm, for gradients that are zero in exact terms.
     """
     assert set(actual) == set(expected)
     norms = {name: float(tensor.detach().norm()) for name, tensor in expected.items()}
@@ -283,7 +283,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
 
 def assert_parity(make: Callable[[], Model], batches: Batches, mesh: Mesh, *, least: float = 0.0,
                   **options) -> Outcome:
-    """Raw gradients, loss, weight and norm on every rank of `mesh` equal those of one process with plain PyTorch."""
+    """Check that raw gradients, loss, weight and norm on every rank of `mesh` equal those of plain PyTorch."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     loss = reference.forward_backward(every(batches))
     outcome = gradients_on(make, batches, mesh, **options)
@@ -298,7 +298,7 @@ def assert_parity(make: Callable[[], Model], batches: Batches, mesh: Mesh, *, le
 
 
 def assert_predictions(make: Callable[[], Model], batches: Batches, mesh: Mesh, scheme: str) -> None:
-    """Every rank of a row has the whole outputs of its samples; an evaluation afterwards has its part again."""
+    """Every rank of a row predicts the full outputs of its samples; an evaluation afterwards uses its part again."""
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     expected, loss = reference.predict(batches[0]), reference.evaluate(batches[0])
 

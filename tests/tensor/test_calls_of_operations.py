@@ -1,4 +1,4 @@
-"""How many Python calls an operation between layers costs on columns: with small layers they are the time of a step."""
+"""How many Python calls an operation between layers takes on columns; with small layers they dominate a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranvier.tensor.columns import ColumnLayout, mark
 
 
 def calls(operation) -> int:
-    operation()  # what is only done once
+    operation()  # work that is done only once
     counted = 0
 
     def count(frame, event, arg):

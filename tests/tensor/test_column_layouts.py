@@ -1,4 +1,4 @@
-"""Activations carry how they lie over the columns: what a block's own code computes is right, or refused by name."""
+"""Activations carry their layout over the columns: a block's own code computes the right result, or is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def router(block, x):
 
 
 def feature_gate(block, x):
-    """A replicated tensor of full width beside the residual stream and an inner activation."""
+    """A replicated tensor of full width next to the residual stream and an inner activation."""
     wide = block.score(x)
     return x * wide + block.back(block.into(x) * wide)
 
@@ -101,7 +101,7 @@ def normed_heads(block, x):
 
 
 def by_einsum(block, x):
-    """Grouped keys, as models repeat them."""
+    """Grouped keys, repeated as in models."""
     query, key, value = (block.get_submodule(name)(x).unflatten(-1, (-1, 2)) for name in ("query", "key", "value"))
     scores = torch.einsum("bsnd,btnd->bnst", query, key.repeat_interleave(2, 2)).softmax(-1)
     return x + block.back(torch.einsum("bnst,btnd->bsnd", scores, value).flatten(2))
@@ -117,7 +117,7 @@ def scattered(block, x):
 
 
 def within_heads(block, x):
-    """Of each head by itself: attention, and a function that has no rule; scaled by what every column has."""
+    """Attention and a function without a rule within each head; scaled by scores that every column has."""
     def attended(qkv, score):
         query, key, value = (one.transpose(1, 2) for one in qkv.unflatten(-1, (-1, 3, 2)).unbind(3))
         mixed = torch.fft.fft(functional.scaled_dot_product_attention(query, key, value), dim=2).real
@@ -128,7 +128,7 @@ def within_heads(block, x):
 
 
 def whole_sizes(block, x):
-    """Numbers, branches, constants and views from sizes, each of which is that of the whole tensor."""
+    """Numbers, branches, constants and views from sizes, which are always those of the full tensor."""
     inner = block.into(x)
     scale = x.shape[-1] ** -0.5 * math.log(x.size(1)) * float(np.sqrt(x.shape[1:].numel())) / int(x.shape[-1])
     if inner.shape[-1] >= 24:
@@ -140,7 +140,7 @@ def whole_sizes(block, x):
 
 
 def in_place(block, x):
-    """What layers return is changed in place."""
+    """Outputs of layers are changed in place."""
     inner = block.into(x)
     inner.mul_(2).add_(1).relu_()
     y = block.norm(block.back(inner))
@@ -191,7 +191,7 @@ def test_right_everywhere(name):
 @pytest.mark.parametrize(("shape", "checkpoint"), covering(
     [dict(pipe=3, row=2, col=2), dict(data=2, row=1, col=2)], [1, "none"]), ids=str)
 def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
-    """A state with scores that every column has, tokens, and what is between two Linears, over stages."""
+    """A state with scores that every column has, tokens, and an activation between two Linears, over stages."""
     def first(block, ids):
         x = block.token(ids)
         return {"x": x, "score": block.score(x), "inner": block.into(x), "ids": ids,
@@ -225,7 +225,7 @@ def test_layouts_cross_stages_and_recomputation(shape, checkpoint):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["a tensor", "a tuple"])
 def test_layouts_go_through_a_cache(packed):
-    """What a frozen block has returned is split over columns, and so is what comes back."""
+    """The output of a frozen block is split over columns, and so is the output that the cache returns."""
     def first(block, ids):
         inner = block.into(block.token(ids))
         return (inner, ids) if packed else inner
@@ -251,7 +251,7 @@ def test_layouts_go_through_a_cache(packed):
 
 
 def test_attention_with_a_mask_is_counted_on_columns():
-    """On the meta device attention is counted as the fused kernel, which has its mask in another place."""
+    """On the meta device attention is counted as the fused kernel, whose mask is another argument."""
     config = Transformer(family="bert", num_layers=1, hidden=24, heads=4, vocab=31, sequence=8)
     counted = [block_costs(Parts(bert.bert(config, "classes"), Mesh(col=columns), TensorParallel(), "cpu").model,
                            *bert.BERT.sample(config, "classes", 2)) for columns in (1, 2)]
@@ -382,14 +382,14 @@ def test_a_loss_of_each_columns_own():
 
 
 def test_a_loss_reads_no_weights():
-    """On rows alone, too, where each rank has a part of each weight."""
+    """Also on rows alone, where each rank has a part of each weight."""
     block = Own(lambda block, x: block.score(x), score=layers.ClassifierHead(HIDDEN, 3))
 
     def compute(y, t):
         return functional.cross_entropy(y, t, reduction="sum") + reading.split.score.weight.detach().norm(), len(t)
 
     class Reading(nn.Module):
-        """A block that tells the loss of itself."""
+        """A block that makes itself known to the loss."""
 
         def __init__(self, block):
             super().__init__()
@@ -416,7 +416,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 class Chosen(nn.Module):
-    """A block that chooses one of its methods when it is made."""
+    """A block that chooses one of its methods when it is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class Chosen(nn.Module):
 
 
 def test_a_method_that_is_an_attribute():
-    """It is that of this rank's part, on rows alone too, where it would silently train the whole model's layers."""
+    """It must be the method of this rank's part; on rows alone too, another would silently train the full layers."""
     check_split([Words(), Chosen()], IDS, meshes=[(2, 1), (1, 2)])
     other = Chosen()
     other.chosen = Chosen().squared
@@ -443,7 +443,7 @@ def test_a_method_that_is_an_attribute():
 
 
 def test_floats_are_the_residual_stream_too():
-    """A block that is right where its input is replicated, and is refused or wrong in the middle of a model."""
+    """A block that is right if its input is replicated, and is refused or wrong in the middle of a model."""
     x = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
     by_hand = Own(lambda block, x: block.norm(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))),
                   norm=layers.LayerNorm(HIDDEN))
@@ -463,7 +463,7 @@ def test_floats_are_the_residual_stream_too():
 
 
 def test_compiled_helpers_of_a_block():
-    """Within columns torch.compile compiles; between layers it leaves the code to Python, or refuses it by name."""
+    """Within columns torch.compile compiles; between layers the code runs uncompiled, or is refused by name."""
     counted = []
 
     def counting(graph, example):
@@ -489,7 +489,7 @@ def test_compiled_helpers_of_a_block():
 
 @pytest.mark.parametrize("convert", ["type_as", "to", "copy"])
 def test_a_buffer_stays_a_plain_tensor(convert):
-    """Whatever a block makes of it, and on every rank."""
+    """Whatever the block does with the buffer, and on every rank."""
     found = []
 
     def compute(block, x):
@@ -551,7 +551,7 @@ STEPS = [
 
 
 class Program(nn.Module):
-    """Random layers and functions, each of what came before."""
+    """Random layers and functions, each applied to earlier results."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -573,20 +573,20 @@ class Program(nn.Module):
 
 
 ROUNDED = {1137}
-"""Programs that normalise a single number, so that a gradient is `eps` times others and its rounding errors are not."""
+"""Programs that normalise a single number, so that gradients are scaled by `eps`, but their rounding errors are not."""
 
 
 def tried(seed: int) -> Counter:
-    """How often a program agrees and is refused; fails where it differs."""
+    """How often a program agrees and how often it is refused; fails if it differs."""
     torch.manual_seed(seed)
     block = Program(seed)
     try:
         with torch.no_grad():
             result = nn.Sequential(Words(), block).eval()(IDS)
     except Exception:
-        return Counter(invalid=1)  # on one rank, too
+        return Counter(invalid=1)  # also on one rank
     if result.dim() == 0 or len(result) not in (2, 2 * LENGTH):
-        return Counter(invalid=1)  # samples are no dim of it
+        return Counter(invalid=1)  # it has no dim of samples
     try:
         outcomes = check_split([Words(), block], IDS, meshes=[(1, 2)], tolerance=1e-6 if seed in ROUNDED else 1e-9)
     except SplitError as error:

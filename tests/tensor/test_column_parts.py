@@ -1,4 +1,4 @@
-"""Messages of which each column sends a part: gradients, bytes, and what is not cut."""
+"""Messages of which each column sends a part: gradients, bytes, and the messages that are sent in full."""
 
 from functools import partial
 

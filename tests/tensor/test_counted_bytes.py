@@ -1,4 +1,4 @@
-"""Bytes received, counted while the layers run, against the closed formulas; on real groups against the meta device."""
+"""Bytes received, counted while layers run, against the closed formulas; on real groups against the meta device."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def layer_of(config, dtype=torch.float32):
 
 
 def whole_mesh_count(meter, sizes, checkpointed):
-    """Of a layer on one pair of groups: (forward, backward), along each axis and all together."""
+    """(forward, backward) bytes of a layer on one pair of groups, each as (row, col)."""
     mesh = meter.mesh("all")
     with torch.device("meta"):
         layer = split_layers(layer_of(sizes.config), mesh, "layer")
@@ -92,7 +92,7 @@ def whole_mesh_count(meter, sizes, checkpointed):
 
 
 def counted_pass(layer, mesh, x, checkpointed):
-    """((row, col) bytes of the forward, those of the backward) of this rank."""
+    """((row, col) bytes of the forward, (row, col) bytes of the backward) of this rank."""
     def received():
         return mesh.over_rows.bytes_received, mesh.over_cols.bytes_received
 
@@ -112,7 +112,7 @@ def counted_pass(layer, mesh, x, checkpointed):
 @pytest.mark.parametrize(("scheme", "row", "col"), [("summa", 2, 2), ("stationary", 2, 4), ("stationary", 3, 1),
                                                     ("megatron", 1, 4), ("megatron-sequence", 1, 2)])
 def test_a_llamas_products_receive_what_is_predicted(scheme, row, col):
-    """Queries, keys and values are one product, and so are gate and up."""
+    """Queries, keys and values are one product, and gate and up are another."""
     sizes = Sizes(batch=6, sequence=12, hidden=36, heads=12, vocab=36)
     config = Transformer(family="llama", hidden=36, heads=12, kv_heads=4, head_dim=6, intermediate=48)
     meter = Meter(scheme, row, col)
@@ -139,7 +139,7 @@ REAL = [("summa", 2, 2), ("summa", 2, 3), ("summa", 1, 3), ("summa", 3, 1), ("st
 @pytest.mark.parametrize(("scheme", "row", "col", "checkpointed"), chosen(
     [("summa", 2, 2, True), ("stationary", 2, 2, False), ("megatron-sequence", 1, 4, True)], REAL, [False, True]))
 def test_real_ranks_receive_what_the_meta_device_counts(scheme, row, col, checkpointed):
-    panel_bytes = 1500  # a unit of megatron-sequence, several of the others; several panels for each
+    panel_bytes = 1500  # one unit of megatron-sequence, several of the others; each has several panels
 
     def on_rank(world):
         mesh, at = Mesh(row=row, col=col), Mesh(row=row, col=col).coordinates(world.rank)
@@ -157,7 +157,7 @@ def test_real_ranks_receive_what_the_meta_device_counts(scheme, row, col, checkp
 
 
 def test_of_a_segment_all_layers_but_the_last_compute_fc2_again():
-    """Two layers in one segment, as `memory.checkpoint 2` makes them in a stage."""
+    """Two layers in one segment, as a stage has them with `memory.checkpoint 2`."""
     meter = Meter("stationary", 2, 2)
     mesh = meter.mesh("all")
     with torch.device("meta"):
@@ -189,8 +189,8 @@ MODEL = Transformer(num_layers=2, hidden=16, heads=4, vocab=24, sequence=8)
 @pytest.mark.parametrize(("row", "col", "keep"), chosen(
     [(2, 1, True), (2, 2, False)], [(2, 2), (2, 1), (4, 1)], [False, True]))
 def test_kept_weights_are_gathered_once_a_step(row, col, keep):
-    """What more microbatches bring along `row` and `col`, over 1, 3 and again 1 microbatches. Kept weights and their
-    gradients travel once; a gradient of the head each time where the embedding has the same parameter: on one column.
+    """Bytes along `row` and `col` in steps of 1, 3 and again 1 microbatches. Kept weights and their gradients travel
+    once; on one column the head's gradient travels each time, because the embedding has the same parameter.
     """
     batch = 4
     settings = replace(SETTINGS["stationary"], keep_weights=keep)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the cross-entropy: by Triton's interpreter on a CPU with Triton, on a device with -m gpu."""
+"""The Triton kernels of the cross-entropy: with Triton's interpreter on a CPU, and on a device with -m gpu."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from ranvier.tensor.split import loss
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel(request):
-    """The kernels' module, and the device for its tensors. tests/conftest.py chooses the interpreter on a CPU."""
+    """The kernels' module, and the device for its tensors. On a CPU tests/conftest.py selects the interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("Triton decides when it is imported whether it interprets")

@@ -1,4 +1,4 @@
-"""Keyed dropout as one Triton kernel: by Triton's interpreter where Triton is installed, on a device with -m gpu."""
+"""Keyed dropout as one Triton kernel: with Triton's interpreter on a CPU, and on a device with -m gpu."""
 
 import importlib
 
@@ -20,7 +20,7 @@ def kernel(request, monkeypatch):
 
 
 def dropped(call, x, samples=(5, 99, 123_456)):
-    """y and dx for dy of ones to x.numel()."""
+    """y and dx for dy = 0, 1, ..., x.numel() - 1."""
     x = x.clone().requires_grad_()
     with keyed_random.scope(1, 2, torch.tensor(samples), "block"):
         y = call(x)

@@ -32,8 +32,8 @@ def make(kind, **changed):
 
 
 def batches_of(kind, mesh, *, count=2):
-    """`count` microbatches for each replica with one sample for each row and one more; ever more padding, and some
-    samples without a target: in the first microbatch all of the last row's."""
+    """`count` microbatches for each replica, with two samples a row and random padding. Some samples have no target,
+    in the first microbatch all samples of the last row."""
     batches = []
     for replica in range(mesh.data):
         batches.append([])
@@ -59,7 +59,7 @@ def batches_of(kind, mesh, *, count=2):
 
 
 def assert_as_one_process(kind, mesh, *, count=2, change=lambda model: model, **options):
-    """Adding one number to all scores of a span changes nothing, so some of its gradients are roundings of zero."""
+    """Adding a constant to all scores of a span changes nothing, so some of its gradients are zero up to rounding."""
     return assert_parity(lambda: change(make(kind, num_layers=1 if mesh.pipe == 1 else 2)),
                          batches_of(kind, mesh, count=count), mesh, least=1e-3 if kind == "span" else 0.0, **options)
 
@@ -113,8 +113,8 @@ def first_layer(name):
 @pytest.mark.parametrize(("kind", "boundaries", "backward"), covering(
     KINDS, [((3,), 0), ((2,), 0), ((4,), 2)]))
 def test_a_frozen_prefix_on_two_stages(kind, boundaries, backward):
-    """Of two layers and a head, the embedding and the first layer are frozen. Where the cut is after or in them no
-    gradient travels back; where the first stage has more than them, one does for each microbatch."""
+    """Of two layers and a head, the embedding and the first layer are frozen. If the cut is after or within them, no
+    gradient travels back; if the first stage also trains blocks, one gradient does for each microbatch."""
     mesh = Mesh(pipe=2)
     change = partial(frozen, is_frozen=first_layer)
 

@@ -1,4 +1,4 @@
-"""Factors of features, scalars, tables of biases, convolutions over tokens: on every mesh, and against torch's own."""
+"""Factors of features, scalars, tables of biases, convolutions over tokens: on every mesh, and against torch's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Words(nn.Module):
 
 
 class Attention(nn.Module):
-    """T5's: scores of heads with a bias by the distance of two tokens; with a learned temperature, and LayerScale."""
+    """T5's attention, whose scores have a bias by the distance of tokens; with a learned temperature and LayerScale."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class Mixer(nn.Module):
-    """A convolution over tokens between two products, ReZero around them, and a scalar of shape (1,) on the stream."""
+    """A convolution over tokens between two products, with ReZero, and a scalar of shape (1,) on the stream."""
 
     def __init__(self, kernel=3, causal=True):
         super().__init__()
@@ -105,14 +105,14 @@ IDS = torch.randint(20, (4, LENGTH), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(("meshes", "least"), [
     ([(2, 2)], 3), pytest.param(MESHES, 11, marks=pytest.mark.slow)], ids=["2 x 2", "all"])
 def test_every_mesh_and_scheme(meshes, least):
-    """On the parent commit none of these layers exists; a parameter outside of a layer is refused."""
+    """On the parent commit none of these layers exists, and a parameter outside a layer is refused."""
     blocks = [Words(), Attention(), Mixer(), Mixer(kernel=4, causal=False), Classes()]
     outcomes = check_split(blocks, (IDS, IDS[:, 0] % 3), loss=class_loss, meshes=meshes)
     assert {outcome.status for outcome in outcomes} == {"agrees"} and len(outcomes) >= least
 
 
 def test_a_convolution_of_the_stream():
-    """Columns that share the sequence exchange tokens for features and back."""
+    """Columns that share the sequence exchange tokens for features, and back."""
     outcomes = check_split([Words(), Stream()], IDS)
     assert {outcome.status for outcome in outcomes} == {"agrees"} and len(outcomes) > 10
 

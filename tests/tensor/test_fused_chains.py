@@ -1,6 +1,6 @@
-"""`--model.compile` on rows and columns: chains of elementwise operations are compiled, and gradients stay.
+"""`--model.compile` on rows and columns: chains of elementwise operations are compiled, and gradients do not change.
 
-A backend that runs the graphs as they are compiles nothing.
+The tests' backend runs the graphs unchanged and generates no code.
 """
 
 import warnings
@@ -32,8 +32,8 @@ GATE = {"layers.elementwise._gate", "layers.elementwise._gated_gradients"}
 
 @pytest.fixture
 def chains(monkeypatch):
-    """The chains that are compiled, once for all ranks of this process, by a backend that runs their graphs as they
-    are."""
+    """The names of chains that are compiled, once for all ranks of this process, by a backend that runs their graphs
+    unchanged."""
     torch._dynamo.reset()
     graphs, found, known, lock, compile_one = [], set(), {}, RLock(), Fused._compile
 
@@ -46,7 +46,7 @@ def chains(monkeypatch):
         one = known.setdefault(function, compile_one(self, function))
 
         def call(*args):
-            with lock:  # which torch has for each compilation, and then compiles once more for who has waited
+            with lock:  # torch also locks each compilation, but then compiles again for the thread that waited
                 return one(*args)
 
         return call
@@ -68,8 +68,8 @@ def chains(monkeypatch):
     pytest.param("mistral", Mesh(col=2, pipe=2), "stationary", NORM | DROPOUT | ROTARY | GATE, marks=pytest.mark.slow),
     pytest.param("qwen3", Mesh(row=2, col=2), "stationary", NORM | ROTARY | GATE, marks=pytest.mark.slow)])
 def test_gradients_are_plain_pytorchs(kind, mesh, scheme, expected, chains):
-    """Recomputation included. Norms of sharded features have chains; where features are whole, torch's norm is one
-    kernel already."""
+    """Recomputation included. Norms of sharded features have chains; for full features torch's norm is already one
+    kernel."""
     options = dict(scheme=scheme, compile=True, memory=Memory(recompute=1), run_seconds=400.0)
     if kind == "gpt":
         assert_parity(tiny_gpt, token_batches(mesh, count=2), mesh, **options)
@@ -79,7 +79,7 @@ def test_gradients_are_plain_pytorchs(kind, mesh, scheme, expected, chains):
 
 
 class Chains(Fused):
-    """Calls chains as they are, and knows when one runs."""
+    """Calls chains uncompiled, and notes when one runs."""
 
     def __init__(self):
         super().__init__(False)
@@ -136,24 +136,24 @@ def elementwise(block, scheme, calls):
 
 
 SUMMED = ("stationary", "sequence", "megatron")
-# Attention's copies for products are no arithmetic. Whole RMS norms are one kernel on CUDA, and none here.
+# Attention's copies for products are not arithmetic. Full RMS norms are one kernel on CUDA, but not here.
 @pytest.mark.parametrize(("kind", "schemes", "left", "left_backward"), [
     ("gpt attention", SUMMED, {}, {}), ("gpt MLP", SUMMED, {"gelu": 1}, {}), ("bert MLP", SUMMED, {"gelu": 1}, {}),
     ("llama attention", ("stationary",), {"clone": 1}, {"clone": 2}), ("llama MLP", ("stationary",), {}, {}),
     ("gemma MLP", ("stationary",), {}, {})])
 def test_what_is_left_uncompiled(kind, schemes, left, left_backward):
-    """Single operations between products or collectives: a bias after a sum over columns, with which that is rounded,
-    GELU, and in the backward the sum of both gradients of the residual stream."""
+    """Single operations between products or collectives: the bias that is added after a sum over columns, before it is
+    rounded; GELU; and in the backward the sum of both gradients of the residual stream."""
     for scheme in schemes:
         uncompiled = elementwise(BLOCKS[kind](), scheme, Fused(False))
         forward, backward = elementwise(BLOCKS[kind](), scheme, Chains())
-        forward.pop("add", None)  # the bias, which is no activation of several dims in every scheme
+        forward.pop("add", None)  # the bias, which is an activation of several dims only in some schemes
         assert forward == left and backward == left_backward | {"add": 1}
         assert sum(uncompiled[0].values()) > 15 + sum(forward.values())
 
 
 def chain(x):
-    """Waits for a number of its input: no single graph."""
+    """Reads a number of its input, so it cannot be a single graph."""
     return x * (2.0 if float(x.sum()) > -1e9 else 1.0)
 
 

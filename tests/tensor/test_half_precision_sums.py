@@ -1,4 +1,4 @@
-"""In half precision every mesh has the rounding error of one product, and what has been gathered is multiplied once."""
+"""In half precision every mesh has the rounding error of one product, and gathered operands are multiplied once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH, SEQUENCE, HIDDEN, INNER = 8, 64, 32, 64
 
 
 def operands(kind: str, dtype: torch.dtype):
-    """Whole x, W, bias and dy of half-precision values; y, dx and dW of them exactly, and by one product each."""
+    """Full x, W, bias and dy in half precision; their y, dx and dW exactly, and by one product each."""
     into, out = (INNER, HIDDEN) if kind == "input" else (HIDDEN, INNER)
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(BATCH, SEQUENCE, width, generator=generator).to(dtype) for width in (into, out))
@@ -41,7 +41,7 @@ LAYERS = {"output": lambda dtype: layers.Linear(HIDDEN, INNER, stationary="outpu
 
 
 def worst_errors(kind: str, rows: int, cols: int, settings: Settings, panel_bytes: int | None, dtype: torch.dtype):
-    """Of the parts of y, dx and dW on all ranks, in units of one product's error in that part."""
+    """Largest errors of y, dx and dW over the parts of all ranks, in units of one product's error in that part."""
     x, weight, bias, dy, exact, one = operands(kind, dtype)
     enter, leave = (inner_part, stream_part) if kind == "input" else (stream_part, inner_part)
 
@@ -74,7 +74,7 @@ CASES = [(rows, cols, scheme) for rows, cols in [(1, 2), (1, 8), (8, 1), (2, 2),
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
     [*(one for one in CASES if one[:2] in [(1, 2), (2, 2)]), (1, 8, "megatron"), (8, 1, "stationary")], CASES))
 def test_the_error_is_that_of_one_product(rows, cols, scheme, kind):
-    """On the parent commit 64 panels or slabs have up to 5.8 times as much."""
+    """On the parent commit 64 panels or slabs have up to 5.8 times the error."""
     errors = worst_errors(kind, rows, cols, SCHEMES[scheme], 1 << 10, torch.bfloat16)
     assert all(error <= 1.1 for error in errors.values()), errors
 
@@ -87,7 +87,7 @@ def test_fp16_and_whole_panels():
 
 
 def test_sums_in_half_precision_round_each_columns_part():
-    """Half the bytes, and more error: that of the parts, their sum, and the bias. Weight gradients stay as they are."""
+    """Half the bytes, and more error: of the parts, of their sum, and of the bias. Weight gradients do not change."""
     errors = worst_errors("input", 2, 4, Settings(reduce_dtype="half"), None, torch.bfloat16)
     assert 1.3 < errors["y"] < 2.0 and errors["dx"] <= 1.1 and errors["dW"] <= 1.1
 
@@ -109,7 +109,7 @@ def test_classifier_scores_are_rounded_once():
 
 
 def test_a_tables_gradient_is_rounded_once():
-    """256 tokens of the same two entries; on the parent commit each one is added in half precision."""
+    """256 tokens of the same two entries; on the parent commit each token is added in half precision."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, (4, 64), generator=generator)
     dx = torch.randn(4, 64, HIDDEN, generator=generator).bfloat16()
@@ -165,7 +165,7 @@ def products_of(rows: int, cols: int, settings: Settings):
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
 def test_rows_multiply_whole_weights_once(rows):
-    """As FSDP's products, whatever the number of rows."""
+    """The same products as with FSDP, whatever the number of rows."""
     forward, backward = products_of(rows, 1, Settings())
     assert sorted(forward) == sorted([(TOKENS, WIDTH, 4 * WIDTH), (TOKENS, 4 * WIDTH, WIDTH)])
     assert len(backward) == 4 and all(m * k * n == 4 * TOKENS * WIDTH ** 2 for m, k, n in backward)
@@ -177,7 +177,7 @@ def test_columns_cut_products_by_panels_of_tokens_alone(rows):
         forward, backward = products_of(rows, 8, SCHEMES[scheme])
         inner = 4 * WIDTH // 8
         assert {(k, n) for _, k, n in forward} == {(WIDTH, inner), (inner, WIDTH)}
-        if scheme == "megatron":  # nothing is gathered before the first product, nor before the last one's gradients
+        if scheme == "megatron":  # nothing is gathered before the first product, nor before the gradients of the last
             assert forward[0] == (TOKENS, WIDTH, inner)
             assert (TOKENS, WIDTH, inner) in backward
         assert sum(m * k * n for m, k, n in forward) == 2 * TOKENS * WIDTH * inner

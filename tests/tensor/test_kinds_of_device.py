@@ -1,5 +1,5 @@
-"""What is counted without values against what runs, for each scheme and kind of device: bytes, the memory that products
-and sums work in, and the number of collectives, which follows from the size of panels."""
+"""Counts on the meta device against counts of real ranks, for each scheme and kind of device: bytes, the workspaces of
+products and sums, and the number of collectives, which depends on the size of panels."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcas
 
 
 class Observed:
-    """What a group is asked for."""
+    """Counts the collectives of a group."""
 
     def __init__(self, group):
         self.calls = Counter()
@@ -42,7 +42,7 @@ class Observed:
 
 
 def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
-    """(bytes received, calls) along rows and columns, and the workspace."""
+    """(bytes received, calls) along rows and columns, and the sizes of the workspace."""
     observed = [Observed(group) for group in groups]
     shape = Meter(scheme, row, col).residual(SIZES).shape
     with torch.device(device):
@@ -61,7 +61,7 @@ def through_a_layer(mesh, groups, scheme, row, col, dtype, device):
      ("megatron-sequence", 1, 3)],
     [("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.bfloat16)]))
 def test_what_is_counted_is_what_runs(monkeypatch, scheme, row, col, kind, dtype, travel):
-    """Panels are small, so that kinds differ in their number; groups of threads add as those of GPUs do."""
+    """Panels are small, so that their number depends on the kind; groups of threads sum as groups of GPUs do."""
     monkeypatch.setattr(tensor_mesh, "PANEL_BYTES", {"cpu": 1500, "cuda": 6000})
     monkeypatch.setattr(InProcessGroup, "library", lambda self, device: {"cpu": "gloo", "cuda": "nccl"}[kind])
     settings, mesh = replace(SETTINGS[scheme], reduce_dtype=travel), Mesh(row=row, col=col)
@@ -88,7 +88,7 @@ def test_sums_in_fp32_take_twice_the_bytes_of_half():
 
 
 def test_plans_count_the_panels_of_the_clusters_devices():
-    """A GPU's panels are 16 times as large: fewer operations, and fewer seconds for their start."""
+    """A GPU's panels are 16 times as large, so it runs fewer operations."""
     run = ResolvedRun(mesh=Mesh(row=2, col=2), batch=Batch(global_size=8, microbatch_size=8),
               model=Transformer(num_layers=1, hidden=512, heads=8, vocab=1024, sequence=16_384))
     work = Work()

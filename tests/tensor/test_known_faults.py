@@ -1,4 +1,4 @@
-"""Faults that released code for two-dimensional meshes has had; each would pass a look at a falling loss."""
+"""Faults that released code for two-dimensional meshes has had; a falling loss would reveal none of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SGD = partial(torch.optim.SGD, lr=0.3)
 
 
 # ---------------------------------------------------------------------- the loss is averaged in each row, biases are
-# not initialised or added by several ranks, sums are made in place of autograd's own gradients
+# not initialised or are added by several ranks, sums overwrite autograd's own gradients
 
 def with_biases(name: str) -> Initial:
     return Initial("normal", 0.3)
@@ -53,9 +53,9 @@ def with_biases(name: str) -> Initial:
     [(2, 1, "stationary"), (1, 2, "megatron"), (1, 2, "sequence"), (2, 2, "summa"), (2, 2, "stationary-sequence")],
     MESHES))
 def test_one_engine_on_every_mesh(rows, cols, scheme):
-    """Parameters, biases and norms too, start as parts of one random tensor. Gradients are those of one process, where
-    a loss that each row averages makes them as many times too large as there are rows, and a bias that several ranks
-    add would be there several times. A second pass finds the same: nothing of the first one has been written over."""
+    """All parameters, also biases and norms, start as parts of one random tensor. Gradients are those of one process; a
+    loss averaged in each row would multiply them by the number of rows, and a bias added by several ranks would count
+    several times. A second pass has the same results, so the first has overwritten nothing."""
     mesh = Mesh(row=rows, col=cols)
 
     def make():
@@ -79,7 +79,7 @@ def test_one_engine_on_every_mesh(rows, cols, scheme):
         assert not wrong
         assert sum(name.endswith("bias") for name in before) == 7
         for _ in range(2):
-            engine._step = 0  # the same dropout
+            engine._step = 0  # for the same dropout
             assert engine.forward_backward(mine).loss == pytest.approx(loss, rel=1e-12)
             found.append(gradients_of(engine))
         assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
@@ -95,7 +95,7 @@ def test_one_engine_on_every_mesh(rows, cols, scheme):
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
     [(2, 1, "stationary"), (1, 2, "stationary-sequence")], MESHES))
 def test_steps_of_sgd_are_not_longer_on_more_rows(rows, cols, scheme):
-    """SGD, unlike AdamW, steps as far as gradients are long. Rows have unequal numbers of targets."""
+    """The length of an SGD step, unlike AdamW's, depends on the gradient norm. Rows have unequal numbers of targets."""
     mesh = Mesh(row=rows, col=cols)
     batches = [token_batches(mesh, seed=seed) for seed in range(2)]
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64, optimizer=SGD)
@@ -132,7 +132,7 @@ def test_a_rows_loss_weighs_as_many_targets_as_it_has(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), [one for one in MESHES if one[2] != "megatron"])
 def test_ranks_do_not_share_a_dropout_mask(rows, cols, scheme):
-    """Generators with one seed on all ranks drop the same places of every rank's part."""
+    """Generators with the same seed on all ranks would drop the same places of every rank's part."""
     x = torch.ones(2 * rows, 12, 36, dtype=torch.float64)
 
     def work(mesh):
@@ -144,11 +144,11 @@ def test_ranks_do_not_share_a_dropout_mask(rows, cols, scheme):
     for rank, mask in enumerate(masks):
         assert 0.4 < mask.double().mean() < 0.6
         for other in masks[:rank]:
-            assert 0.35 < (mask == other).double().mean() < 0.65, "masks depend on each other"
+            assert 0.35 < (mask == other).double().mean() < 0.65, "masks are correlated"
 
 
 def test_megatrons_columns_share_a_dropout_mask():
-    """They have the same activations, and would part with other masks."""
+    """Columns have the same activations, and would diverge with different masks."""
     x = random(2, 12, 36)
 
     def work(mesh):
@@ -167,7 +167,7 @@ def test_heavy_dropout_drops_what_one_process_drops(rows, cols, scheme):
     make, batches = partial(tiny_gpt, dropout=0.5), token_batches(mesh)
     reference = Reference(make(), seed=SEED, dtype=torch.float64)
     losses = [reference.forward_backward(every(batches)) for _ in range(2)]
-    assert losses[0] != losses[1], "the second step has the first one's masks"
+    assert losses[0] != losses[1], "the second step has the masks of the first"
 
     def work(engine):
         found = []
@@ -187,7 +187,7 @@ def test_heavy_dropout_drops_what_one_process_drops(rows, cols, scheme):
      "layer0.attention.projection.weight", "layer0.attention.projection.bias", "layer0.mlp.fc2.bias",
      "layer0.mlp.norm.weight", "head.norm.bias", "head.projection.weight"]))
 def test_the_norm_counts_each_element_once(rows, cols, scheme, big):
-    """One kind of parameter at a time, the others frozen: a shard left out or a copy counted twice is a wrong norm."""
+    """One parameter trains at a time: a shard that is left out or a copy that counts twice makes the norm wrong."""
     def make():
         model = tiny_gpt()
 
@@ -210,7 +210,7 @@ def test_the_norm_counts_each_element_once(rows, cols, scheme, big):
 # ---------------------------------------------------------------------- gradients that have several users
 
 class Branches(nn.Module):
-    """A residual around two products, twice the same input, and a sum of two outputs: gradients with several users."""
+    """A residual, two products of the same input, and a sum of two outputs: gradients that several consumers use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,8 +228,8 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), quick(5, MESHES))
 def test_a_gradient_that_several_consumers_share(rows, cols, scheme):
-    """In x + linear(x) one tensor is the gradient of the sum, of the product's output and a part of x's: whoever
-    reduces it in place changes the others'."""
+    """In x + linear(x) one tensor is the gradient of the sum, of the product's output and a part of x's: reducing it in
+    place for one consumer changes it for the others."""
     def branches():
         block = Branches()
         with torch.no_grad():
@@ -252,7 +252,7 @@ def test_a_gradient_that_several_consumers_share(rows, cols, scheme):
         assert torch.equal(given, kept)
         mine.grad = None
         y.backward(given)
-        assert torch.equal(mine.grad, first), "a second backward of one graph finds something else"
+        assert torch.equal(mine.grad, first), "a second backward of the same graph differs"
         errors = [relative_error(first, stream_part(mesh, x.grad))]
         for name in ("left", "right", "back", "again"):
             weight = whole.get_submodule(name).weight
@@ -302,8 +302,7 @@ def test_a_layer_that_is_used_twice(rows, cols, scheme, twice, defer_bytes):
 @pytest.mark.parametrize(("rows", "cols", "scheme"), first(
     [(2, 1, "stationary"), (1, 2, "stationary-sequence")], MESHES))
 def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
-    """Buffers that one layer's forward shares with the next one's would keep operands only where they are computed
-    again."""
+    """If the forward passes of layers shared buffers, operands would be right only if they are recomputed."""
     mesh = Mesh(row=rows, col=cols)
     batches = [token_batches(mesh, seed=seed) for seed in range(2)]
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64, optimizer=SGD)
@@ -324,7 +323,7 @@ def test_training_is_the_same_without_checkpointing(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), quick(2, sorted(MESHES, key=lambda one: one[2])))
 def test_microbatches_in_flight_do_not_share_memory(rows, cols, scheme):
-    """All forwards run before the first backward: what they saved lies in no workspace."""
+    """All forwards run before the first backward, so nothing that they save may be in a workspace."""
     mesh = Mesh(pipe=2, row=rows, col=cols)
     batches = token_batches(mesh, count=3)
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64)

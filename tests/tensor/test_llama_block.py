@@ -23,7 +23,7 @@ HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LENGTH = 24, 6, 2, 6, 40, 61, 8
 
 
 def rotated(x_BNSD):
-    """Rotary embeddings: the two halves of each head turn by an angle that grows with the position."""
+    """Rotary embeddings: the two halves of each head are rotated by an angle that grows with the position."""
     half = x_BNSD.shape[-1] // 2
     frequencies = 10000 ** (-torch.arange(half, dtype=x_BNSD.dtype) / half)
     angles = torch.arange(x_BNSD.shape[2], dtype=x_BNSD.dtype)[:, None] * frequencies
@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def __init__(self, fused):
         super().__init__()
         self.norm = layers.RMSNorm(HIDDEN)
-        if fused:  # for each head of keys: its queries, the key, the value
+        if fused:  # for each head of keys: its queries, key and value
             self.qkv = leading((HEADS + 2 * KV_HEADS) * WIDTH, KV_HEADS)
         else:
             self.query = leading(HEADS * WIDTH, HEADS)
@@ -100,7 +100,7 @@ def llama(fused):
 
 
 def masked_batches(rows):
-    """Two microbatches; some targets are ignored, and all those of the last row's samples in the first."""
+    """Two microbatches with some ignored targets; in the first, all targets of the last row's samples are ignored."""
     generator, found = torch.Generator().manual_seed(0), []
     for number in range(2):
         ids = torch.randint(0, VOCAB, (2 * rows, LENGTH + 1), generator=generator)

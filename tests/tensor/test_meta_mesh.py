@@ -1,4 +1,4 @@
-"""Like panels that are counted once give every number and every kernel that panels give one by one."""
+"""Counting equal panels once gives the same numbers and kernels as counting them one by one."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_like_panels_cost_what_they_cost_one_by_one(monkeypatch: pytest.MonkeyPa
         assert without_storages(mine.kernels) == without_storages(other.kernels)
         assert without_storages(mine.repeated.kernels) == without_storages(other.repeated.kernels)
         assert replace(mine.repeated, kernels=()) == replace(other.repeated, kernels=())
-        for follows in (backward_of, without_panels):  # which look at storages: like panels have the same ones
+        for follows in (backward_of, without_panels):  # these look at storages, which are the same for equal panels
             assert without_storages(follows(mine.kernels)) == without_storages(follows(other.kernels))
 
 
 @pytest.mark.parametrize("recompute", ["none", 1])
 def test_like_panels_need_the_memory_that_they_need_one_by_one(monkeypatch: pytest.MonkeyPatch, recompute: int | str):
-    """Where a layer is recomputed, it keeps the panels that it has gathered."""
+    """A layer that is recomputed keeps the panels that it has gathered."""
     run = replace(run_of("llama", 10_007, Mesh(row=2, col=2), TensorParallel(), 2),
                   memory=Memory(recompute=recompute), launch=Launch(device="cuda"))
     monkeypatch.setattr(count._laid_out, "get", lambda key, found: found())

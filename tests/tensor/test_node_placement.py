@@ -1,4 +1,4 @@
-"""Tiles of the tensor mesh on nodes: the paper's figure, and bytes that cross counted rank by rank."""
+"""Tiles of the tensor mesh on nodes: the paper's figure, and bytes between nodes, counted rank by rank."""
 
 from itertools import groupby
 
@@ -14,7 +14,7 @@ BYTES = st.sampled_from([0, 1, 2, 3, 10])
 
 
 def crossing(mesh, ranks_per_node, along_row_bytes, along_col_bytes):
-    """node -> bytes of the panels that a rank there needs and that are elsewhere, each once."""
+    """node -> bytes of the panels that its ranks need from other nodes, each counted once."""
     entered = {}
     for axis, size, received in (("row", mesh.row, along_row_bytes), ("col", mesh.col, along_col_bytes)):
         for group in mesh.groups(axis):
@@ -50,14 +50,14 @@ def test_the_best_tile_is_the_best_of_all_of_its_size(row, col, ranks_per_node, 
 
 
 def test_figure_8():
-    """4 nodes of 4: 3/4 of 4 columns against 1/2 of 2 rows and 2 columns, where a rank receives 3/4 of each."""
+    """4 nodes of 4 ranks: 3/4 of 4 columns against 1/2 of 2 rows and 2 columns; a rank receives 3/4 of each."""
     line = {"along_row_bytes": 3.0, "along_col_bytes": 3.0}
     assert best_tile(4, 4, 4, **line) == (2, 2)
     assert [bytes_between_nodes(4, 4, tile, **line) for tile in ((1, 4), (2, 2), (4, 1))] == [12, 8, 12]
     row_by_row, tiled = Mesh(row=4, col=4), Mesh(row=4, col=4, tile=(2, 2))
 
     def nodes(mesh):
-        """How many nodes a row and a column have members on."""
+        """On how many nodes a row and a column have members."""
         return tuple(len(list(groupby(mesh.group(0, axis), lambda rank: rank // 4))) for axis in ("col", "row"))
 
     assert nodes(row_by_row) == (1, 4) and nodes(tiled) == (2, 2)

@@ -1,5 +1,5 @@
-"""How many products a pair of linear layers runs at sizes of GPUs, and which: counted on the meta device, with CUDA's
-panels. Nothing is cut where nothing travels, and a gathered weight is multiplied once."""
+"""Number and sizes of the products that a pair of linear layers runs at GPU sizes: counted on the meta device, with
+CUDA's panels. Products are split only if something travels, and a gathered weight is multiplied once."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,8 +19,8 @@ HIDDEN, INNER = 8192, 32768
 
 
 def products(module, tokens, width):
-    """Products of bf16 tokens of one sequence, forward and backward: the sizes of the result, smaller first, and the
-    length of its sums."""
+    """Counts of products, forward and backward, for one sequence of bf16 tokens, by the sizes of the result, smaller
+    first, and the length of its sums."""
     with torch.device("meta"):
         x = torch.empty(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
     with KernelCount() as count:
@@ -31,7 +31,7 @@ def products(module, tokens, width):
 
 
 def on_mesh(scheme, row, col, tokens, device="cuda"):
-    """Of one rank."""
+    """The products of one rank."""
     mesh = meta_mesh(Mesh(row=row, col=col), SCHEMES[scheme], device)
     with torch.device("meta"):
         layers = split_layers(nn.Sequential(Linear(HIDDEN, INNER, bias=False, stationary="output"),
@@ -43,7 +43,7 @@ def on_mesh(scheme, row, col, tokens, device="cuda"):
 @pytest.mark.parametrize("scheme", ["stationary", "stationary-sequence"])
 @pytest.mark.parametrize("rows", [2, 8, 64])
 def test_rows_run_the_products_of_a_whole_model(rows, scheme):
-    """As FSDP does, which has gathered a whole weight: each product once, of the same sizes."""
+    """As FSDP, which gathers full weights: each product once, with the same sizes."""
     with torch.device("meta"):
         whole = nn.Sequential(nn.Linear(HIDDEN, INNER, bias=False), nn.Linear(INNER, HIDDEN, bias=False))
     expected = products(whole, 64, HIDDEN)
@@ -55,20 +55,20 @@ def test_rows_run_the_products_of_a_whole_model(rows, scheme):
     if row == 1 or SCHEMES[scheme].scheme != "megatron"])
 @pytest.mark.parametrize(("tokens", "panels"), [(512, 1), (1024, 1), (4096, 2), (8192, 4)])
 def test_only_what_travels_is_cut(scheme, row, col, tokens, panels):
-    """Of 16 MiB more panels hide less than they cost, of 64 MiB two pay, of 128 four."""
+    """For 16 MiB several panels hide less than they cost; for 64 MiB two pay off, for 128 MiB four."""
     own, bound = INNER // col, -(-tokens * HIDDEN * 2 // (64 << 20))
     gathered, beside = (1, 1) if scheme == "megatron" else (panels, bound)
     expected = Counter()
     for count, out, into in ((gathered, own, HIDDEN), (panels, HIDDEN, own),  # y of the first and the second layer
                              (gathered, own, HIDDEN), (bound, HIDDEN, own)):  # dx of the second and the first
         expected[(*sorted((tokens // count, out)), into)] += count
-    for count in (gathered, beside):  # dW of the second, and of the first: x arrives beside its dx
+    for count in (gathered, beside):  # dW of the second, and of the first: x arrives together with its dx
         expected[(*sorted((own, HIDDEN)), tokens // count)] += count
     assert on_mesh(scheme, row, col, tokens) == expected
 
 
 def test_a_cpu_has_as_many_as_its_cache_asks_for():
-    """Panels of 4 MiB, whatever they hide: 4 of 1,024 tokens in bf16, 8 of their sums in fp32."""
+    """Panels have 4 MiB, whatever they hide: 4 panels of 1,024 tokens in bf16, and 8 of their sums in fp32."""
     assert on_mesh("sequence", 1, 8, 1024, device="cpu").total() == 4 + 8 + 2 * 4 + 8 + 4
 
 

@@ -1,4 +1,4 @@
-"""What travels while a stage computes: which weight is gathered ahead, and when sums are added."""
+"""Transfers during computation: which weight is gathered ahead, and when sums are added."""
 
 import threading
 from functools import partial
@@ -32,7 +32,7 @@ from tests.tensor.split_parity import (
 
 
 class Events(list):
-    """Layers and sums whose collectives write down when they start and when they are waited for."""
+    """Layers and sums whose collectives record when they start and when they are waited for."""
 
     def layer(self, name):
         return Layer(name, self)
@@ -89,7 +89,7 @@ def test_the_next_weight_starts_before_this_product():
 
 
 def together(events, limit):
-    """`WeightGathers` of so many elements, where a layer has 6; the weights of "a b" arrive in one collective."""
+    """`WeightGathers` of up to `limit` elements, with 6 for a layer; the weights of "a b" arrive in one collective."""
     def gather(layers, buffer):
         names = " ".join(layer._name for layer in layers)
         events.append(f"start {names} in {buffer}")
@@ -118,7 +118,7 @@ def test_weights_that_follow_each_other_are_gathered_together():
 @pytest.mark.parametrize("limit", [0, 13, 100])
 @pytest.mark.parametrize("other", ["acb", "ab", "ba", "bbb", "abca", ""])
 def test_a_pass_that_departs_from_the_last_one(other, limit):
-    """Each weight starts before it is wanted; what started in vain is waited for before its memory is used again."""
+    """Each gather starts before its weight is used; an unused gather is waited for before its memory is reused."""
     events, uses = Events(), []
     gathers, layers = together(events, limit), {name: events.layer(name) for name in "abc"}
     run(gathers, uses, layers.values(), events)
@@ -133,7 +133,7 @@ def test_a_pass_that_departs_from_the_last_one(other, limit):
         elif event.startswith("wait"):
             del in_flight[event.removeprefix("wait ")]
     assert not in_flight
-    expected = other or "abc"  # a pass without any leaves the order as it was
+    expected = other or "abc"  # a pass without layers leaves the order unchanged
     assert [use.layer for use in uses] == [layers[name] for name in expected]
 
 
@@ -153,7 +153,7 @@ def test_sums_are_added_before_their_memory_is_used_again():
         events.append(f"buffer {sums.next_buffer()}")
         sums.add(events.sum(name), lambda _, name=name: events.append(f"add {name}"))
         sums.call_after(lambda name=name: events.append(f"passed {name}"))
-    assert events == ["buffer 1", "buffer 0", "wait a", "add a", "buffer 1"]  # "passed a" comes with the next one
+    assert events == ["buffer 1", "buffer 0", "wait a", "add a", "buffer 1"]  # "passed a" comes with the next sum
     sums.finish()
     assert events[5:] == ["passed a", "wait b", "add b", "passed b", "wait c", "add c", "passed c"]
     sums.call_after(lambda: events.append("at once"))
@@ -165,7 +165,7 @@ def test_sums_are_added_before_their_memory_is_used_again():
 
 
 def test_small_sums_travel_together():
-    """In the order of their products; what has no room starts the ones before, and who awaits one starts all so far."""
+    """In the order of their products; a sum that does not fit starts the previous ones, and a wait starts all so far."""
     def work(mesh):
         rows, shapes = mesh.num_rows, [(2, 3), (4,), (5, 2), (3, 4), (7,)]
         sent, scatter, space = [], mesh.over_rows.reduce_scatter, Workspace()
@@ -178,10 +178,10 @@ def test_small_sums_travel_together():
             partial.copy_(torch.arange(partial.numel()).view(partial.shape) + 100 * number + 1000 * mesh.row)
             sums.add(sums.start(partial, total), lambda found: added.append((number, found.clone())))
 
-        for number in (0, 1, 2, 3):  # 20 elements together; 12 are more than half of that, and travel at once
+        for number in (0, 1, 2, 3):  # 20 elements fit; 12 are more than half of that, and travel immediately
             product(number)
         assert sent == [12]
-        product(4)  # has no room beside the first three
+        product(4)  # does not fit with the first three
         product(1)
         assert sent == [12, 20] and not added
         product(0, torch.float32)  # in another number format, and in the memory of the first ones
@@ -203,8 +203,8 @@ def test_small_sums_travel_together():
 
 @pytest.mark.parametrize("stationary", ["output", "input"])
 def test_weights_are_sent_from_where_they_are(stationary):
-    """A gather makes no copy of a layer's weight, but for one that travels transposed: this rank's part, in the
-    workspace."""
+    """A gather copies no weight of a layer, except this rank's part of a weight that travels transposed, which is in
+    the workspace."""
     def work(mesh):
         layer = split_layers(Linear(12, 24, stationary=stationary), mesh, "layer")
         sent = []
@@ -220,7 +220,7 @@ def test_weights_are_sent_from_where_they_are(stationary):
 
 @pytest.mark.parametrize("weight_format", [None, "int8"])
 def test_a_second_pass_gathers_weights_together(weight_format):
-    """Weights in 8 bits are gathered in their number format, too."""
+    """Weights in 8 bits are gathered in the number format of the values."""
     features, dtype = 6 * BLOCK, torch.bfloat16 if weight_format is None else torch.float32
 
     def work(mesh):
@@ -247,7 +247,7 @@ def test_a_second_pass_gathers_weights_together(weight_format):
 
 @pytest.mark.parametrize("stationary", ["output", "input"])
 def test_a_gather_may_end_while_it_is_saved(stationary):
-    """Collectives between threads write at any time; autograd allows no change while a hook packs what is saved."""
+    """Collectives between threads write at any time; autograd allows no write while a hook packs a saved tensor."""
     def work(mesh):
         layer, pending = split_layers(Linear(12, 24, stationary=stationary), mesh, "layer"), []
         layer.recomputed = True
@@ -273,11 +273,11 @@ def test_a_gather_may_end_while_it_is_saved(stationary):
     on_tensor_mesh(2, 2, Settings(), work)
 
 
-# ---------------------------------------------------------------------- on a mesh where nothing arrives by itself
+# ---------------------------------------------------------------------- on a mesh where nothing arrives on its own
 
 class Late:
     """A group whose collectives write their results, and read their operands, when they are waited for; until then the
-    results are NaN. `fp64` collectives of activations and weights only: counts and texts go through the group at once.
+    results are NaN. Only for `fp64` activations and weights; counts and texts use the group's collectives directly.
     """
 
     def __init__(self, group):
@@ -319,7 +319,7 @@ def late(monkeypatch):
     for options in [{}, {"memory": Memory(recompute=1)}, {"pipeline": Pipeline(defer_bytes=1 << 40)}]],
     [False, True]), ids=str)
 def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, options, tied):
-    """The second batch too, in which weights arrive ahead, and in panels of a few tokens."""
+    """Also in the second batch, in which weights are gathered ahead, and in panels of a few tokens."""
     monkeypatch.setattr("ranvier.tensor.mesh.PANEL_BYTES", {"cpu": 600})
     make, batches = partial(tiny_gpt, num_layers=2, tied=tied, dropout=0.0), token_batches(mesh, count=3)
 
@@ -332,7 +332,7 @@ def test_nothing_is_used_before_it_has_arrived(late, monkeypatch, mesh, scheme, 
 
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2), Mesh(row=2, col=2)]), ids=str)
 def test_tied_gradients_have_one_order_of_additions(mesh):
-    """Whether other products are deferred or not: sums of weights that two modules hold are not added late."""
+    """Whether or not other products are deferred: sums for weights that two modules share are not added late."""
     batches = token_batches(mesh, count=3)
     make = partial(tiny_gpt, num_layers=2, tied=True)
     now, later = (gradients_on(make, batches, mesh, pipeline=Pipeline(defer_bytes=size)).gradients
@@ -341,7 +341,7 @@ def test_tied_gradients_have_one_order_of_additions(mesh):
 
 
 def test_sums_of_a_failed_batch_are_forgotten(late, monkeypatch):
-    """One that a deferred product has started when the next one fails is added to no gradient; the engine refuses."""
+    """A sum that is pending when a deferred product fails is added to no gradient; the engine refuses to continue."""
     run, begun = WeightGradients.run, threading.local()
 
     def fails(gradients, microbatch, product):

@@ -1,5 +1,5 @@
-"""A model of one's own, written with the layers of `ranvier.tensor`, on every mesh: ready-made modules, a gated unit,
-heads of another width, a classification head, and a plain loss."""
+"""A custom model, written with the layers of `ranvier.tensor`, on every mesh: existing modules, a gated unit, heads of
+another width, a classification head, and a plain loss."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ class Words(nn.Module):
 
 
 class Mix(nn.Module):
-    """Attention without a mask, whose heads have widths of their own, and products without biases."""
+    """Attention without a mask, whose heads have their own widths, and products without biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Mix(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gated unit: two products of one input."""
+    """A gated unit: two products of the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def class_loss(scores, targets):
 
 
 def classifier(token=0):
-    """Modules with values of their own; ranks that are threads share torch's generator, so not from that."""
+    """Modules with seeded values, not from torch's generator, which ranks that are threads share."""
     model = nn.Sequential(Words(), Mix(), Gate(), Classes(token)).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -127,7 +127,7 @@ def test_gradients(rows, cols, scheme, token):
     (Mesh(row=2, col=2), "none"), (Mesh(row=2, col=2), 2), (Mesh(data=2, pipe=2, row=2, col=2), "none"),
     (Mesh(pipe=3, col=2), 1)]), ids=str)
 def test_training(mesh, checkpoint):
-    """Steps, evaluation and predictions; copies of the head's bias stay the same to the bit."""
+    """Steps, evaluation and predictions; copies of the head's bias stay bit-identical."""
     batches = sentences(mesh)
     reference = Reference(classifier(), loss=class_loss, seed=SEED, dtype=torch.float64, optimizer=ADAMW)
     losses = [reference.evaluate(every(batches)), *(reference.train_batch(every(batches)) for _ in range(2))]
@@ -149,7 +149,7 @@ def test_training(mesh, checkpoint):
 
 
 def test_ready_made_modules_are_not_changed():
-    """Ranks that are threads, or engines one after another, may be given the same modules."""
+    """Ranks that are threads, or several engines in turn, may get the same modules."""
     model = classifier()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     mesh = Mesh(row=2, col=2)

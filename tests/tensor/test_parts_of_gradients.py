@@ -1,4 +1,4 @@
-"""Gradients of which each row or column has a part, such as those of norms, add up in fp32 and are rounded once."""
+"""Gradients that rows or columns compute in parts, such as those of norms, are summed in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, LENGTH, HIDDEN, CLASSES = 16, 8, 256, 48
 
 
 class Scores(nn.Module):
-    """Parameters that rows, or rows and columns, have whole."""
+    """Parameters that are replicated over rows, or over rows and columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def loss(scores, targets):
 
 
 def errors(mesh: Mesh, scheme: str = "stationary") -> dict[str, float]:
-    """Of each gradient of one microbatch on `mesh`, against fp64 of the same values."""
+    """Error of each gradient of one microbatch on `mesh`, against fp64 with the same values."""
     generator = torch.Generator().manual_seed(0)
     x, targets = (torch.randn(ROWS, LENGTH, width, generator=generator).bfloat16() for width in (HIDDEN, CLASSES))
     torch.manual_seed(0)
@@ -63,14 +63,14 @@ def errors(mesh: Mesh, scheme: str = "stationary") -> dict[str, float]:
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), [(8, 1, "stationary"), (4, 2, "stationary-sequence")])
 def test_the_error_is_that_of_one_rank(rows, cols, scheme):
-    """Parts that travelled in half precision had 1.2 to 1.4 times the error of one rank's scores."""
+    """Parts that travelled in half precision had 1.2 to 1.4 times the error of one rank."""
     alone, found = errors(Mesh()), errors(Mesh(row=rows, col=cols), scheme)
     assert set(found) == {"0.norm.weight", "0.norm.bias", "0.head.weight", "0.head.bias"}
     assert all(error <= 1.1 * alone[name] for name, error in found.items())
 
 
 def test_a_hook_that_sees_a_part_of_a_gradient_is_told_of_once():
-    """Each rank would divide by a norm of its own."""
+    """Each rank would divide by the norm of its own part."""
     def rank(world):
         engine = Engine([Scores()], world, mesh=Mesh(col=2), loss=loss)
         for _ in range(3):

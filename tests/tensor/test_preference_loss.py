@@ -1,4 +1,4 @@
-"""The loss of pairs of answers against its formulas in plain PyTorch, each answer by itself, on every kind of mesh."""
+"""The loss of pairs of answers against its formulas in plain PyTorch, answer by answer, on every kind of mesh."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ CASES = [*((mesh, LOSSES[0]) for mesh in MESHES),
 
 
 def answers_of(pair):
-    """(tokens, which are learnt) of the chosen and of the rejected answer: other lengths in every pair."""
+    """(tokens, which are learnt) of the chosen and the rejected answer; lengths differ between pairs."""
     g = torch.Generator().manual_seed(pair)
     prompt = torch.randint(0, 61, (1 + pair % 3,), generator=g)
     found = []
@@ -54,7 +54,7 @@ def model(settings):
 
 
 def formula(log_p, reference, sizes, settings):
-    """One pair's loss by the papers. log_p, reference, sizes: of both answers."""
+    """One pair's loss by the papers' formulas. log_p, reference, sizes: of both answers."""
     ratio = log_p - reference
     match settings.loss:
         case "dpo":
@@ -67,7 +67,7 @@ def formula(log_p, reference, sizes, settings):
 
 
 def plain(settings, reference):
-    """Loss and gradients of one process that runs each answer alone, and the margins between the rewards."""
+    """Loss, gradients and margins between rewards of one process that runs each answer separately."""
     plain_model = Reference(tiny_gpt(dropout=0.0), seed=SEED, dtype=torch.float64)
     total, margins = torch.zeros((), dtype=torch.float64), []
     for pair in range(PAIRS):

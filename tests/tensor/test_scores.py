@@ -1,4 +1,4 @@
-"""Decoders with scores against transformers' classifiers: reward models, which have one label, and those of classes.
+"""Decoders with scores against transformers' classifiers: reward models, which have one label, and classifiers.
 Loss, gradients and scores, on every kind of mesh."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = {"llama": Transformer(family="llama", num_layers=2, hidden=16, heads=2, 
 
 
 def answers():
-    """Tokens of the chosen and of the rejected answer of each pair, in turn: other lengths in every pair."""
+    """Tokens of the chosen and the rejected answer of each pair, alternating; lengths differ between pairs."""
     g = torch.Generator().manual_seed(0)
     return [torch.randint(1, 61, (size,), generator=g) for pair in range(PAIRS)
             for size in (2 + pair % 4, 7 - pair % 3)]
@@ -58,7 +58,7 @@ def model(config, head="score"):
 
 
 def theirs_of(config, head, labels):
-    """Transformers' model with our start values, and what turns its gradients into ours."""
+    """Transformers' model with our start values, and a function that converts its gradients to ours."""
     transformers = pytest.importorskip("transformers")
     form = form_of(config)
     places = form.places(config, head)
@@ -81,7 +81,7 @@ def padded(texts):
 
 @cache
 def plain(kind, has_margins):
-    """Loss (TRL's formula), gradients and differences of rewards of transformers' model, which has all answers
+    """Loss (TRL's formula), gradients and differences of rewards of transformers' model, which gets all answers
     padded."""
     theirs, gradients = theirs_of(KINDS[kind], "score", 1)
     with in_fp64():
@@ -102,7 +102,7 @@ SIZES = {"llama": KINDS["llama"],
 
 
 def labelled():
-    """Texts of other lengths, and their classes."""
+    """Texts of different lengths, and their classes."""
     g = torch.Generator().manual_seed(1)
     texts = [torch.randint(1, 61, (1 + 3 * text % 10,), generator=g) for text in range(TEXTS)]
     return texts, torch.randint(0, CLASSES, (TEXTS,), generator=g)
@@ -117,7 +117,7 @@ def samples_at_end():
 
 @cache
 def plain_classes(kind):
-    """Loss, gradients and the classes found of transformers' model, which has all texts padded."""
+    """Loss, gradients and correct predictions of transformers' model, which gets all texts padded."""
     texts, classes = labelled()
     theirs, gradients = theirs_of(replace(SIZES[kind], num_classes=CLASSES), "classes", CLASSES)
     with in_fp64():
@@ -127,7 +127,7 @@ def plain_classes(kind):
 
 
 def microbatches_of(data, mesh):
-    """Two of each replica: of one, three texts and one; of two, five against three; rows share even ones."""
+    """Two microbatches for each replica: of 6 and 2 texts for one, or of 2, 4, 1 and 1 for two replicas."""
     parts = [[0, 1], [2, 3, 4, 5], [6], [7]] if mesh.data == 2 else [[0, 1, 2, 3, 4, 5], [6, 7]]
     made = [Microbatch(data.inputs(own, own, 10), data.targets(own, 10), torch.from_numpy(own))
             for own in map(np.array, parts)]

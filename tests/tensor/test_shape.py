@@ -1,4 +1,4 @@
-"""The shape of the tensor mesh: the fewest bytes of all that are legal, and words where none is."""
+"""The shape of the tensor mesh: the legal shape with the fewest bytes, or an error if there is none."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ PAPER = {"batch": 384, "sequence": 512, "hidden": 8192}
 
 
 def volume(shape, recompute="kept", **sizes):
-    """In h^2 per layer, forward and backward."""
+    """Bytes per layer in units of h^2, forward and backward."""
     return layer_volume("stationary", row=shape[0], col=shape[1], **sizes, itemsize=1, recompute=recompute
                         ).total / sizes["hidden"]**2
 

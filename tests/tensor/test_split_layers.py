@@ -1,4 +1,4 @@
-"""Each split layer alone: outputs, input gradients and parameter gradients are parts of the whole layer's."""
+"""Each split layer alone: outputs, input gradients and parameter gradients are parts of the full layer's."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ HIDDEN_SPLIT = [one for one in MESHES if one[2] in ("stationary", "summa")]
 
 
 def filled(build, **options):
-    """A layer whose parameters, biases too, are random numbers."""
+    """A layer whose parameters, including biases, are random numbers."""
     layer = build(dtype=torch.float64, **options)
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
@@ -69,7 +69,7 @@ def linear(stationary, rows, **options):
 
 @pytest.mark.parametrize("stationary", ["output", "input"])
 def test_autograd_inside_the_backward_queues_nothing(stationary):
-    """A hook that differentiates the same layer: that product goes to the hook, and the layer's own waits no more."""
+    """If a hook differentiates the same layer, its product goes to the hook, and the layer's own is not deferred."""
     make, x, dy, enter, leave = linear(stationary, 2)
 
     def gradient(mesh, *, inside):
@@ -133,7 +133,7 @@ def test_linear_that_keeps_weights(rows, cols, stationary):
 @pytest.mark.parametrize("stationary", ["output", "input"])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_linear_that_is_recomputed(rows, cols, scheme, stationary):
-    """What it gathers for the recomputation serves its backward."""
+    """The backward uses what the layer gathers for the recomputation."""
     make, x, dy, enter, leave = linear(stationary, rows)
 
     def prepare(layer):
@@ -169,7 +169,7 @@ def test_whole_logits(rows, cols, scheme):
 @pytest.mark.parametrize("stationary", ["output", "input"])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_linear_of_tensors_that_are_not_contiguous(rows, cols, scheme, stationary):
-    """Inputs that are a part of something wider, and a gradient that is one number expanded."""
+    """Inputs that are part of a wider tensor, and a gradient that is one expanded number."""
     make, x, dy, enter, leave = linear(stationary, rows)
 
     def prepare(layer):
@@ -190,7 +190,7 @@ def test_embedding(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols"), [(2, 1), (2, 2), (2, 3)])
 def test_an_embedding_of_one_feature_on_each_rank(rows, cols):
-    """What it returns goes into a product."""
+    """Its output is the input of a product."""
     width = rows * cols
     table, weight = random(VOCAB, width), random(6 * width, width, seed=2)
 
@@ -216,7 +216,7 @@ def test_embedding_with_a_padding_token(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "length"), covering(MESHES, [SEQUENCE, SEQUENCE + 4]))
 def test_position_embedding(rows, cols, scheme, length):
-    """Of fewer positions than the table has, too; rows add their own sequences' gradients."""
+    """Also with fewer positions than the table has; each row adds the gradients of its own sequences."""
     table = random(length, HIDDEN, seed=3)
     dy = stream(rows)
     settings = SCHEMES[scheme]
@@ -251,8 +251,8 @@ def test_layer_norm(rows, cols, scheme, mean):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), HIDDEN_SPLIT)
 def test_layer_norm_in_fp32_of_a_large_mean(rows, cols, scheme):
-    """A mean of 1e4 with a deviation of 1: E[x^2] - E[x]^2 has no correct digit in fp32, and merged moments have all
-    that x has."""
+    """A mean of 1e4 with a deviation of 1: E[x^2] - E[x]^2 has no correct digit in fp32, but merged moments have all
+    the digits of x."""
     x = (stream(rows) + 1e4).float()
     means, squares = x.mean(-1), (x * x).mean(-1)
     naive = (x - means[..., None]) * (squares - means * means).clamp(min=1e-5).rsqrt()[..., None]
@@ -276,7 +276,7 @@ def test_layer_norm_without_parameters(rows, cols, scheme, options):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), MESHES)
 def test_dropout_drops_what_the_unsplit_layer_drops(rows, cols, scheme):
-    """Each call at another place of the block its own elements."""
+    """Each call in a block drops its own elements."""
     x = torch.ones(2 * rows, SEQUENCE, HIDDEN, dtype=torch.float64)
     layer = layers.Dropout(0.3)
     with keyed_random.scope(SEED, 1, samples_of(len(x)), "block"):
@@ -323,7 +323,7 @@ def test_small_embedding(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_patch_embedding(rows, cols, scheme):
-    """The first token lies on one column of those that share a sequence."""
+    """The first token is on only one of the columns that share a sequence."""
     make = partial(filled, partial(layers.PatchEmbedding, 7, HIDDEN, length=SEQUENCE))
     assert_layer_parity(make, random(2 * rows, SEQUENCE - 1, 7), stream(rows), rows, cols, scheme, enter=row_part,
                         leave=stream_part)
@@ -348,7 +348,7 @@ def test_token_linear_of_a_token_that_is_not_there(rows, cols, scheme, token):
 
 
 def split_loss(rows, cols, scheme, logits, targets):
-    """(loss, weight, gradient) of all rows together, from each one's last column."""
+    """(loss, weight, gradient) of all rows together, from the last column of each row."""
     def work(mesh):
         loss = split_layers(NextTokenLoss(logits.shape[-1]), mesh, "loss")
         mine = inner_part(mesh, logits).detach().clone().requires_grad_()
@@ -378,7 +378,7 @@ def whole_loss(logits, targets):
     [(1, 2), (2, 1), (2, 2), (1, 4), (2, 3), (3, 3)],
     [("none", 1.0), ("some", 1e4), ("a row", 1.0), ("all", 1.0), ("none", 1e4), ("some", 1.0), ("a row", 1e4)]))
 def test_next_token_loss(rows, cols, ignored, scale):
-    """Logits of 1e4 overflow an exponential whose largest logit has not been taken off."""
+    """With logits of 1e4 an exponential overflows unless the largest logit is subtracted."""
     logits, targets = random(2 * rows, SEQUENCE, VOCAB) * scale, ids(rows)
     if ignored == "some":
         targets[:, ::3] = IGNORED
@@ -402,7 +402,7 @@ def test_next_token_loss_in_narrow_types(dtype):
 
 @pytest.mark.parametrize("impossible", [slice(0, 1), slice(40, None)], ids=["the first of a column", "a whole column"])
 def test_next_token_loss_with_impossible_tokens(impossible):
-    """Logits of minus infinity, as models give to entries that only fill a vocabulary up."""
+    """Logits of minus infinity, which models give to entries that only pad the vocabulary."""
     logits, targets = random(2, SEQUENCE, VOCAB), 1 + ids(1) % 39
     logits[..., impossible] = -torch.inf  # the last of three columns begins at 41
     total, _, gradient = split_loss(1, 3, "stationary", logits, targets)

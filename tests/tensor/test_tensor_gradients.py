@@ -1,4 +1,4 @@
-"""Raw gradients, losses and norms of a whole GPT on every tensor mesh are those of plain PyTorch, in fp64 to 1e-10."""
+"""Raw gradients, losses and norms of a full GPT on every tensor mesh are those of plain PyTorch, in fp64 to 1e-10."""
 
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ def test_gpt_on_every_mesh(rows, cols, scheme, count, tied):
 @pytest.mark.parametrize(("scheme", "boundaries"), quick(1, [
     ("stationary", (1,)), ("stationary", None), ("summa", (4,))]))
 def test_gpt_on_all_four_axes(scheme, boundaries, tied):
-    """Two replicas whose rows have unequal numbers of targets; layers lie unevenly on stages."""
+    """Two replicas whose rows have unequal numbers of targets; stages have unequal numbers of layers."""
     assert_parity(partial(two_layers, tied=tied), token_batches(ALL_AXES), ALL_AXES, scheme=scheme,
                   pipeline=Pipeline(boundaries=boundaries))
 
@@ -85,7 +85,7 @@ def test_checkpointing(rows, cols, scheme, checkpoint):
 @pytest.mark.parametrize(("mesh", "checkpoint"), chosen(
     [(Mesh(row=2), 1)], [Mesh(row=2), Mesh(row=2, col=3), Mesh(pipe=2, row=2, col=2)], [1, "none"]), ids=str)
 def test_weights_that_are_kept(mesh, checkpoint):
-    """Gathered once in a step, so that fewer bytes go down the columns."""
+    """Weights are gathered once in a step, so that fewer bytes are sent within columns."""
     def work(engine):
         engine.forward_backward(share(engine, batches))
         return engine.counters()["bytes_received_by_axis"]["row"], gradients_of(engine), engine.layout
@@ -104,8 +104,8 @@ def test_weights_that_are_kept(mesh, checkpoint):
 
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2, col=2), Mesh(row=2, col=3)]), ids=str)
 def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
-    """With checkpointing weights travel in the forward and for the backward, as without: the recomputation's serve the
-    backward, too."""
+    """With checkpointing, as without, weights travel for the forward and for the backward: the backward also uses those
+    gathered for the recomputation."""
     def work(engine):
         engine.forward_backward(share(engine, batches))
         return engine.counters()["bytes_received_by_axis"]["row"]
@@ -120,7 +120,7 @@ def test_a_recomputed_layer_gathers_once_for_recomputation_and_backward(mesh):
     (Mesh(pipe=2, row=2), Settings(keep_weights=True)), (Mesh(pipe=2, row=2, col=2), Settings(keep_weights=True)),
     (Mesh(pipe=2, row=2, col=2), Settings()), (Mesh(pipe=2, row=2, col=2), Settings(scheme="summa"))]), ids=str)
 def test_policies_agree_to_the_bit(mesh, settings):
-    """Weight gradients at once, some later, all later; in every order of microbatches."""
+    """Weight gradients immediate, partly deferred, or all deferred; in every order of microbatches."""
     batches = token_batches(mesh, count=4)
     one = gradients_on(tiny_gpt, batches, mesh, settings=settings, pipeline=Pipeline(policy="gpipe"))
     for options in (Pipeline(policy="1f1b"), Pipeline(defer_bytes=HUGE, in_flight=4),
@@ -136,7 +136,7 @@ def test_policies_agree_to_the_bit(mesh, settings):
     (Mesh(pipe=2, row=2), "stationary"), (Mesh(pipe=2, row=2, col=2), "stationary"),
     (Mesh(pipe=2, row=2, col=2), "summa")]), ids=str)
 def test_gradients_agree_to_the_bit_whatever_arrives_when(mesh, scheme):
-    """The ranks of a stage run the same actions, in an order that nobody knows before."""
+    """The ranks of a stage run the same actions, in an order that is not known in advance."""
     batches = token_batches(mesh, count=4)
     one, two = (gradients_on(tiny_gpt, batches, mesh, scheme=scheme, pipeline=Pipeline(in_flight=3),
                                   check_order=seed == 1,
@@ -163,7 +163,7 @@ def test_deferred_weight_gradients(mesh, settings):
     (Mesh(pipe=2, col=2), "megatron"), (Mesh(pipe=2, col=2), "sequence"), (Mesh(col=4), "megatron"),
     (Mesh(col=2), "stationary")]), ids=str)
 def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
-    """They are added to gradients where those lie."""
+    """They are added to the gradients in place."""
     assert_parity(tiny_gpt, token_batches(mesh, count=3), mesh, scheme=scheme,
                   pipeline=Pipeline(defer_bytes=HUGE, boundaries=None))
 
@@ -172,7 +172,7 @@ def test_deferred_weight_gradients_on_columns_alone(mesh, scheme):
     [(Mesh(row=2, col=2), 7), (Mesh(row=2), 1000)],
     [Mesh(row=2), Mesh(row=2, col=2), Mesh(data=2, row=2, col=3)], [7, 1000]), ids=str)
 def test_chunks_of_every_size(monkeypatch, mesh, bucket_size):
-    """Also where no weights travel together, or small ones alone."""
+    """Also if no weights travel together, or only small ones."""
     monkeypatch.setitem(BUNDLE_ELEMENTS, "cpu", 0 if bucket_size == 7 else 300)
     assert_parity(tiny_gpt, token_batches(mesh), mesh, optim=Optim(bucket_size=bucket_size, chunk_buckets=1))
 
@@ -239,7 +239,7 @@ def test_no_valid_target_anywhere(rows, cols, scheme):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_a_microbatch_without_samples(rows, cols, scheme):
-    """As on one rank: it adds nothing."""
+    """It adds nothing, as on one rank."""
     mesh = Mesh(row=rows, col=cols)
     full, = token_batches(mesh, count=1)[0]
     empty = Microbatch(full.inputs[:0], full.targets[:0], full.samples[:0])
@@ -249,7 +249,7 @@ def test_a_microbatch_without_samples(rows, cols, scheme):
 @pytest.mark.parametrize("which", ["inputs", "targets"])
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
-    """One process raises; a mesh that took them for tokens of nobody's part would train on nonsense in silence."""
+    """One process raises; a mesh on which no rank has such a token would silently train on wrong data."""
     def one_process():
         Reference(tiny_gpt(), seed=SEED, dtype=torch.float64).forward_backward(batches[0])
 
@@ -263,7 +263,7 @@ def test_tokens_outside_the_vocabulary_are_no_tokens(rows, cols, scheme, which):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme"), FEW)
 def test_shorter_sequences_and_other_sizes(rows, cols, scheme):
-    """Microbatches of their own lengths and sizes; workspaces grow and are used again."""
+    """Microbatches have different lengths and sizes; workspaces grow and are reused."""
     mesh = Mesh(row=rows, col=cols)
     batches = [[*token_batches(mesh, count=1, length=4)[0], *token_batches(mesh, count=1, per_row=3, seed=1)[0],
                 *token_batches(mesh, count=1, length=6, seed=2)[0]]]

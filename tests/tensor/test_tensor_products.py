@@ -17,13 +17,13 @@ from tests.tensor.split_parity import SCHEMES, SHAPES, inner_part, legal, on_ten
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SEQUENCE, HIDDEN, INNER, VOCAB = 12, 12, 24, 13
 SMALL = 400
-"""Bytes of a panel of a few tokens, which do not divide a row's."""
+"""Bytes of a panel of a few tokens, whose number does not divide a row's."""
 KINDS = [(rows, cols, scheme, kind) for rows, cols, scheme in legal()
          for kind in (("output", "input") if scheme != "summa" else ("output", "vocabulary"))]
 
 
 def operands(rows, kind):
-    """Whole x [B, S, in], W [out, in], bias and dy."""
+    """Full x [B, S, in], W [out, in], bias and dy."""
     width, out = {"output": (HIDDEN, INNER), "input": (INNER, HIDDEN), "vocabulary": (HIDDEN, VOCAB)}[kind]
     return (random(2 * rows, SEQUENCE, width, seed=1), random(out, width, seed=2), random(out, seed=3),
             random(2 * rows, SEQUENCE, out, seed=4))
@@ -36,7 +36,7 @@ def expected_of(x, weight, bias, dy, has_bias):
 
 
 def split(mesh, scheme, kind, x, weight, bias, dy):
-    """The product, its operands as they lie on the mesh, and what cuts outputs and the weight."""
+    """The product, this rank's parts of its operands, and the functions that cut inputs, outputs and the weight."""
     product = {"output": OutputStationary, "input": InputStationary}.get(kind)
     enter, leave = (inner_part, stream_part) if kind == "input" else (stream_part, inner_part)
     if kind == "vocabulary":
@@ -61,7 +61,7 @@ def split(mesh, scheme, kind, x, weight, bias, dy):
 
 
 def column_weight(mesh, product, weight):
-    """What the layer gives to a product."""
+    """The weight as the layer passes it to a product."""
     if not product.gathers_weight or mesh.num_rows == 1:
         return Arriving(weight.unsqueeze(0))
     slabs = mesh.workspace.take("weight", (mesh.num_rows, *weight.shape), weight)
@@ -72,7 +72,7 @@ def column_weight(mesh, product, weight):
     (*kind, dtype) for dtype in TOLERANCE for kind in KINDS
     if dtype is torch.float64 or kind[:2] in [(1, 2), (2, 2), (2, 3)]], ["one panel", "panels", "hiding"])))
 def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, panels):
-    """Gradients together, one at a time, from what has been gathered, and added to a gradient that is there."""
+    """Gradients together, one at a time, from gathered operands, and added to an existing gradient."""
     monkeypatch.setattr("ranvier.layout.panels.PANEL_COST_BYTES", 200)
     whole = [tensor.to(dtype) for tensor in operands(rows, kind)]
     expected_y, expected_dx, expected_dw = expected_of(*(tensor.double() for tensor in whole), kind != "vocabulary")
@@ -115,7 +115,7 @@ def test_products_are_plain_ones(monkeypatch, rows, cols, scheme, kind, dtype, p
 @pytest.mark.parametrize(("rows", "cols", "width", "n", "flip"), pairwise(
     SHAPES, [(13, 11), (12, 12), (5, 4)], [False, True]))
 def test_summas_three_products_of_dims_that_nothing_divides(rows, cols, width, n, flip):
-    """Each one's gradients by autograd are the other two."""
+    """The autograd gradients of each product are the other two products."""
     a, b = random(3 * rows, width, seed=1).requires_grad_(), random(width, n, seed=2).requires_grad_()
     gradient = random(3 * rows, n, seed=3)
     c = a @ b
@@ -138,7 +138,7 @@ def test_summas_three_products_of_dims_that_nothing_divides(rows, cols, width, n
 
 @pytest.mark.parametrize("one", [torch.ones(3, 4)[:1, 2:3], torch.ones(1, 4).t()[:1]])
 def test_one_element_of_something_wider_can_be_sent(one):
-    """It is contiguous by torch's own word, whatever its strides are."""
+    """torch calls one element contiguous, whatever its strides are."""
     def work(mesh):
         mine = one.as_strided(one.shape, one.stride()).fill_(1.0) if mesh.col == 0 else torch.zeros(1, 1)
         mesh.over_cols.broadcast(mine).wait()
@@ -164,7 +164,7 @@ def test_panels_send_what_one_piece_sends(rows, cols, scheme, kind):
 
 @pytest.mark.parametrize(("rows", "cols", "scheme", "kind"), quick(10, (one for one in KINDS if one[0] * one[1] == 4)))
 def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
-    """Its memory is the same in every step, and results do not lie in it."""
+    """Its memory is the same in every step, and results are not in it."""
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, scheme, kind, *operands(rows, kind))
         seen, results = [], []
@@ -188,7 +188,7 @@ def test_a_workspace_is_allocated_once(rows, cols, scheme, kind):
 @pytest.mark.parametrize(("rows", "cols", "scheme"), quick(
     6, legal(schemes=("stationary", "megatron", "sequence"))))
 def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
-    """Ten times the tokens take no more of the workspace."""
+    """Ten times the tokens hardly need more workspace."""
     def work(mesh, factor):
         x, weight, _, dy = operands(rows, "output")
         x, dy = x.repeat(factor, 1, 1), dy.repeat(factor, 1, 1)
@@ -204,7 +204,7 @@ def test_panels_bound_the_memory_of_activations(rows, cols, scheme):
 
 
 class Spy:
-    """A group that notes where the memory is that it sends from."""
+    """A group that records the addresses that it sends from."""
 
     def __init__(self, group):
         self._group, self.sent = group, []
@@ -225,7 +225,7 @@ class Spy:
 @pytest.mark.parametrize("kind", ["output", "vocabulary"])
 @pytest.mark.parametrize("side", [2, 3])
 def test_on_a_square_mesh_summas_roots_send_from_where_operands_are(side, kind):
-    """Each operand is broadcast once in a product, whole: no copy is made for it."""
+    """Each operand is broadcast once in a product, in one piece and without a copy."""
     def work(mesh):
         product, x, weight, bias, dy, *_ = split(mesh, "summa", kind, *operands(side, kind))
         mesh.over_rows, mesh.over_cols = Spy(mesh.over_rows), Spy(mesh.over_cols)

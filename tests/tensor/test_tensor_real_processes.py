@@ -15,7 +15,7 @@ from tests.tensor.split_parity import SCHEMES, SEED, every, share, tiny_gpt, tok
 
 
 class Descent:
-    """torch's optimizers import its compiler, which takes each process seconds."""
+    """Plain SGD; torch's optimizers import its compiler, which takes seconds in each process."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -27,7 +27,7 @@ class Descent:
 
 
 def errors(world: World, rows: int, cols: int, scheme: str) -> list[float]:
-    """Largest relative error of a gradient owned here, and of losses before and after a step."""
+    """Largest relative error of the gradients owned here, and errors of the losses before and after a step."""
     mesh = Mesh(row=rows, col=cols)
     batches = token_batches(mesh, count=2)
     reference = Reference(tiny_gpt(), seed=SEED, dtype=torch.float64, optimizer=Descent)
@@ -56,7 +56,7 @@ def errors_and_end(world: World, schemes: list[str]) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["torch", MPI])
 def test_gradients_equal_plain_pytorch(transport):
-    """A process takes seconds to start: in `make test` those of tests/comm/test_mpi.py do this too."""
+    """A process takes seconds to start, so in `make test` the processes of tests/comm/test_mpi.py do this too."""
     ranks = run_processes("tests.tensor.test_tensor_real_processes:errors_and_end", 4, transport,
                           args=[["stationary", "summa"]], timeout_seconds=240)
     assert max(max(found) for found in ranks) < 1e-10
@@ -66,7 +66,7 @@ def test_gradients_equal_plain_pytorch(transport):
 @pytest.mark.parametrize("scheme", ["stationary", "summa"])
 @NEEDS_MPI
 def test_ranks_that_share_a_gpu(scheme):
-    """What travels goes through host memory."""
+    """All messages go through host memory."""
     ranks = run_processes("tests.tensor.test_tensor_real_processes:errors_and_end", 4, "mpi", args=[[scheme]],
                           timeout_seconds=240, device="cuda")
     assert max(max(found) for found in ranks) < 1e-10

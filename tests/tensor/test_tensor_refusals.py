@@ -1,4 +1,4 @@
-"""What cannot be split is refused by name, with what helps."""
+"""Models that cannot be split are refused by name, with a remedy."""
 
 from dataclasses import replace
 from functools import partial
@@ -139,7 +139,7 @@ def test_a_sample_tells_of_a_sequence_that_columns_cannot_share_at_the_start():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_all_ranks_refuse_alike(rows):
-    """Nobody is left waiting for a rank that has refused."""
+    """No rank is left waiting for a rank that has refused."""
     def rank(world):
         with raises("layer-not-divisible", "layer0.attention.qkv") as caught:
             Engine(small_gpt(), world, mesh=Mesh(row=rows, col=4), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Steps on a tensor mesh equal those of one process and torch's optimizers, whatever is sharded, offloaded, clipped."""
+"""Steps on a tensor mesh equal those of one process with torch's optimizers, also sharded, offloaded or clipped."""
 
 from functools import partial
 
@@ -53,7 +53,7 @@ def trained(make, batches, clip_norm=0.0, optimizer=ADAMW):
 
 
 def assert_trains(make, mesh, *, steps=2, clip_norm=0.0, count=2, tolerance=1e-8, **options):
-    """Losses, norms and all weights after `steps`; what several ranks hold is the same to the bit after each."""
+    """Check losses, norms and all weights after `steps`; copies on several ranks are bit-identical."""
     batches = [token_batches(mesh, count=count, seed=seed) for seed in range(steps)]
     losses, norms, reference = trained(make, batches, clip_norm)
 
@@ -108,19 +108,19 @@ def test_clipping_by_the_global_norm_is_torchs(clip_norm, mesh, scheme, shard):
     (Mesh(data=2, col=2), "megatron", 50), (Mesh(data=2, col=2), "megatron", 7), (Mesh(data=2, col=2), "sequence", 50),
     (Mesh(data=2, row=2, col=2), "stationary", 50), (Mesh(data=2, row=2), "summa", 50)], [False, True]), ids=str)
 def test_copies_stay_the_same_to_the_bit_however_updates_are_cut(mesh, scheme, bucket_size, shard):
-    """torch's fused kernels round the last few elements of a piece differently, so that pieces must be cut alike
-    wherever copies are."""
+    """torch's fused kernels round the last few elements of a piece differently, so all ranks with copies must cut the
+    same pieces."""
     assert_trains(tiny_gpt, mesh, count=1, scheme=scheme, optim=optim(bucket_size=bucket_size, shard=shard))
 
 
 @pytest.mark.parametrize("mesh", quick(1, [Mesh(row=2), Mesh(row=2, col=2), Mesh(pipe=2, row=2, col=2)]), ids=str)
 def test_weights_that_are_kept_are_those_of_the_step(mesh):
-    """What has been gathered is old as soon as weights change."""
+    """Gathered weights are outdated as soon as the weights change."""
     assert_trains(tiny_gpt, mesh, settings=Settings(keep_weights=True), optim=optim())
 
 
 def test_kept_weights_follow_what_is_written_into_parameters():
-    """A checkpoint is loaded, and evaluated, after a batch."""
+    """As when a checkpoint is loaded after a batch and then evaluated."""
     mesh, batches = Mesh(row=2, col=2), token_batches(Mesh(row=2, col=2))
 
     def work(engine, settings):
@@ -178,7 +178,7 @@ def test_half_precision_follows_the_reference(mesh, scheme, dtype, options):
 
 
 def assert_half_precision(make, mesh, scheme, dtype, options):
-    """With fp32 masters; copies stay the same to the bit."""
+    """Master weights are fp32; copies stay bit-identical."""
     batches = [token_batches(mesh, seed=seed) for seed in range(6)]
     losses, norms, _ = trained(make, batches, optimizer=partial(ADAMW, lr=1e-3))
 
@@ -210,7 +210,7 @@ class Ids(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two products; the second makes nothing of all but the first feature of the first."""
+    """Two products; the second uses only the first feature of the first."""
 
     def __init__(self):
         super().__init__()
@@ -244,8 +244,8 @@ def overflowing():
     [Mesh(row=2, col=2), Mesh(data=2, row=2, col=2), Mesh(pipe=2, row=2, col=2)],
     [{}, {"offload": "stream"}, {"clip_norm": 1e6}, {"shard": True}]), ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(mesh, options):
-    """In the second batch the gradient of one element of fc1 is beyond fp16, in which gradients add up here: rank
-    (0, 0) alone holds it."""
+    """In the second batch the gradient of one element of fc1 exceeds fp16, in which gradients accumulate here; only
+    rank (0, 0) has that element."""
     def work(engine):
         seen = []
         for token in (1, 0, 1, 1):

@@ -1,4 +1,4 @@
-"""Rows with different numbers of tokens, and rows with none, take part exactly: no collective depends on the number."""
+"""Rows with different numbers of tokens, or with none, are exact: no collective depends on the number."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Words(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens go to one of two experts by their number; skips: an expert without tokens is left out."""
+    """Each token goes to one of two experts by its ID; skips: an expert without tokens is not called."""
 
     def __init__(self, skips: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_routed_tokens(ids, meshes, count):
     ([(2, 2)], 3), pytest.param([(2, 1), (2, 2), (2, 3)], 8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [3, 1])
 def test_rows_share_a_microbatch_unevenly(count, meshes, agree):
-    """Embeddings, attention, norms, dropout and the split loss; on 2 rows a single sample leaves one without."""
+    """Embeddings, attention, norms, dropout and the split loss; with a single sample, one of 2 rows has none."""
     config = Transformer(num_layers=1, hidden=36, heads=6, vocab=31, sequence=6, dropout=0.1)
     ids = torch.randint(0, 31, (count, 7), generator=torch.Generator().manual_seed(0))
     outcomes = check_split(gpt(config), (ids[:, :-1], ids[:, 1:]), meshes=meshes)
@@ -124,7 +124,7 @@ BATCHES = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for nu
 @pytest.mark.parametrize(("keep", "checkpoint", "defer_bytes", "pipe"), chosen(
     [(True, "none", 1 << 40, 2), (False, 1, 0, 1)], [False, True], ["none", 1], [(0, 1), (1 << 40, 1), (1 << 40, 2)]))
 def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
-    """Recomputed, with weights that stay gathered, and with deferred weight gradients: all rows have as many."""
+    """With recomputation, kept weights and deferred weight gradients, all rows run the same number of collectives."""
     outcome = gradients_on(routed, BATCHES, Mesh(pipe=pipe, row=2, col=2), settings=TensorParallel(keep_weights=keep),
                            memory=Memory(recompute=checkpoint), pipeline=Pipeline(defer_bytes=defer_bytes))
     reference = Reference(copy.deepcopy(routed()), seed=SEED, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_in_the_engine(keep, checkpoint, defer_bytes, pipe):
 
 @pytest.mark.parametrize("defer_bytes", [0, 1 << 40])
 def test_kept_weights_that_the_last_microbatch_does_not_use(defer_bytes):
-    """What earlier microbatches have added up is still summed over rows."""
+    """The gradients of earlier microbatches are still summed over rows."""
     even, mixed = torch.arange(2, 14, 2), torch.tensor([3, 4, 6, 8, 9, 12])
     batches = [[Microbatch(ids, ids[:, 0] % 3, torch.arange(2) + 10 * number) for number, ids in enumerate(
         (torch.stack([mixed, mixed + 1]), torch.stack([mixed, mixed + 2]), torch.stack([even, even])))]]
@@ -147,7 +147,7 @@ def test_kept_weights_that_the_last_microbatch_does_not_use(defer_bytes):
 
 
 def test_a_batch_that_failed_lets_go_of_kept_weights():
-    """And the engine refuses to go on."""
+    """The engine also refuses to continue."""
     def work(engine):
         *others, last = share(engine, BATCHES)
         clear, kept = engine._stages.clear, []
@@ -186,7 +186,7 @@ def test_the_engine_names_it_too():
 
 
 class OneExpert(Experts):
-    """A row calls one expert, by its first token: the collectives of rows that differ pair without an error."""
+    """A row calls one expert, chosen by its first token; the collectives of different experts pair without an error."""
 
     def forward(self, state):
         tokens, number = state["x"].flatten(0, 1), int(state["ids"].flatten()[0]) % 2
@@ -200,7 +200,7 @@ def one_expert() -> Model:
 
 
 def refused(batches, mesh: Mesh, make=one_expert, **options) -> list[Exception]:
-    """What every rank raises in place of an update."""
+    """The error that every rank raises instead of updating."""
     def work(engine):
         before = weights_of(engine)
         with pytest.raises(Exception) as caught:
@@ -224,7 +224,7 @@ ORDER_DIFFERS = [[*FIRST_DIFFERS[0], Microbatch(torch.stack([EVEN, ODD]), torch.
     (Mesh(row=2), "stationary", {"memory": Memory(recompute=1)}),
     (Mesh(row=2), "stationary", {"settings": TensorParallel(keep_weights=True)})])
 def test_layers_that_rows_call_in_different_number_are_named_before_the_update(mesh, scheme, options):
-    """On the parent commit the weights and gradients of one expert meet those of the other, and nothing fails."""
+    """On the parent commit the weights and gradients of different experts are combined, and nothing fails."""
     batches = FIRST_DIFFERS
     if mesh.row == 3:
         batches = [[Microbatch(torch.stack([ODD, EVEN, EVEN + 2]), torch.tensor([0, 1, 2]), torch.arange(3))]]
@@ -289,7 +289,7 @@ def test_the_report_of_a_collective_that_does_not_end_has_the_layer_and_pass_of_
 
 
 def errors(world: World, scheme: str) -> list[float]:
-    """Of every gradient on 2 x 1 processes, the second of which has no token for one expert."""
+    """Errors of all gradients on 2 x 1 processes, the second of which has no token for one expert."""
     from ranvier.pipeline.engine import Engine
 
     engine = Engine(routed(), world, mesh=Mesh(row=2), seed=SEED, dtype=torch.float64, tensor=SCHEMES[scheme])

@@ -1,4 +1,4 @@
-"""Modules as people write them: on rows, columns and shared sequences each is exact in fp64, or refused by name."""
+"""Typical user modules: on rows, columns and shared sequences each is exact in fp64, or is refused by name."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ EXACT = {
 
 
 IN_PARTS = ("means over tokens", "tokens first, as in fairseq", "heads in the batch", "flattened tokens", "recurrence")
-"""What joins or mixes tokens, of which each column has a part with stationary-sequence."""
+"""Modules that join or mix tokens, of which each column has only a part with stationary-sequence."""
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -292,7 +292,7 @@ def test_refused_on_columns(name):
 
 
 def test_chosen_tokens_of_a_shared_sequence_name_its_setting():
-    """As a mixture of experts chooses them, of the flat [B x S, H]; whole sequences are chosen without it."""
+    """As a mixture of experts chooses them from the flat [B x S, H]; choosing full sequences needs no setting."""
     block = MLP(lambda block, x: block.method(x) + x.flatten(0, 1)[torch.arange(3)].mean(0) * 0.1)
     with pytest.raises(SplitError, match=r"sequence[-_]sharding"):
         check_split([Words(), block], IDS, meshes=[(1, 2)], schemes=["stationary-sequence"])
@@ -360,7 +360,7 @@ class Child(nn.Module):
 
 @pytest.mark.parametrize("reference", [weakref.ref, lambda parent: (parent,)], ids=["weak", "tuple"])
 def test_a_part_that_refers_to_its_block(reference):
-    """On the parent commit rows train the layers of the whole model, which nobody sees."""
+    """On the parent commit rows silently train the layers of the full model."""
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -413,11 +413,11 @@ def test_a_hook_on_a_running_layer_or_block_sees_no_part_as_a_whole(hook):
     run_ranks(rank, 2)
 
 
-# ---------------------------------------------------------------------- the modules that an engine was built of
+# ---------------------------------------------------------------------- the modules that an engine was built from
 
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
 def test_the_modules_of_a_split_model_warn_of_old_values(mesh):
-    """They are in no engine, and neither used, saved nor trained again as if they were."""
+    """They are in no engine: training them again raises an error, and saving them warns."""
     def rank(world):
         torch.manual_seed(0)
         mlp = MLP(MLP.method)
@@ -494,7 +494,7 @@ class Penalty(nn.Module):
 @pytest.mark.parametrize("mesh", [Mesh(row=2), Mesh(col=2)], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_of_the_users_modules_are_told_of_where_copies_of_them_train(change, mesh):
-    """They have no effect. The state of the engine, loaded into the modules, is no change."""
+    """Such changes have no effect. Loading the engine's state into the modules is not a change."""
     def rank(world):
         blocks, penalty = nn.Sequential(Words(), MLP(MLP.method), Scores()), Penalty()
         engine = Engine(blocks, world, mesh=mesh, loss=penalty, optimizer=partial(torch.optim.SGD, lr=0.1))
@@ -616,10 +616,10 @@ def test_the_norm_of_a_part_warns(mesh, options):
     assert run_ranks(rank, 2)[0] == [mesh.pipe == 1] * 4 + [False] * 4
 
 
-# ---------------------------------------------------------------------- columns that part at random
+# ---------------------------------------------------------------------- columns that diverge at random
 
 class Parting(nn.Module):
-    """Calls a layer that its rank decides about, or draws a number."""
+    """Calls a layer that depends on its rank, or draws a number."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

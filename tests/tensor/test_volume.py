@@ -1,4 +1,4 @@
-"""Bytes received per rank: the paper's table and its algorithms step by step, the better products, numbers by hand."""
+"""Bytes received per rank: the paper's table and algorithms step by step, the better products, numbers by hand."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ SHAPES = st.fixed_dictionaries({"row": st.integers(1, 6), "col": st.integers(1, 
 
 
 def units(row, col, batch, sequence, hidden, itemsize):
-    """A and W in bytes."""
+    """Bytes of the activations A and of the weights W."""
     return (batch * sequence * hidden / row * (col - 1) / col * itemsize,
             hidden**2 / col * (row - 1) / row * itemsize)
 
@@ -73,7 +73,7 @@ def panels(received, mesh, axis, kind, size):
     for line in range(mesh[1 - axis]):
         for root in range(mesh[axis]):
             for member in range(mesh[axis]):
-                # A broadcast passes all from the root on; a reduction is a chain that begins behind the root.
+                # A broadcast visits all ranks from the root on; a reduction is a chain that begins after the root.
                 starts = root if kind == "broadcast" else (root + 1) % mesh[axis]
                 if member != starts:
                     received[(member, line) if axis == 0 else (line, member)] += size
@@ -93,7 +93,7 @@ def test_the_papers_algorithms_step_by_step(shape):
         panels(forward, mesh, 0, "broadcast", into * out * weight)
         panels(backward, mesh, 0, "broadcast", into * out * weight)  # C = A B^T, for the gradient of x
         panels(backward, mesh, 1, "reduce", into * x)
-        panels(backward, mesh, 1, "broadcast", into * x)  # C = A^T B, for that of the weight
+        panels(backward, mesh, 1, "broadcast", into * x)  # C = A^T B, for the gradient of the weight
         panels(backward, mesh, 0, "reduce", into * out * weight)
         assert forward == pytest.approx(dict.fromkeys(ranks, found[name].forward.total))
         assert backward == pytest.approx(dict.fromkeys(ranks, found[name].backward.total))
@@ -103,7 +103,7 @@ def test_the_papers_algorithms_step_by_step(shape):
     ("qkv", (18, 24), (36, 48)), ("projection", (18, 8), (18, 16)), ("fc1", (18, 32), (36, 64)),
     ("fc2", (18, 32), (18, 64))])
 def test_stationary_products_by_hand(name, forward, backward):
-    """2 x 4 ranks, x [2, 3, 8], 1 byte: of a row's 24 elements of x a rank lacks 18, of a column's 16 of a weight 8."""
+    """2 x 4 ranks, x [2, 3, 8], 1 byte: a rank lacks 18 of a row's 24 elements of x, 8 of a column's 16 of a weight."""
     found = product_volumes("stationary", row=2, col=4, batch=2, sequence=3, hidden=8, itemsize=1)[name]
     assert (found.forward, found.backward) == (Bytes(*forward), Bytes(*backward))
 
@@ -123,7 +123,7 @@ def test_the_embedding_by_hand():
 
 
 def test_the_head_by_hand():
-    """4 x 2 ranks, x [4, 8, 16], V 40, 2 bytes: of a row's x a rank lacks 64 elements, of its V / col columns 240."""
+    """4 x 2 ranks, x [4, 8, 16], V 40, 2 bytes: a rank lacks 64 elements of a row's x, 240 of its V / col columns."""
     shape = {"row": 4, "col": 2, "batch": 4, "sequence": 8, "hidden": 16, "vocab": 40, "itemsize": 2}
     own = head_volume("stationary", **shape)
     assert own.forward == Bytes(2 * 64, 2 * 240) and own.backward == Bytes(4 * 64, 4 * 240)
@@ -146,7 +146,7 @@ def test_table_1_of_the_paper():
 
 
 def test_the_papers_largest_case():
-    """64 ranks, b s = 24 h, in h^2 per layer with its backward: trees 270, rings 79, stationary 33, megatron 284."""
+    """64 ranks, b s = 24 h, in h^2 per layer with its backward: trees 270, rings 79, stationary 33, Megatron 284."""
     hidden, mesh = 8192, {"row": 8, "col": 8, "batch": 384, "sequence": 512, "hidden": 8192, "itemsize": 1}
     total = {scheme: sum(paper_elements(scheme, ranks=64, batch=384, sequence=512, hidden=hidden)) / hidden**2
              for scheme in ("summa", "megatron")}
