@@ -165,7 +165,7 @@ def test_sums_are_added_before_their_memory_is_used_again():
 
 
 def test_small_sums_travel_together():
-    """In the order of their products; a sum that does not fit starts the previous ones, and a wait starts all so far."""
+    """In the order of their products; a sum that does not fit starts the previous ones, a wait starts all so far."""
     def work(mesh):
         rows, shapes = mesh.num_rows, [(2, 3), (4,), (5, 2), (3, 4), (7,)]
         sent, scatter, space = [], mesh.over_rows.reduce_scatter, Workspace()
